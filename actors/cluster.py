@@ -1,0 +1,67 @@
+"""Starts a local Ray or joins a cluster, with token authentication set explicitly either way."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from pydantic import Field
+
+from k3rl.config import Config
+
+
+class ClusterConfig(Config):
+    """Where the actors run and what each kind may use."""
+
+    address: str | None = Field(None, json_schema_extra={"hash": False})
+    """Address of a running Ray cluster; None starts one on this machine and stops it at the end."""
+    cpus: int | None = Field(None, ge=1)
+    """CPUs that a local Ray offers; None takes the machine's, and at least 2 (they are shares, not cores)."""
+    learner_actors: int = Field(2, ge=1)
+    """Data-parallel ranks of the learner."""
+    learner_cpus: float = Field(0.5, gt=0)
+    rollout_actors: int = Field(1, ge=1)
+    rollout_cpus: float = Field(0.5, gt=0)
+    environment_actors: int = Field(1, ge=1)
+    environment_cpus: float = Field(0.25, gt=0)
+    reward_actors: int = Field(1, ge=1)
+    reward_cpus: float = Field(0.25, gt=0)
+    learner_threads: int = Field(1, ge=1)
+    """Torch threads of each rank. Two ranks of one thread beat one of two: threads spin, and lose to any neighbour."""
+    rollout_threads: int = Field(1, ge=1)
+    """Torch threads of each rollout actor. Float sums depend on it, so an evaluation must use the same."""
+    placement_deadline_s: float = Field(60.0, gt=0)
+    """How long to wait for resources before saying what is missing."""
+    call_timeout_s: float = Field(900.0, gt=0)
+    """How long one actor call may take before the run ends with the actor's name."""
+    object_store_mb: int = Field(512, ge=100)
+
+
+@contextmanager
+def cluster(config: ClusterConfig) -> Iterator[None]:
+    """Ray for the length of the block. A Ray that was running before is joined and left running.
+
+    A local Ray is started with a token of its own unless one is set, because its control port listens on every
+    interface. Inside a Ray job (RAY_ADDRESS set, or `address`), the job's cluster is joined.
+    """
+    joins = config.address is not None or bool(os.environ.get("RAY_ADDRESS"))
+    if not joins:
+        os.environ["OMP_NUM_THREADS"] = str(max(config.learner_threads, config.rollout_threads))
+    if joins:
+        ray.init(address=config.address or "auto", namespace="k3rl", log_to_driver=False, logging_level=logging.ERROR)
+    else:
+        ray.init(
+            num_cpus=config.cpus or max(2, os.cpu_count() or 2),
+            include_dashboard=False,
+            object_store_memory=config.object_store_mb * 2**20,
+            namespace="k3rl",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()

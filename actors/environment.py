@@ -1,0 +1,114 @@
+"""The environment actor: plays episodes against a rollout actor, each in an asyncio task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from k3rl.actors.jobs import EpisodeJob
+from k3rl.envs import EpisodeContext, make
+from k3rl.envs.rollout import run_episode
+from k3rl.envs.sandbox import ProgramRunner, provider_named
+from k3rl.tokens import Tokenizer
+from k3rl.types import Completion, Episode, Failed, SamplingParams, StopReason
+
+
+class LockstepPolicy:
+    """Sends requests when every episode of the cohort waits for tokens, sorted by episode.
+
+    So the batch that the engine sees depends on the tasks and the weights, not on timing: the same seed gives the
+    same rollouts. The price is that a turn waits for the slowest tool call of the cohort.
+    """
+
+    def __init__(self, rollout: Any, episodes: int) -> None:
+        self._rollout = rollout
+        self._active = episodes
+        self._waiting: list[tuple[int, Sequence[int], SamplingParams, asyncio.Future[Completion]]] = []
+
+    async def complete(self, order: int, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append((order, prompt_ids, params, future))
+        self._flush_when_all_wait()
+        return await future
+
+    def leave(self) -> None:
+        """One episode of the cohort has ended."""
+        self._active -= 1
+        self._flush_when_all_wait()
+
+    def _flush_when_all_wait(self) -> None:
+        if self._waiting and len(self._waiting) == self._active:
+            cohort, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
+            self._sending = asyncio.ensure_future(self._send(cohort))
+
+    async def _send(self, cohort: list) -> None:
+        try:
+            answers = await self._rollout.generate.remote([(list(ids), params) for _, ids, params, _ in cohort])
+        except Exception as error:  # a lost engine is every waiting episode's error, and each reports it
+            answers = [error] * len(cohort)
+        for (_, _, _, future), answer in zip(cohort, answers, strict=True):
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+
+class _Seat:
+    """One episode's place in the cohort (the `Policy` that `run_episode` sees)."""
+
+    def __init__(self, policy: LockstepPolicy, order: int) -> None:
+        self._policy = policy
+        self._order = order
+
+    async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        return await self._policy.complete(self._order, prompt_ids, params)
+
+
+class EnvironmentActor:
+    """An asyncio Ray actor without torch. Rewards are given elsewhere; episodes leave here ungraded."""
+
+    def __init__(self, env: str, env_args: Mapping[str, Any], sandbox: str, rollout: Any) -> None:
+        self._environment = make(env, **env_args)
+        self._rollout = rollout
+        self._programs = ProgramRunner(provider_named(sandbox)) if self._environment.needs_programs else None
+        self._tokenizer = Tokenizer.builtin()
+
+    async def set_tokenizer(self, directory: str) -> None:
+        """From now on the tokenizer of this checkpoint directory."""
+        self._tokenizer = Tokenizer.load(directory)
+
+    async def play(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[Episode]:
+        """One ungraded episode a job, in order. An episode whose environment fails says so; the others go on."""
+        policy = LockstepPolicy(self._rollout, len(jobs))
+        return list(await asyncio.gather(*(self._play(policy, i, job, sampling) for i, job in enumerate(jobs))))
+
+    async def _play(self, policy: LockstepPolicy, order: int, job: EpisodeJob, sampling: SamplingParams) -> Episode:
+        try:
+            ref = job.task
+            task = self._environment.source.get(
+                ref.split, ref.index, ref.seed, level=ref.level, family=ref.family
+            ).public()
+            return await run_episode(
+                self._environment.make_env(),
+                task,
+                _Seat(policy, order),
+                self._tokenizer,
+                episode_id=job.episode_id,
+                sampling=replace(sampling, seed=job.sampling_seed),
+                context=EpisodeContext(seed=job.sampling_seed, programs=self._programs),
+            )
+        except Exception as error:  # the last line of defence: user code must not end the run
+            return Episode(
+                id=job.episode_id,
+                task_id=f"{job.task.split}/{job.task.index}",
+                env=self._environment.name,
+                family=job.task.family or "unknown",
+                level=job.task.level or 0,
+                branches=(),
+                stop_reason=StopReason.INFRA_ERROR,
+                score=Failed(f"{type(error).__name__}: {error}"),
+            )
+        finally:
+            policy.leave()

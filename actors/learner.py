@@ -1,0 +1,133 @@
+"""The learner actor: owns the masters, takes optimizer steps, gives out weights and checkpoints."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
+from k3rl.checkpoint.train_state import load_train_state, save_train_state
+from k3rl.data.batch import TrainBatch
+from k3rl.engine.weights import manifest_of
+from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.parallel import DataParallel, Loss, Trainer, TrainerConfig
+from k3rl.run.metrics import Accumulator
+from k3rl.tokens import Tokenizer
+from k3rl.types import WeightVersion
+
+
+class LearnerActor:
+    """A synchronous Ray actor around one `Trainer`: one data-parallel rank of the learner.
+
+    It may hold a teacher per domain for distillation. Ranks hold equal weights; the first one gives them out.
+    """
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(True)
+        self._group: DataParallel | None = None
+        self._trainer: Trainer | None = None
+        self._teachers: dict[str, Trainer] = {}
+        self._tokenizer: Tokenizer | None = None
+        self._version = 0
+
+    def address(self) -> str:
+        """host:port on this node where a data-parallel group may meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def join(self, address: str, rank: int, size: int, timeout_s: float) -> None:
+        """Becomes rank `rank` of `size`; returns when all are there."""
+        self._group = DataParallel(rank, size, address, timeout_s=timeout_s)
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("this learner has no model yet; call create(...) or load(...) first")
+        return self._trainer
+
+    def create(self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int) -> int:
+        """A freshly initialised model from an official-layout config; returns its number of parameters."""
+        self._tokenizer = Tokenizer.builtin()
+        model = K3ForCausalLM(K3Config.from_dict(dict(config)))
+        model.init_weights(seed)
+        return self._adopt(model, trainer)
+
+    def load(self, checkpoint: str, trainer: TrainerConfig) -> int:
+        """A model from an official-layout directory, with fresh optimizer state."""
+        self._tokenizer = Tokenizer.load(checkpoint)
+        return self._adopt(load_checkpoint(checkpoint, dtype=torch.float32), trainer)
+
+    def _adopt(self, model: K3ForCausalLM, config: TrainerConfig) -> int:
+        self._trainer = Trainer(model, config, self._group)  # which also ships every parameter
+        self._teachers.clear()
+        return sum(p.numel() for _, p in model.official_parameters())
+
+    def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
+        """A frozen policy for each domain; domains that name one directory share its weights."""
+        shared = {
+            path: Trainer(load_checkpoint(path, dtype=torch.float32), trainer) for path in set(checkpoints.values())
+        }
+        self._teachers = {domain: shared[path] for domain, path in checkpoints.items()}
+
+    def train(
+        self, batches: Sequence[TrainBatch | None], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
+    ) -> Accumulator:
+        """One optimizer step for each batch, of which this rank gets its share; together they are one rollout batch."""
+        metrics = Accumulator()
+        for number, batch in enumerate(batches, start=1):
+            last = number == len(batches)
+            metrics.merge(
+                self.trainer.train(batch, loss, lr_scale=lr_scale, temperature=temperature, last_of_batch=last)
+            )
+        return metrics
+
+    def evaluate(self, batch: TrainBatch, loss: Loss) -> Accumulator:
+        return self.trainer.evaluate(batch, loss)
+
+    def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> np.ndarray:
+        return self.trainer.logprobs(batch, temperature)
+
+    def teacher_logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
+        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`."""
+        chosen = [domain if domain in self._teachers else "*" for domain in domains]
+        if missing := sorted(set(chosen) - set(self._teachers)):
+            raise KeyError(f"no teacher for {missing}; there are {sorted(self._teachers)}")
+        out = np.zeros(batch.input_ids.size, np.float32)
+        for domain in sorted(set(chosen)):
+            members = [i for i, name in enumerate(chosen) if name == domain]
+            rows = np.concatenate([np.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in members])
+            out[rows] = self._teachers[domain].logprobs(batch.select(members), temperature)
+        return out
+
+    def publish(self) -> tuple[WeightVersion, list[ray.ObjectRef]]:
+        """The next weight version: its manifest, and a reference to all tensors as a checkpoint would store them."""
+        tensors = {name: tensor.clone() for name, tensor in official_tensors(self.trainer.model)}
+        self._version += 1
+        return WeightVersion(self._version, manifest_of(tensors.items())), [ray.put(tensors)]
+
+    def set_version(self, number: int) -> None:
+        """Continues the numbering of versions, after an engine was loaded afresh."""
+        self._version = number
+
+    def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
+        """Writes the official layout; returns the directory."""
+        save_checkpoint(self.trainer.model, directory, tokenizer=self._tokenizer, card=dict(card))
+        return directory
+
+    def save_state(self, directory: str, extra: Mapping[str, Any]) -> None:
+        """Writes all that a bit-equal continuation needs; `extra` is the pipeline's own JSON."""
+        save_train_state(Path(directory), self.trainer.state_tensors(), {**extra, "weight_version": self._version})
+
+    def load_state(self, directory: str) -> dict[str, Any]:
+        """Restores `save_state`; returns its `extra`."""
+        tensors, extra = load_train_state(Path(directory))
+        self.trainer.load_state_tensors(tensors)
+        return extra

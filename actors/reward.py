@@ -1,0 +1,40 @@
+"""The reward actor: grades episodes with tasks that it draws itself, so hidden parts never travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from k3rl.actors.jobs import EpisodeJob
+from k3rl.envs import make
+from k3rl.envs.rollout import NOT_GRADED, gradable
+from k3rl.types import Episode, Failed
+
+
+class RewardActor:
+    """A synchronous Ray actor without torch, owning one grader and its sandbox."""
+
+    def __init__(self, env: str, env_args: Mapping[str, Any], sandbox: str) -> None:
+        self._environment = make(env, **env_args)
+        self._grader = self._environment.grader(provider=sandbox)
+
+    def grade(self, jobs: Sequence[EpisodeJob], episodes: Sequence[Episode]) -> list[Episode]:
+        """The episodes with their scores, in order. An episode that the infrastructure broke stays Failed."""
+        by_id = {job.episode_id: job for job in jobs}
+        live = [episode for episode in episodes if gradable(episode)]
+        tasks = []
+        for episode in live:
+            ref = by_id[episode.id].task
+            tasks.append(
+                self._environment.source.get(ref.split, ref.index, ref.seed, level=ref.level, family=ref.family)
+            )
+        scores = self._grader.score_batch([(task, episode.answer) for task, episode in zip(tasks, live, strict=True)])
+        scored = {episode.id: score for episode, score in zip(live, scores, strict=True)}
+        return [replace(e, score=scored[e.id]) if e.id in scored else _failed(e) for e in episodes]
+
+
+def _failed(episode: Episode) -> Episode:
+    if episode.score != NOT_GRADED:
+        return episode
+    return replace(episode, score=Failed(f"the episode ended as {episode.stop_reason} and has no answer to grade"))

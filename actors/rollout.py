@@ -1,0 +1,98 @@
+"""The rollout actor: one engine, stepped while any caller waits for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from k3rl.checkpoint import load_checkpoint
+from k3rl.engine import Engine, EngineError
+from k3rl.types import Completion, SamplingParams
+
+Request = tuple[Sequence[int], SamplingParams]
+
+
+class RolloutActor:
+    """An asyncio Ray actor. Calls overlap; their requests share the engine's batch."""
+
+    def __init__(self, threads: int, max_running: int, seed: int) -> None:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(True)
+        self._max_running = max_running
+        self._seed = seed
+        self._engine: Engine | None = None
+        self._futures: dict[Any, asyncio.Future[Completion]] = {}
+        self._wake = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def load(self, checkpoint: str, dtype: str = "float32") -> int:
+        """A fresh engine over a checkpoint directory; returns its weight version (0)."""
+        if self._futures:
+            raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
+        model = load_checkpoint(checkpoint, dtype=getattr(torch, dtype))
+        self._engine = Engine(model, max_running=self._max_running, seed=self._seed)
+        return self._engine.version
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("this rollout actor has no weights yet; call load(checkpoint) first")
+        return self._engine
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion | Exception]:
+        """One completion for each (prompt ids, params), in order; a refused request gives its typed error instead."""
+        answers = await asyncio.gather(*(self._submit(ids, params) for ids, params in requests), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, Exception):
+                raise answer
+        return answers  # type: ignore[return-value]
+
+    def _submit(self, ids: Sequence[int], params: SamplingParams) -> asyncio.Future[Completion]:
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        try:
+            self._futures[self.engine.submit(ids, params)] = future
+        except EngineError as error:
+            future.set_exception(error)
+            return future
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run())
+        return future
+
+    async def _run(self) -> None:
+        """Steps the engine until nothing waits. Between steps other calls get their turn."""
+        try:
+            while self._futures:
+                for request, outcome in self.engine.step():
+                    future = self._futures.pop(request)
+                    if isinstance(outcome, Exception):
+                        future.set_exception(outcome)
+                    else:
+                        future.set_result(outcome)
+                await asyncio.sleep(0)
+        except Exception as error:
+            for future in self._futures.values():
+                future.set_exception(error)
+            self._futures.clear()
+            raise
+
+    async def prepare(self, version: int, manifest: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
+        """First phase: builds and verifies version `version` beside the one that serves."""
+        self.engine.start_weight_update(version, manifest)
+        self.engine.update_weights(tensors.items())
+        self.engine.verify_weight_update()
+
+    async def commit(self, version: int) -> int:
+        """Second phase: switches to the prepared version."""
+        self.engine.finish_weight_update(version)
+        return self.engine.version
+
+    async def rollback(self) -> None:
+        """Drops a prepared version; the old one goes on serving."""
+        self.engine.abort_weight_update()

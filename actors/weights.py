@@ -1,0 +1,96 @@
+"""The weight publisher: a version reaches all engines whole, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import ray
+
+from k3rl.config import K3Error
+from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.types import SamplingParams
+
+_CANARY_TOKENS = 8
+
+
+class PublishError(K3Error):
+    """A weight version could not be given to every engine; all go on serving the old one."""
+
+
+class CanaryMismatch(K3Error):
+    """After a switch, an engine and the learner disagree about the same tokens."""
+
+
+class WeightPublisher:
+    """Two-phase publication from one learner to all rollout actors, with a canary after each switch."""
+
+    def __init__(
+        self, learner: Any, rollouts: list[Any], canary_prompt: list[int], tolerance: float, timeout_s: float
+    ) -> None:
+        self._learner = learner
+        self._rollouts = rollouts
+        self._prompt = canary_prompt
+        self._tolerance = tolerance
+        self._timeout_s = timeout_s
+
+    def publish(self) -> dict[str, float]:
+        """Publishes the learner's weights. Returns {"version", "bytes", "canary"}; raises PublishError, CanaryMismatch.
+
+        `canary` is the largest difference in nats between learner and engine over the canary's sampled tokens.
+        """
+        version, refs = ray.get(self._learner.publish.remote(), timeout=self._timeout_s)
+        number = version.number
+        self._all("prepare", number, version.manifest, refs[0])
+        self._all("commit", number)
+        return {"version": float(number), "tensors": float(len(version.manifest)), "canary": self._canary(number)}
+
+    def _all(self, phase: str, *args: Any) -> None:
+        calls = {getattr(actor, phase).remote(*args): i for i, actor in enumerate(self._rollouts)}
+        errors = []
+        for call, i in calls.items():
+            try:
+                ray.get(call, timeout=self._timeout_s)
+            except Exception as error:  # every engine's answer is wanted before the version is taken back
+                errors.append(f"rollout actor {i}: {error}")
+        if errors and phase == "prepare":
+            ray.wait(
+                [actor.rollback.remote() for actor in self._rollouts],
+                num_returns=len(self._rollouts),
+                timeout=self._timeout_s,
+            )
+        if errors:
+            raise PublishError(
+                f"weight version {args[0]} failed to {phase} on {len(errors)} of {len(calls)} engines:\n"
+                + "\n".join(errors)
+            )
+
+    def _canary(self, number: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=_CANARY_TOKENS)
+        worst = 0.0
+        for i, actor in enumerate(self._rollouts):
+            completion = ray.get(actor.generate.remote([(self._prompt, params)]), timeout=self._timeout_s)[0]
+            if isinstance(completion, Exception):
+                raise completion
+            if completion.weight_version != number:
+                raise CanaryMismatch(
+                    f"rollout actor {i} answered with version {completion.weight_version}, not {number}"
+                )
+            batch = _scoring_batch(self._prompt, completion.token_ids)
+            theirs = ray.get(self._learner.logprobs.remote(batch), timeout=self._timeout_s)[len(self._prompt) :]
+            worst = max(worst, float(np.abs(theirs - np.asarray(completion.logprobs, np.float32)).max()))
+        if not worst <= self._tolerance:
+            raise CanaryMismatch(
+                f"version {number}: learner and engine differ by {worst:.3g} nats on the canary prompt, more than "
+                f"{self._tolerance:g}; the engine does not run the weights that were published"
+            )
+        return worst
+
+
+def _scoring_batch(prompt: list[int], sampled: tuple[int, ...]) -> TrainBatch:
+    """One sequence whose sampled part is the target."""
+    ids = np.asarray([*prompt, *sampled], np.int64)
+    mask = np.zeros(ids.size, bool)
+    mask[len(prompt) :] = True
+    zeros = np.zeros(ids.size, np.float32)
+    return TrainBatch.pack([TrainSequence("canary", ids, mask, zeros, zeros)])

@@ -1,0 +1,160 @@
+"""What a sandboxed program costs: `python benchmarks/sandbox.py [--json] [--programs N] [--calls N]`.
+
+Program rows: milliseconds per program through `ProgramRunner`; the peer starts a bubblewrap and a Python for each
+program, the floor is a bare fork and exit of a small Python. Call rows: median of `/bin/true` in a sandbox; the
+peer is the same command as a plain process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from k3rl.envs import make
+from k3rl.envs.sandbox import ProgramJob, ProgramRunner, ProgramStatus, provider_named
+
+_FORK = (
+    "import os, time\nn = 300\nstarted = time.perf_counter()\n"
+    "for _ in range(n):\n pid = os.fork()\n if pid == 0: os._exit(0)\n os.waitpid(pid, 0)\n"
+    "print((time.perf_counter() - started) / n * 1000)"
+)
+
+
+def jobs(count: int) -> list[ProgramJob]:
+    """Reference programs of the quickstart environment, no two alike."""
+    environment = make("coding-lists")
+    made = []
+    for index in range(count):
+        task = environment.source.get("train", index)
+        assert task.hidden is not None
+        calls = tuple((values,) for values in task.hidden["inputs"])
+        made.append(ProgramJob(f"{task.hidden['program']}\n# {index}", "f", calls))
+    return made
+
+
+def programs(count: int, workers: int) -> float:
+    """Milliseconds per program of one batch on warm workers."""
+    batch = jobs(count)
+    with ProgramRunner(provider_named("bwrap"), workers=workers) as runner:
+        runner.run_batch(jobs(4 * workers))
+        started = time.perf_counter()
+        outcomes = runner.run_batch(batch)
+        elapsed = time.perf_counter() - started
+    if any(outcome.status is not ProgramStatus.RETURNED for outcome in outcomes):
+        raise RuntimeError("a reference program failed")
+    return elapsed / count * 1000
+
+
+def first_program() -> float:
+    """Milliseconds from nothing to the first outcome: start of the sandbox included."""
+    started = time.perf_counter()
+    with ProgramRunner(provider_named("bwrap")) as runner:
+        runner.run_batch([ProgramJob("def f(a):\n return a", "f", ((1,),))])
+        return (time.perf_counter() - started) * 1000
+
+
+def calls(count: int, provider: str, *argv: str, at_once: int = 1) -> tuple[float, float]:
+    """(median milliseconds of a call, calls per second) of a command in one sandbox per strand."""
+
+    async def strand(times: list[float]) -> None:
+        async with await provider_named(provider).create() as box:
+            for _ in range(count // at_once):
+                started = time.perf_counter()
+                result = await box.exec(argv)
+                times.append((time.perf_counter() - started) * 1000)
+                if result.returncode != 0:
+                    raise RuntimeError(result.stderr.decode())
+
+    async def all_strands() -> tuple[float, float]:
+        times: list[float] = []
+        started = time.perf_counter()
+        await asyncio.gather(*[strand(times) for _ in range(at_once)])
+        return statistics.median(times), len(times) / (time.perf_counter() - started)
+
+    return asyncio.run(all_strands())
+
+
+def plain(count: int, *argv: str) -> float:
+    """Median milliseconds of a plain process."""
+    return statistics.median(
+        _timed(lambda: subprocess.run(argv, check=True, capture_output=True)) for _ in range(count)
+    )
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return (time.perf_counter() - started) * 1000
+
+
+def row(
+    name: str, shape: str, regime: str, ours_ms: float, peer: str, peer_ms: float, floor_ms: float | None
+) -> dict[str, Any]:
+    """One result with the keys that every benchmark prints."""
+    return {
+        "name": name,
+        "shape": shape,
+        "regime": regime,
+        "peer": peer,
+        "ours_ms": round(ours_ms, 3),
+        "peer_ms": round(peer_ms, 3),
+        "ratio": round(peer_ms / ours_ms, 3),
+        "floor_ms": None if floor_ms is None else round(floor_ms, 3),
+        "share_of_floor": None if floor_ms is None else round(floor_ms / ours_ms, 3),
+        "per_second": round(1000 / ours_ms, 1),
+    }
+
+
+def measure(count: int, call_count: int) -> list[dict[str, Any]]:
+    """All rows."""
+    python = ("/usr/bin/python3", "-I", "-S", "-c", "pass")
+    floor = float(subprocess.run([*python[:3], "-c", _FORK], check=True, capture_output=True, text=True).stdout)
+    fresh, _ = calls(max(10, call_count // 10), "bwrap", *python)
+    peer = "a bubblewrap and a Python each"
+    results = [
+        row(
+            "program", "6 lists", f"{workers} worker{'s' * (workers > 1)}", programs(count, workers), peer, fresh, floor
+        )
+        for workers in (1, 2)
+    ]
+    results.append(row("first program", "1 call", "cold", first_program(), peer, fresh, None))
+    process = plain(call_count // 4, "/bin/true")
+    one, _ = calls(call_count, "bwrap", "/bin/true")
+    results.append(row("call", "/bin/true", "median, one at a time", one, "plain process", process, None))
+    _, rate = calls(call_count, "bwrap", "/bin/true", at_once=4)
+    results.append(row("call", "/bin/true", "mean, four at a time", 1000 / rate, "plain process", process, None))
+    return results
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description="Cost of sandboxed programs and commands.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--programs", type=int, default=1000, help="programs in a batch")
+    parser.add_argument("--calls", type=int, default=400, help="sandboxed commands")
+    options = parser.parse_args()
+    results = measure(options.programs, options.calls)
+    if not options.json:
+        for item in results:
+            print(
+                f"{item['name']:14} {item['regime']:22} {item['ours_ms']:8.2f} ms  {item['per_second']:7.1f}/s  "
+                f"{item['peer']}: {item['peer_ms']:.2f} ms ({item['ratio']:.1f}x)"
+            )
+        return
+    bwrap = subprocess.run(["bwrap", "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()}
+    versions = {"python": sys.version.split()[0], "bubblewrap": bwrap}
+    print(json.dumps({"machine": machine, "versions": versions, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What an environment is: tasks, an episode's rules, and a judge. No torch and no ray here.
+
+Task source   -> Task with its hidden part (deterministic in split, index and seed, so a run can resume)
+Env           -> what a policy sees and may do; single use, made by a factory, given `task.public()` only
+Rubric        -> scores answers with the hidden part, away from the agent
+Environment   -> the three of them under one name, and demonstrations for a warm start
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from k3rl.types import Budgets, Message, Score, StopReason, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Messages to append to the conversation, and the tools the next assistant turn may call.
+
+    `tool_choice` as in `k3rl.tokens.xtml.render`: None, "required" or "none".
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One assistant turn, as a message and as the ids that were sampled."""
+
+    message: Message
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the environment answers. When `done`, `answer` is what the rubric will judge.
+
+    `metrics` are of the whole episode so far; those of the last step are kept.
+    """
+
+    observation: Observation | None = None
+    done: bool = False
+    stop_reason: StopReason | None = None
+    answer: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.done and self.observation is None:
+            raise ValueError("a step that does not end the episode needs an observation for the next turn")
+
+
+class ProgramService(Protocol):
+    """Runs many small programs apart from everything else; see `k3rl.envs.sandbox.programs`."""
+
+    async def run(self, jobs: Sequence[Any]) -> list[Any]:
+        """One outcome per `ProgramJob`, in order. Raises SandboxDied when the sandbox, not a program, failed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeContext:
+    """What an episode may use: its seed, its budgets, and programs run in a sandbox (None: this env needs none)."""
+
+    seed: int = 0
+    budgets: Budgets = field(default_factory=Budgets)
+    programs: ProgramService | None = None
+
+
+class Env(ABC):
+    """The rules of one episode. Single use: `reset` once, `step` until done, `close` always (idempotent)."""
+
+    @abstractmethod
+    async def reset(self, task: Task, context: EpisodeContext) -> Observation:
+        """The first messages. `task.hidden` is None here: an environment cannot leak what it does not have."""
+
+    @abstractmethod
+    async def step(self, action: Action) -> StepResult:
+        """Answer one assistant turn."""
+
+    async def close(self) -> None:
+        """Give back whatever the episode holds. Called once or more, also after an error."""
+        return None
+
+
+class TaskSource(Protocol):
+    """Where tasks come from; finite, lazy or endless."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits; training on any but "train" is the caller's mistake."""
+        ...
+
+    def length(self, split: str, *, level: int | None = None, family: str | None = None) -> int | None:
+        """How many tasks the split has, or None when it has no end."""
+        ...
+
+    def get(
+        self, split: str, index: int, seed: int = 0, *, level: int | None = None, family: str | None = None
+    ) -> Task:
+        """The task WITH its hidden part. Equal arguments give equal tasks, in any process."""
+        ...
+
+
+class Rubric(ABC):
+    """Judges answers. Wrong is Scored(0.0), cheating is Invalid, a broken judge is Failed; never mixed up."""
+
+    @abstractmethod
+    def score_batch(self, items: Sequence[tuple[Task, str]]) -> list[Score]:
+        """One score per (task with hidden part, answer), in the order given."""
+
+    def close(self) -> None:
+        """Give back sandboxes. Idempotent."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One environment under its name.
+
+    make_env: a fresh `Env` for one episode. grader: keyword arguments -> a `Rubric` (for sandboxed ones
+    `provider=` and `workers=`). demonstrations: (seed, n, split="train") -> chat examples, dicts with
+    "messages" in OpenAI form and, where used, "tools". oracle: task with hidden part -> the right answer.
+    """
+
+    name: str
+    description: str
+    source: TaskSource
+    make_env: Callable[[], Env]
+    grader: Callable[..., Rubric]
+    oracle: Callable[[Task], str]
+    demonstrations: Callable[..., list[dict[str, Any]]] | None = None
+    needs_programs: bool = False
+    domain: str = "general"
+    version: int = 1
+
+    def tasks(self, split: str, seed: int = 0, limit: int | None = None) -> Iterator[Task]:
+        """The first `limit` tasks of a split, or all of a finite one."""
+        length = self.source.length(split)
+        count = limit if length is None else length if limit is None else min(limit, length)
+        if count is None:
+            raise ValueError(f"split {split!r} of {self.name} has no end; give a limit")
+        for index in range(count):
+            yield self.source.get(split, index, seed)

@@ -1,0 +1,2 @@
+"""x"""
+def emit_ptx(k): return ""

@@ -1,0 +1,24 @@
+"""Checkpoints: the official layout in and out, what a model consists of, and training state for resuming.
+
+hf.py       official tensors, load, save      replace.py      directories replaced at once
+inspect.py  parameters and bytes of a model   train_state.py  resume
+Not here: how values are quantized (`k3rl.numerics`) and who decides when to save.
+"""
+
+from k3rl.checkpoint.hf import (
+    CheckpointError,
+    assign_official_tensors,
+    load_checkpoint,
+    official_tensors,
+    save_checkpoint,
+    stored_dtype,
+)
+
+__all__ = [
+    "CheckpointError",
+    "assign_official_tensors",
+    "load_checkpoint",
+    "official_tensors",
+    "save_checkpoint",
+    "stored_dtype",
+]

@@ -1,0 +1,453 @@
+"""The official checkpoint layout, read and written (k3.md 1.3).
+
+A parameter holds the value its entry stores, so writing is exact: bf16 and float32 entries are casts that change
+nothing, and an MXFP4 expert is packed again, or written back byte for byte where a block still equals what was
+loaded. `official_tensors` is the one way out, for files and for weight updates alike; `assign_official_tensors` is
+the one way in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside
+from k3rl.config import K3Error
+from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig
+from k3rl.numerics import mx, stored_dtype
+from k3rl.tokens import TOKENIZER_FILES
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION, CARD = "generation_config.json", "README.md"
+NAN_SCALE = 255
+_ELEMENT_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+
+_OURS = {CONFIG, INDEX, SINGLE, GENERATION, CARD, *TOKENIZER_FILES}
+_SHARD = re.compile(r"model-\d{5}-of-\d{6}\.safetensors")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+class CheckpointError(K3Error, ValueError):
+    """A checkpoint that is missing, torn, of another shape, or in the way; the message names the tensor or file."""
+
+    exit_code = 3
+
+
+class SavesItself(Protocol):
+    """A tokenizer, as far as saving a checkpoint needs one."""
+
+    def save(self, folder: Path) -> None: ...
+
+
+# -------------------------------------------------------------------------------------------- model -> tensors
+
+
+def _packed_with_source(value: Tensor, source: tuple[Tensor, Tensor] | None, scale_rule: str) -> tuple[Tensor, Tensor]:
+    """value [..., n] -> (packed, scale); blocks that equal what `source` decodes to keep the bytes of `source`."""
+    if source is None:
+        return mx.quantize_mxfp4(value, scale_rule)
+    packed, scale = (part.to(value.device) for part in source)
+    decoded = mx.dequantize_mxfp4(packed, scale, value.dtype)
+    blocks = (*scale.shape, mx.BLOCK)
+    same = (decoded.view(blocks) == value.reshape(blocks)).all(-1)
+    if bool(same.all()):
+        return packed.clone(), scale.clone()
+    fresh_packed, fresh_scale = mx.quantize_mxfp4(value, scale_rule)
+    bytes_shape = (*scale.shape, mx.BLOCK // 2)
+    merged = torch.where(same.unsqueeze(-1), packed.view(bytes_shape), fresh_packed.view(bytes_shape))
+    return merged.view(packed.shape), torch.where(same, scale, fresh_scale)
+
+
+def official_tensors(model: K3ForCausalLM) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) exactly as stored: packed uint8, scale uint8, bf16, float32; A_log padded to head_dim.
+
+    Every tensor owns its memory, on the model's device.
+    """
+    quantization = model.config.quantization
+    for name, parameter in model.official_parameters():
+        value, stored = parameter.detach(), stored_dtype(name, quantization.weights)
+        if stored == "mxfp4":
+            packed, scale = _packed_with_source(value, model.stored_blocks.get(name), quantization.scale_rule)
+            yield f"{name}_packed", packed
+            yield f"{name}_scale", scale
+            continue
+        kind = torch.float32 if stored == "fp32" else torch.bfloat16
+        if name.endswith(".A_log"):
+            value = nn.functional.pad(value, (0, _padding(model.config)))
+        yield name, value.to(kind, copy=True)
+
+
+def _padding(config: K3Config) -> int:
+    """Zeros behind the per-head values of A_log: the official tensor has head_dim entries (k3.md 2.4)."""
+    linear = config.linear_attn_config
+    return max(0, linear.head_dim - linear.num_heads)
+
+
+# -------------------------------------------------------------------------------------------- tensors -> model
+
+
+def assign_official_tensors(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
+    """Puts stored tensors into the model in place, all of them or none.
+
+    Raises CheckpointError, with the name, for a tensor that is missing, unknown, mis-shaped, of a dtype that is not
+    its own kind, not finite, or with a scale byte 255; the model is then unchanged.
+    """
+    values = list(_decode(model, mapping))
+    _commit(model, values)
+
+
+class _Value:
+    """One parameter's new value [its shape], and the packed bytes it came from, if any."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, value: Tensor, source: tuple[Tensor, Tensor] | None):
+        self.name, self.parameter, self.value, self.source = name, parameter, value, source
+
+
+@torch.no_grad()
+def _commit(model: K3ForCausalLM, values: list[_Value]) -> None:
+    for item in values:
+        item.parameter.copy_(item.value)
+        if item.source is None:
+            model.stored_blocks.pop(item.name, None)
+        else:
+            packed, scale = item.source
+            model.stored_blocks[item.name] = packed.clone(), scale.clone()
+
+
+def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Value]:
+    """Checks names, then yields every parameter's value in the model's dtypes."""
+    parameters = dict(model.official_parameters())
+    known: set[str] = set()
+    missing = []
+    for name in parameters:
+        forms = ({name}, {f"{name}_packed", f"{name}_scale"})
+        found = [form for form in forms if form <= mapping.keys()]
+        if len(found) == 1:
+            known |= found[0]
+        else:
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors are missing or stored twice, {missing[0]} among them; "
+            "a checkpoint holds every parameter once, plain or as _packed and _scale"
+        )
+    extra = sorted(mapping.keys() - known)
+    if extra:
+        raise CheckpointError(f"{len(extra)} tensors belong to no parameter of this model, {extra[0]} among them")
+    for name, parameter in parameters.items():
+        if name in known:
+            yield _Value(name, parameter, _plain_value(name, parameter, mapping[name]), None)
+        else:
+            packed, scale = mapping[f"{name}_packed"], mapping[f"{name}_scale"]
+            yield _Value(name, parameter, _packed_value(name, parameter, packed, scale), (packed, scale))
+
+
+def _plain_value(name: str, parameter: nn.Parameter, stored: Tensor) -> Tensor:
+    wanted = tuple(parameter.shape)
+    if not stored.is_floating_point():
+        raise CheckpointError(f"{name} is {stored.dtype}; it must be a floating-point tensor")
+    if name.endswith(".A_log"):
+        stored = _unpadded(name, stored, wanted[0])
+    elif name.endswith("_conv1d.weight") and tuple(stored.shape) == (wanted[0], wanted[2]):
+        stored = stored.unsqueeze(1)
+    if tuple(stored.shape) != wanted:
+        raise CheckpointError(f"{name} has shape {tuple(stored.shape)}; this model needs {wanted}")
+    if not bool(stored.isfinite().all()):
+        raise CheckpointError(f"{name} holds NaN or infinite values; the file is damaged or the training diverged")
+    return stored
+
+
+def _unpadded(name: str, stored: Tensor, heads: int) -> Tensor:
+    """The per-head values of A_log; the rest, if there, must be zero padding."""
+    if stored.dim() != 1 or stored.shape[0] < heads:
+        raise CheckpointError(f"{name} has shape {tuple(stored.shape)}; it needs one value for each of {heads} heads")
+    if bool(stored[heads:].any()):
+        raise CheckpointError(f"{name} has values behind its {heads} heads; they must be zero padding")
+    return stored[:heads]
+
+
+def _packed_value(name: str, parameter: nn.Parameter, packed: Tensor, scale: Tensor) -> Tensor:
+    rows, columns = parameter.shape[0], parameter.shape[-1]
+    for key, tensor, wanted in (
+        (f"{name}_packed", packed, (rows, columns // 2)),
+        (f"{name}_scale", scale, (rows, columns // mx.BLOCK)),
+    ):
+        if tensor.dtype != torch.uint8:
+            raise CheckpointError(f"{key} is {tensor.dtype}; it must be uint8")
+        if tuple(tensor.shape) != wanted:
+            raise CheckpointError(f"{key} has shape {tuple(tensor.shape)}; this model needs {wanted}")
+    if bool((scale == NAN_SCALE).any()):
+        raise CheckpointError(f"{name}_scale holds the byte 255, which is NaN; the file is damaged")
+    return mx.dequantize_mxfp4(packed, scale, parameter.dtype)
+
+
+# -------------------------------------------------------------------------------------------------- reading
+
+
+class StoredFiles(Mapping[str, Tensor]):
+    """The tensors of a checkpoint directory, read one at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._where = _weight_map(directory)
+        self._open: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        shard = self._shard(name)
+        try:
+            return shard.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._directory / self._where[name]}: {name} cannot be read ({error})") from error
+
+    def _shard(self, name: str) -> Any:
+        file = self._where[name]
+        if file not in self._open:
+            self._open[file] = _open_shard(self._directory / file)
+        return self._open[file]
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of one tensor, without reading it."""
+        piece = self._shard(name).get_slice(name)
+        return math.prod(piece.get_shape()) * _ELEMENT_BYTES[piece.get_dtype()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; the index names it") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index or from the single file."""
+    index = directory / INDEX
+    if not index.is_file():
+        if not (directory / SINGLE).is_file():
+            raise CheckpointError(f"{directory} holds neither {INDEX} nor {SINGLE}; it is no checkpoint")
+        return dict.fromkeys(_open_shard(directory / SINGLE).keys(), SINGLE)
+    try:
+        given: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} has no readable weight_map ({error})") from error
+    for file in sorted(set(given.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} names {file!r}, which is not a file name in this directory")
+        inside = set(_open_shard(directory / file).keys())
+        indexed = {name for name, where in given.items() if where == file}
+        if inside != indexed:
+            raise CheckpointError(f"{directory / file} and {INDEX} disagree about {min(inside ^ indexed)}")
+    return given
+
+
+def load_checkpoint(
+    directory: str | Path, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+) -> K3ForCausalLM:
+    """The model of a checkpoint directory in the official layout.
+
+    Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
+    are stored as bf16 or MXFP4 (others are float32 or wider).
+    Raises CheckpointError, or ModelConfigError for a configuration that is not a K3.
+    """
+    path = Path(directory)
+    recover(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory; give the directory that holds {CONFIG}")
+    if not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
+    config = K3Config.from_json(path / CONFIG)
+    files = StoredFiles(path)
+    model = K3ForCausalLM(_as_stored(config, files.keys()), dtype=dtype, device=device)
+    for item in _decode(model, files):
+        _commit(model, [item])
+    return model
+
+
+def _as_stored(config: K3Config, names: Any) -> K3Config:
+    """The configuration with `quantization.weights` as the stored expert names say."""
+    expert = re.compile(r"\.experts\.\d+\.w[123]\.weight(_packed)?$")
+    packed = {match.group(1) is not None for match in map(expert.search, names) if match}
+    if len(packed) == 2:
+        raise CheckpointError("some routed experts are packed and some are plain; store all of them one way")
+    weights = "mxfp4" if packed == {True} else "none"
+    old = config.quantization
+    if old.weights == weights:
+        return config
+    return config.replace(quantization=QuantizationConfig(weights, old.scale_rule, old.activations))
+
+
+# -------------------------------------------------------------------------------------------------- writing
+
+
+def save_checkpoint(
+    model: K3ForCausalLM,
+    directory: str | Path,
+    *,
+    tokenizer: SavesItself | None = None,
+    card: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the official layout: shards, index, configurations, tokenizer files and a model card.
+
+    All of it is written beside `directory`, read back and compared, and put in place at once: a kill at any moment
+    leaves the previous checkpoint or the new one. An older checkpoint is replaced.
+    card: facts for the model card; `title` and `summary` are its head, everything else becomes a table.
+
+    Raises CheckpointError when `directory` holds anything that is not a checkpoint's, or when what was written does
+    not read back equal.
+    """
+    path = Path(directory).absolute()
+    recover(path)
+    _refuse_foreign_files(path)
+    scratch = scratch_beside(path)
+    total, weight_map = _write_shards(model, scratch)
+    config = model.config
+    _write_json(scratch / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(scratch / CONFIG, config.to_dict())
+    _write_json(
+        scratch / GENERATION,
+        {
+            "bos_token_id": config.bos_token_id,
+            "eos_token_id": config.eos_token_id,
+            "pad_token_id": config.pad_token_id,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_p": 1.0,
+        },
+    )
+    if tokenizer is not None:
+        tokenizer.save(scratch)
+    parameters = sum(p.numel() for _, p in model.official_parameters())
+    (scratch / CARD).write_text(_card_text(path.name, config, parameters, total, card or {}), encoding="utf-8")
+    for file in scratch.iterdir():
+        flush(file)
+    publish(scratch, path)
+
+
+def _refuse_foreign_files(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give a directory for the checkpoint")
+    foreign = sorted(p.name for p in path.iterdir() if p.name not in _OURS and not _SHARD.fullmatch(p.name))
+    if foreign:
+        raise CheckpointError(
+            f"{path} holds {foreign[0]!r}, which is not part of a checkpoint; nothing is overwritten, "
+            "choose an empty or new directory"
+        )
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _shard_number(name: str, layers: int) -> int:
+    """Official split: layer L in shard L + 1, then embedding, head and final norm, then projector, then tower."""
+    match = _LAYER.search(name)
+    if match and name.startswith("language_model."):
+        return int(match.group(1)) + 1
+    if name.startswith("mm_projector."):
+        return layers + 2
+    return layers + 3 if name.startswith("vision_tower.") else layers + 1
+
+
+def _write_shards(model: K3ForCausalLM, scratch: Path) -> tuple[int, dict[str, str]]:
+    """-> (bytes of all tensors, tensor name -> file name). Every file is read back and compared."""
+    layers = model.config.num_hidden_layers
+    count = layers + (1 if model.config.vision_config is None else 3)
+    pending: dict[int, dict[str, Tensor]] = {}
+    weight_map: dict[str, str] = {}
+    total, current = 0, 1
+
+    def write(number: int) -> None:
+        file = f"model-{number:05d}-of-{count:06d}.safetensors"
+        tensors = pending.pop(number)
+        save_file(tensors, scratch / file, metadata={"format": "pt"})
+        _verify(scratch / file, tensors)
+        weight_map.update(dict.fromkeys(tensors, file))
+
+    for name, tensor in official_tensors(model):
+        number = _shard_number(name, layers)
+        if current <= layers and number > current and current in pending:
+            write(current)  # layers come in order, so an earlier one is complete
+        current = max(current, number) if number <= layers else current
+        pending.setdefault(number, {})[name] = tensor.cpu().contiguous()
+        total += tensor.numel() * tensor.element_size()
+    for number in sorted(pending):
+        write(number)
+    return total, dict(sorted(weight_map.items()))
+
+
+def _verify(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    with safe_open(file, framework="pt") as written:
+        for name, tensor in tensors.items():
+            back = written.get_tensor(name)
+            equal = back.dtype == tensor.dtype and back.shape == tensor.shape
+            if not equal or not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
+                raise CheckpointError(f"{file}: {name} does not read back as it was written; check the disk")
+
+
+def _card_text(name: str, config: K3Config, parameters: int, size: int, card: Mapping[str, Any]) -> str:
+    quantization = config.quantization
+    experts = "MXFP4" if quantization.weights == "mxfp4" else "bf16"
+    rows = {
+        "parameters": f"{parameters:,}",
+        "bytes as stored": f"{size:,}",
+        "layers": f"{config.num_hidden_layers} ({len(config.kda_layers)} KDA, {len(config.mla_layers)} MLA)",
+        "experts": f"{config.num_experts}, {config.num_experts_per_token} per token, stored as {experts}",
+        "expert activations": "MXFP8" if quantization.activations == "mxfp8" else "unquantized",
+        **{key: value for key, value in card.items() if key not in ("title", "summary")},
+    }
+    lines = [
+        "---",
+        "library_name: k3rl",
+        "pipeline_tag: text-generation",
+        "---",
+        "",
+        f"# {card.get('title', name)}",
+        "",
+        str(card.get("summary", "A model of the Kimi K3 architecture in the official checkpoint layout.")),
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {_cell(value)} |" for key, value in rows.items()),
+        "",
+        "```python",
+        "from k3rl.checkpoint import load_checkpoint",
+        "",
+        f'model = load_checkpoint("{name}")',
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+__all__ = [
+    "CheckpointError",
+    "ModelConfigError",
+    "assign_official_tensors",
+    "load_checkpoint",
+    "official_tensors",
+    "save_checkpoint",
+    "stored_dtype",
+]

@@ -1,0 +1,78 @@
+"""Putting a directory in the place of another at once, so that a kill leaves the old one or the new one, whole.
+
+On Linux the two names are exchanged by one system call. File systems that cannot do that get two renames; a kill
+between them leaves the old directory under its waiting name, and `recover` puts it back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EXDEV)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _waiting(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def scratch_beside(path: Path) -> Path:
+    """An empty directory beside `path` to write into; what a killed writer left there is removed."""
+    scratch = path.with_name(f".{path.name}.writing")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if scratch.exists():
+        shutil.rmtree(scratch)
+    scratch.mkdir()
+    return scratch
+
+
+def publish(scratch: Path, path: Path) -> None:
+    """Makes the written directory `scratch` appear as `path`, replacing a directory of that name."""
+    flush(scratch)
+    if not path.exists():
+        os.rename(scratch, path)
+    elif _exchange(scratch, path):
+        shutil.rmtree(scratch)
+    else:
+        os.rename(path, _waiting(path))
+        os.rename(scratch, path)
+        shutil.rmtree(_waiting(path))
+    flush(path.parent)
+
+
+def recover(path: Path) -> None:
+    """Puts back a directory that a kill caught between two renames; removes one that is no longer needed."""
+    waiting = _waiting(path)
+    if not waiting.exists():
+        return
+    if path.exists():
+        shutil.rmtree(waiting)
+    else:
+        os.rename(waiting, path)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchanges two names in one step; False where the system or the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    done = libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    if done == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(first), None, str(second))

@@ -1,0 +1,360 @@
+"""The packed batch that a learner trains on, and how episodes become one.
+
+Dimension letters: N packed tokens, S sequences, M MoE layers in depth order, k experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from k3rl.data.packing import best_fit
+from k3rl.types import Branch, Episode, Failed
+
+WeightMode: TypeAlias = Literal["token", "sequence"]
+
+
+class BatchError(ValueError):
+    """Training data that do not fit together; the message names the sequence and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One sequence before packing, T tokens.
+
+    ids int64 [T]; loss_mask bool [T]; sampler_logprobs float32 [T]; advantages float32 [T]; the last two are 0
+    where not masked. routes int16 [T, M, k] or None; teacher_logprobs float32 [T] or None.
+    """
+
+    id: str
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    sampler_logprobs: np.ndarray
+    advantages: np.ndarray
+    routes: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Sequences laid end to end, without padding.
+
+    input_ids int64 [N]; cu_seqlens int32 [S+1], the sequence boundaries from 0 to N; loss_mask bool [N], token i
+    is a target, predicted from the tokens before it in its sequence; sampler_logprobs float32 [N], advantages
+    float32 [N] and weights float64 [N], all 0 where not masked. weights sum to 1 over the whole global batch, so a
+    loss is the plain sum of weight times per-token loss whatever the split. routes int16 [N, M, k] or None;
+    the row of a sequence's last token was never computed by the sampler and holds experts 0..k-1, which no
+    target depends on. teacher_logprobs float32 [N] or None. sequence_ids name the S sequences.
+    """
+
+    input_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    loss_mask: np.ndarray
+    sampler_logprobs: np.ndarray
+    advantages: np.ndarray
+    weights: np.ndarray
+    sequence_ids: tuple[str, ...]
+    routes: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence, int64 [S]."""
+        return np.diff(self.cu_seqlens.astype(np.int64))
+
+    @property
+    def tokens(self) -> int:
+        """N, all packed tokens."""
+        return len(self.input_ids)
+
+    @property
+    def target_tokens(self) -> int:
+        """How many tokens are targets."""
+        return int(self.loss_mask.sum())
+
+    @classmethod
+    def pack(cls, sequences: Sequence[TrainSequence], mode: WeightMode = "token") -> TrainBatch:
+        """The batch of these sequences in their order, weighted over all of them. Raises BatchError."""
+        if not sequences:
+            raise BatchError("no sequences to pack; a batch needs at least one")
+        for sequence in sequences:
+            _check_lengths(sequence)
+        lengths = [len(sequence.ids) for sequence in sequences]
+        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        loss_mask = np.concatenate([sequence.loss_mask for sequence in sequences])
+        batch = cls(
+            input_ids=np.concatenate([sequence.ids for sequence in sequences]),
+            cu_seqlens=cu_seqlens,
+            loss_mask=loss_mask,
+            sampler_logprobs=np.concatenate([sequence.sampler_logprobs for sequence in sequences]),
+            advantages=np.concatenate([sequence.advantages for sequence in sequences]),
+            weights=token_weights(loss_mask, cu_seqlens, mode),
+            sequence_ids=tuple(sequence.id for sequence in sequences),
+            routes=_optional(sequences, "routes", lambda sequence: sequence.routes),
+            teacher_logprobs=_optional(sequences, "teacher_logprobs", lambda sequence: sequence.teacher_logprobs),
+        )
+        batch.validate()
+        return batch
+
+    def select(self, indices: Iterable[int]) -> TrainBatch:
+        """The batch of some of the sequences, in the order of `indices`, their weights unchanged."""
+        chosen = list(indices)
+        rows = np.concatenate([np.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in chosen])
+        return TrainBatch(
+            input_ids=self.input_ids[rows],
+            cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[chosen])]).astype(np.int32),
+            loss_mask=self.loss_mask[rows],
+            sampler_logprobs=self.sampler_logprobs[rows],
+            advantages=self.advantages[rows],
+            weights=self.weights[rows],
+            sequence_ids=tuple(self.sequence_ids[i] for i in chosen),
+            routes=None if self.routes is None else self.routes[rows],
+            teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[rows],
+        )
+
+    def split(self, token_budget: int) -> list[TrainBatch]:
+        """Micro-batches of at most `token_budget` tokens (best fit, deterministic), weights unchanged.
+
+        Raises SequenceTooLong when one sequence alone is longer than the budget.
+        """
+        return [self.select(chosen) for chosen in best_fit(self.lengths.tolist(), token_budget)]
+
+    def reweighted(self, mode: WeightMode) -> TrainBatch:
+        """The same batch with weights that sum to 1 over its own sequences."""
+        return dataclasses.replace(self, weights=token_weights(self.loss_mask, self.cu_seqlens, mode))
+
+    def with_teacher(self, teacher_logprobs: Mapping[str, np.ndarray]) -> TrainBatch:
+        """The same batch with a teacher's logprobs, float32 [T] for each sequence id. Raises BatchError."""
+        _same_ids(self.sequence_ids, teacher_logprobs, "teacher logprobs")
+        parts = []
+        for name, length in zip(self.sequence_ids, self.lengths, strict=True):
+            parts.append(np.asarray(teacher_logprobs[name], np.float32))
+            if parts[-1].shape != (length,):
+                raise BatchError(f"sequence {name} has {length} tokens and teacher logprobs {parts[-1].shape}")
+        batch = dataclasses.replace(
+            self, teacher_logprobs=np.where(self.loss_mask, np.concatenate(parts), np.float32(0))
+        )
+        batch.validate()
+        return batch
+
+    def validate(self) -> None:
+        """Raise BatchError unless shapes, dtypes and values are as the class says."""
+        n, s = len(self.input_ids), len(self.sequence_ids)
+        _shaped("cu_seqlens", self.cu_seqlens, np.int32, (s + 1,))
+        _shaped("input_ids", self.input_ids, np.int64, (n,))
+        _shaped("loss_mask", self.loss_mask, np.bool_, (n,))
+        _shaped("weights", self.weights, np.float64, (n,))
+        for name in ("sampler_logprobs", "advantages", "teacher_logprobs"):
+            if getattr(self, name) is not None:
+                _shaped(name, getattr(self, name), np.float32, (n,))
+        if self.routes is not None:
+            if self.routes.ndim != 3:
+                raise BatchError(
+                    f"routes have the shape {self.routes.shape}; wanted [{n}, MoE layers, experts per token]"
+                )
+            _shaped("routes", self.routes, np.int16, (n, *self.routes.shape[1:]))
+        if len(set(self.sequence_ids)) != s:
+            raise BatchError("two sequences of the batch have one id; ids join advantages to sequences")
+        if s == 0 or self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != n or (self.lengths < 1).any():
+            raise BatchError(f"cu_seqlens {self.cu_seqlens.tolist()[:8]} must rise from 0 to {n} tokens")
+        self._validate_values()
+
+    def _validate_values(self) -> None:
+        if self.loss_mask[self.cu_seqlens[:-1]].any():
+            raise BatchError("the first token of a sequence is masked as a target; nothing before it can predict it")
+        if (self.input_ids < 0).any():
+            raise BatchError("a token id is negative")
+        for name in ("sampler_logprobs", "advantages", "weights", "teacher_logprobs"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if not np.isfinite(values).all():
+                raise BatchError(f"{name} holds NaN or infinity in sequence {self._sequence_of(~np.isfinite(values))}")
+            if (values[~self.loss_mask] != 0).any():
+                raise BatchError(f"{name} is not 0 at tokens that are no targets; mask it with loss_mask")
+        for name in ("sampler_logprobs", "teacher_logprobs"):
+            values = getattr(self, name)
+            if values is not None and (values > 1e-3).any():
+                raise BatchError(
+                    f"{name} is above 0 in sequence {self._sequence_of(values > 1e-3)}; a logprob is at most 0"
+                )
+
+    def _sequence_of(self, where: np.ndarray) -> str:
+        """The id of the sequence that holds the first True of `where` [N]."""
+        return self.sequence_ids[int(np.searchsorted(self.cu_seqlens, int(where.argmax()), side="right")) - 1]
+
+
+def token_weights(loss_mask: np.ndarray, cu_seqlens: np.ndarray, mode: WeightMode = "token") -> np.ndarray:
+    """Weights float64 [N] that sum to 1 over the targets of a whole global batch.
+
+    "token": every target weighs the same, 1 / targets. "sequence": every sequence that has targets weighs the
+    same, each of its targets 1 / (such sequences * its targets). loss_mask bool [N], cu_seqlens int [S+1].
+    Raises BatchError when there is no target, or for an unknown mode.
+    """
+    if not loss_mask.any():
+        raise BatchError("no token of the batch is a target; there is nothing to train on")
+    if mode == "token":
+        return loss_mask / np.float64(loss_mask.sum())
+    if mode != "sequence":
+        raise BatchError(f"weight mode is {mode!r}; wanted token or sequence")
+    targets = np.add.reduceat(loss_mask.astype(np.int64), cu_seqlens[:-1])
+    per_token = np.zeros(len(targets))
+    per_token[targets > 0] = 1.0 / (targets[targets > 0] * np.count_nonzero(targets))
+    return loss_mask * np.repeat(per_token, np.diff(cu_seqlens))
+
+
+def from_branches(
+    branches: Sequence[Branch],
+    advantages: Mapping[str, float | np.ndarray],
+    *,
+    mode: WeightMode = "token",
+    routes: bool = False,
+) -> TrainBatch:
+    """The batch of these branches, advantages joined by branch id.
+
+    An advantage is one float for every sampled token of the branch, or one per token, [T] (what it says at tokens
+    that were not sampled is ignored). Every branch must have one, and every one a branch. With `routes` the
+    recorded experts come along for replay. Raises BatchError.
+    """
+    _same_ids([branch.id for branch in branches], advantages, "advantages")
+    return TrainBatch.pack(
+        [_sequence(branch, branch.id, advantages[branch.id], 0, routes) for branch in branches], mode
+    )
+
+
+def from_episodes(
+    episodes: Sequence[Episode],
+    advantages: Mapping[str, float],
+    *,
+    mode: WeightMode = "token",
+    routes: bool = False,
+) -> TrainBatch:
+    """The batch of all branches of these episodes, one advantage per episode id. Sequence ids are `EPISODE/BRANCH`.
+
+    A branch that starts with turns of its parent trains only the turns after them, so no sampled token counts
+    twice; a branch with no turn of its own is left out. Raises BatchError, also for a failed episode: it has no
+    reward, so any advantage of it would be invented.
+    """
+    _same_ids([episode.id for episode in episodes], advantages, "advantages")
+    for episode in episodes:
+        if isinstance(episode.score, Failed):
+            raise BatchError(f"episode {episode.id} failed ({episode.score.reason}); leave it out before the baseline")
+    sequences = []
+    for episode in episodes:
+        by_id = {branch.id: branch for branch in episode.branches}
+        for branch in episode.branches:
+            shared = _shared_turns(branch, by_id)
+            if shared < len(branch.turns):
+                name = f"{episode.id}/{branch.id}"
+                sequences.append(_sequence(branch, name, advantages[episode.id], shared, routes))
+    return TrainBatch.pack(sequences, mode)
+
+
+def branch_routes(branch: Branch) -> np.ndarray:
+    """Recorded experts of a branch, int16 [T, M, k], from each turn's [prompt + sampled - 1, M, k].
+
+    A row belongs to the turn that first computed it, so tokens sampled in one turn keep the experts they were
+    sampled with when a later turn reads them again. The last row was never computed and holds experts 0..k-1.
+    Raises BatchError when a turn has no routes or too few.
+    """
+    rows: list[np.ndarray] = []
+    known = 0
+    for number, turn in enumerate(branch.turns):
+        computed = len(turn.prompt_ids) + len(turn.sampled_ids) - 1
+        if turn.routes is None or turn.routes.shape[0] != computed:
+            got = "none" if turn.routes is None else f"{turn.routes.shape[0]} rows"
+            raise BatchError(f"branch {branch.id}, turn {number}: routes are {got}, wanted {computed} rows")
+        rows.append(turn.routes[known:])
+        known = computed
+    last = np.broadcast_to(np.arange(rows[0].shape[2], dtype=np.int16), (1, *rows[0].shape[1:]))
+    return np.concatenate([*rows, last]).astype(np.int16, copy=False)
+
+
+def _sequence(branch: Branch, name: str, advantage: float | np.ndarray, shared: int, routes: bool) -> TrainSequence:
+    """A branch as a sequence that trains the turns from number `shared` on."""
+    if not branch.turns:
+        raise BatchError(f"sequence {name} has no turns; leave episodes without a completion out of the batch")
+    try:
+        ids, mask, logprobs = branch.tokens()
+    except ValueError as error:
+        raise BatchError(f"sequence {name}: {error}") from error
+    if len(ids) != len(logprobs):
+        raise BatchError(f"sequence {name} has {len(ids)} tokens and {len(logprobs)} logprobs")
+    if shared:
+        last = branch.turns[shared - 1]
+        mask = mask.copy()
+        mask[: len(last.prompt_ids) + len(last.sampled_ids)] = False
+    values = np.asarray(advantage, np.float32)
+    if values.shape not in ((), ids.shape):
+        raise BatchError(
+            f"sequence {name} has {len(ids)} tokens and advantages of shape {values.shape}; wanted one or [T]"
+        )
+    return TrainSequence(
+        id=name,
+        ids=ids,
+        loss_mask=mask,
+        sampler_logprobs=np.where(mask, logprobs, np.float32(0)),
+        advantages=np.where(mask, values, np.float32(0)),
+        routes=branch_routes(branch) if routes else None,
+    )
+
+
+def _shared_turns(branch: Branch, by_id: Mapping[str, Branch]) -> int:
+    """How many leading turns `branch` has in common with its parent."""
+    if branch.parent is None:
+        return 0
+    if branch.parent not in by_id:
+        raise BatchError(f"branch {branch.id} has the parent {branch.parent}, which its episode does not hold")
+    count = 0
+    for ours, theirs in zip(branch.turns, by_id[branch.parent].turns, strict=False):
+        same = (ours.prompt_ids, ours.sampled_ids, ours.logprobs) == (
+            theirs.prompt_ids,
+            theirs.sampled_ids,
+            theirs.logprobs,
+        )
+        if not same:
+            break
+        count += 1
+    return count
+
+
+def _same_ids(wanted: Sequence[str], given: Mapping[str, object], what: str) -> None:
+    """Raise BatchError unless `given` has exactly the ids `wanted`, each once."""
+    if len(set(wanted)) != len(wanted):
+        twice = next(name for name in wanted if wanted.count(name) > 1)
+        raise BatchError(f"the id {twice} occurs twice; ids join {what} to sequences")
+    missing, extra = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
+    if missing or extra:
+        raise BatchError(f"{what} are missing for {missing[:4]} and given for unknown {extra[:4]}; ids must match")
+
+
+def _optional(
+    sequences: Sequence[TrainSequence], name: str, get: Callable[[TrainSequence], np.ndarray | None]
+) -> np.ndarray | None:
+    """The values of all sequences end to end, None when no sequence has any. Raises BatchError for a mixture."""
+    values = [value for sequence in sequences if (value := get(sequence)) is not None]
+    if not values:
+        return None
+    if len(values) != len(sequences):
+        lacking = next(sequence.id for sequence in sequences if get(sequence) is None)
+        raise BatchError(f"sequence {lacking} has no {name} and others have; give them to all or to none")
+    return np.concatenate(values)
+
+
+def _check_lengths(sequence: TrainSequence) -> None:
+    """Per sequence, because lengths that are wrong twice could still add up to the right total."""
+    if len(sequence.ids) == 0:
+        raise BatchError(f"sequence {sequence.id} has no tokens")
+    for name in ("loss_mask", "sampler_logprobs", "advantages", "routes", "teacher_logprobs"):
+        values = getattr(sequence, name)
+        if values is not None and len(values) != len(sequence.ids):
+            raise BatchError(f"sequence {sequence.id} has {len(sequence.ids)} tokens and {len(values)} {name}")
+
+
+def _shaped(name: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:
+    if array.dtype != dtype or array.shape != shape:
+        raise BatchError(f"{name} is {array.dtype} {list(array.shape)}; wanted {np.dtype(dtype)} {list(shape)}")

@@ -1,0 +1,261 @@
+"""Groups of episodes as table rows and back: the columns of a trajectory file.
+
+One row is one branch; an episode without branches has one row whose branch is null. A missing reward is null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from k3rl.types import (
+    Branch,
+    Episode,
+    Failed,
+    Group,
+    Invalid,
+    Message,
+    Score,
+    Scored,
+    StopReason,
+    ToolCall,
+    Turn,
+)
+
+# policy versions, stop reasons and times are per turn, because one branch may be sampled by several versions.
+_TURN = pa.struct(
+    [
+        ("prompt_tokens", pa.int32()),
+        ("sampled_tokens", pa.int32()),
+        ("stop_reason", pa.string()),
+        ("first_version", pa.int64()),
+        ("last_version", pa.int64()),
+        ("model_s", pa.float64()),
+        ("env_s", pa.float64()),
+    ]
+)
+EPISODE_SCHEMA = pa.schema(
+    [
+        ("group_id", pa.string()),
+        ("task_id", pa.string()),
+        ("episode_id", pa.string()),
+        ("env", pa.string()),
+        ("family", pa.string()),
+        ("level", pa.int32()),
+        ("seed", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("status", pa.string()),  # scored, invalid, failed
+        ("reward", pa.float64()),  # null unless scored
+        ("score_detail", pa.string()),  # JSON: parts, or hack and evidence, or reason
+        ("answer", pa.string()),
+        ("messages", pa.string()),  # JSON
+        ("budgets_used", pa.string()),  # JSON
+        ("metrics", pa.string()),  # JSON
+        ("branch_id", pa.string()),
+        ("parent", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.int8())),
+        ("behaviour_logprobs", pa.list_(pa.float32())),  # what a learner reads; 0 where not sampled
+        ("turns", pa.list_(_TURN)),
+    ]
+)
+ROUTE_SCHEMA = pa.schema(
+    [
+        ("episode_id", pa.string()),
+        ("branch_id", pa.string()),
+        ("turn", pa.int32()),
+        ("routes", pa.binary()),
+        ("shape", pa.list_(pa.int32())),
+        ("dtype", pa.string()),
+    ]
+)
+
+
+def episode_rows(groups: Sequence[Group], seed: int) -> dict[str, list[Any]]:
+    """Columns of EPISODE_SCHEMA for these groups, in their order."""
+    columns: dict[str, list[Any]] = {name: [] for name in EPISODE_SCHEMA.names}
+    for group in groups:
+        for episode in group.episodes:
+            head = _episode_columns(group, episode, seed)
+            for branch in episode.branches or (None,):
+                for name, value in {**head, **_branch_columns(branch)}.items():
+                    columns[name].append(value)
+    return columns
+
+
+def route_rows(groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """Columns of ROUTE_SCHEMA: one row per turn that recorded experts."""
+    columns: dict[str, list[Any]] = {name: [] for name in ROUTE_SCHEMA.names}
+    for episode in (episode for group in groups for episode in group.episodes):
+        for branch in episode.branches:
+            for number, turn in enumerate(branch.turns):
+                if turn.routes is not None:
+                    row = (
+                        episode.id,
+                        branch.id,
+                        number,
+                        turn.routes.tobytes(),
+                        turn.routes.shape,
+                        turn.routes.dtype.str,
+                    )
+                    for name, value in zip(ROUTE_SCHEMA.names, row, strict=True):
+                        columns[name].append(value)
+    return columns
+
+
+def routes_by_turn(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, int], np.ndarray]:
+    """(episode, branch, turn) -> routes of the shape and dtype that were written, read-only."""
+    return {
+        (row["episode_id"], row["branch_id"], row["turn"]): np.frombuffer(row["routes"], row["dtype"]).reshape(
+            row["shape"]
+        )
+        for row in rows
+    }
+
+
+def groups(rows: Sequence[Mapping[str, Any]], routes: Mapping[tuple[str, str, int], np.ndarray]) -> list[Group]:
+    """The groups that gave these rows."""
+    by_group: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        by_group.setdefault((row["group_id"], row["task_id"]), {}).setdefault(row["episode_id"], []).append(row)
+    return [
+        Group(group_id, task_id, tuple(_episode(branches, routes) for branches in episodes.values()))
+        for (group_id, task_id), episodes in by_group.items()
+    ]
+
+
+def message_to_dict(message: Message) -> dict[str, Any]:
+    """A message as JSON values; `message_from_dict` gives it back."""
+    calls = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in message.tool_calls]
+    return {
+        "role": message.role,
+        "content": message.content,
+        "reasoning": message.reasoning,
+        "tool_calls": calls,
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+
+
+def message_from_dict(data: Mapping[str, Any]) -> Message:
+    """The message that `message_to_dict` wrote."""
+    calls = tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in data["tool_calls"])
+    return Message(data["role"], data["content"], data["reasoning"], calls, data["name"], data["tool_call_id"])
+
+
+def _episode_columns(group: Group, episode: Episode, seed: int) -> dict[str, Any]:
+    status, reward, detail = _score_columns(episode.score)
+    return {
+        "group_id": group.id,
+        "task_id": group.task_id,
+        "episode_id": episode.id,
+        "env": episode.env,
+        "family": episode.family,
+        "level": episode.level,
+        "seed": seed,
+        "finish_reason": episode.stop_reason.value,
+        "status": status,
+        "reward": reward,
+        "score_detail": json.dumps(detail),
+        "answer": episode.answer,
+        "messages": json.dumps([message_to_dict(message) for message in episode.messages]),
+        "budgets_used": json.dumps(_floats(episode.budgets_used)),
+        "metrics": json.dumps(_floats(episode.metrics)),
+    }
+
+
+def _score_columns(score: Score) -> tuple[str, float | None, dict[str, Any]]:
+    if isinstance(score, Scored):
+        return "scored", score.reward, {"parts": _floats(score.parts)}
+    if isinstance(score, Invalid):
+        return "invalid", None, {"hack": score.hack, "evidence": score.evidence}
+    return "failed", None, {"reason": score.reason}
+
+
+def _floats(values: Mapping[str, float]) -> dict[str, float]:
+    """Plain floats: a NumPy number has no JSON form."""
+    return {name: float(value) for name, value in values.items()}
+
+
+def _score(row: Mapping[str, Any]) -> Score:
+    detail = json.loads(row["score_detail"])
+    if row["status"] == "scored":
+        return Scored(row["reward"], detail["parts"])
+    return Invalid(**detail) if row["status"] == "invalid" else Failed(**detail)
+
+
+def _branch_columns(branch: Branch | None) -> dict[str, Any]:
+    if branch is None:
+        return {
+            "branch_id": None,
+            "parent": None,
+            "token_ids": [],
+            "loss_mask": [],
+            "behaviour_logprobs": [],
+            "turns": [],
+        }
+    ids, mask, logprobs = branch.tokens()
+    turns = [
+        {
+            "prompt_tokens": len(turn.prompt_ids),
+            "sampled_tokens": len(turn.sampled_ids),
+            "stop_reason": turn.stop_reason.value,
+            "first_version": turn.first_version,
+            "last_version": turn.last_version,
+            "model_s": turn.model_s,
+            "env_s": turn.env_s,
+        }
+        for turn in branch.turns
+    ]
+    return {
+        "branch_id": branch.id,
+        "parent": branch.parent,
+        "token_ids": ids,
+        "loss_mask": mask.astype(np.int8),
+        "behaviour_logprobs": logprobs,
+        "turns": turns,
+    }
+
+
+def _episode(rows: Sequence[Mapping[str, Any]], routes: Mapping[tuple[str, str, int], np.ndarray]) -> Episode:
+    head = rows[0]
+    return Episode(
+        id=head["episode_id"],
+        task_id=head["task_id"],
+        env=head["env"],
+        family=head["family"],
+        level=head["level"],
+        branches=tuple(_branch(row, routes) for row in rows if row["branch_id"] is not None),
+        stop_reason=StopReason(head["finish_reason"]),
+        score=_score(head),
+        answer=head["answer"],
+        budgets_used=json.loads(head["budgets_used"]),
+        metrics=json.loads(head["metrics"]),
+        messages=tuple(message_from_dict(message) for message in json.loads(head["messages"])),
+    )
+
+
+def _branch(row: Mapping[str, Any], routes: Mapping[tuple[str, str, int], np.ndarray]) -> Branch:
+    """Turns are cut out of the branch's tokens: each prompt is all that came before its sampled tokens."""
+    ids, logprobs = row["token_ids"], row["behaviour_logprobs"]
+    turns = []
+    for number, turn in enumerate(row["turns"]):
+        start, stop = turn["prompt_tokens"], turn["prompt_tokens"] + turn["sampled_tokens"]
+        turns.append(
+            Turn(
+                prompt_ids=tuple(ids[:start]),
+                sampled_ids=tuple(ids[start:stop]),
+                logprobs=tuple(logprobs[start:stop]),
+                stop_reason=StopReason(turn["stop_reason"]),
+                first_version=turn["first_version"],
+                last_version=turn["last_version"],
+                routes=routes.get((row["episode_id"], row["branch_id"], number)),
+                model_s=turn["model_s"],
+                env_s=turn["env_s"],
+            )
+        )
+    return Branch(row["branch_id"], tuple(turns), row["parent"])

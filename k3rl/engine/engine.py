@@ -1,0 +1,418 @@
+"""The rollout engine: continuous batching of one K3 model, tokens and logprobs that training can trust.
+
+A step computes at most `prefill_tokens` tokens of waiting prompts in one packed call, decodes every running row
+in another, and samples once over both. Rows that end leave at once and waiting requests take their place.
+Single-threaded: whoever drives it calls `step` in a loop and may submit, abort, pause or update weights in between.
+
+State across a weight update: running requests keep their KDA and MLA states, computed by the old weights, and go
+on under the new ones; a completion names the versions of its first and last token. Prompts that nothing has been
+sampled from yet start over under the new weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3rl.engine import diagnose, sampler
+from k3rl.engine.cache import StatePool
+from k3rl.engine.protocol import (
+    EngineError,
+    InvalidRequest,
+    NonFiniteLogits,
+    Outcome,
+    PauseMode,
+    UnknownRequest,
+    WeightUpdateError,
+)
+from k3rl.engine.rows import Request, RowTable
+from k3rl.engine.scheduler import Scheduler, Segment
+from k3rl.engine.weights import WeightUpdate, check_names
+from k3rl.model import K3ForCausalLM
+from k3rl.types import Completion, SamplingParams, StopReason
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Sums since the engine started."""
+
+    steps: int = 0
+    prefilled_tokens: int = 0  # prompt tokens computed; a prompt shared by a group counts once
+    sampled_tokens: int = 0
+    prefill_s: float = 0.0  # inside the model
+    decode_s: float = 0.0  # inside the model
+    step_s: float = 0.0  # whole steps
+
+
+@dataclass(slots=True)
+class _SparePrompt:
+    """What goes with the state in the spare row: the last token's logits [1, V] and the prompt's routes."""
+
+    logits: Tensor
+    routes: np.ndarray
+
+
+class Engine:
+    """A `RolloutEngine` over one in-process model, which it never writes to: a new version is a new copy.
+
+    max_running: rows, that is requests that can be decoded together. max_context: prompt plus sampled tokens of
+    one request, at most (default and upper bound: the model's `max_position_embeddings`). prefill_tokens: prompt
+    tokens per step. seed: of requests that bring none. version: number of the weights that `model` holds.
+    poison: fill rows that nobody owns with NaN, so that a state read by mistake is seen.
+    """
+
+    def __init__(
+        self,
+        model: K3ForCausalLM,
+        max_running: int = 64,
+        max_context: int | None = None,
+        seed: int = 0,
+        poison: bool = False,
+        *,
+        prefill_tokens: int = 8192,
+        version: int = 0,
+    ) -> None:
+        config = model.config
+        self.model, self.max_context = model, max_context or config.max_position_embeddings
+        if self.max_context > config.max_position_embeddings:
+            raise ValueError(f"max_context is {max_context}; the model allows {config.max_position_embeddings}")
+        self.seed, self._version = seed, version
+        self.counters = EngineCounters()
+        self._scheduler = Scheduler(max_running, prefill_tokens)
+        self._pool = StatePool(model, max_running, poison)
+        self._table = RowTable(max_running, (len(config.moe_layers), config.num_experts_per_token))
+        self._prompt_routes: list[list[np.ndarray]] = [[] for _ in range(max_running)]  # of rows being prefilled
+        self._spare: _SparePrompt | None = None
+        self._requests: dict[int, Request] = {}
+        self._submitted = 0
+        self._ended: list[tuple[int, Outcome]] = []  # not yet handed out by `step`
+        self._pause: PauseMode | None = None
+        self._update: WeightUpdate | None = None  # being received
+        self._next: tuple[int, K3ForCausalLM] | None = None  # verified, not served yet
+
+    @property
+    def version(self) -> int:
+        """The weight version that samples the next token."""
+        return self._version
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row, being prefilled or decoded."""
+        return len(self._scheduler.occupants)
+
+    # ---- requests
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queues one prompt and returns its id.
+
+        Raises InvalidRequest for an empty prompt, an id outside the vocabulary, a prompt longer than the
+        context, or max_tokens that do not fit behind it.
+        """
+        prompt = self._validated(prompt_ids, params)
+        number, self._submitted = self._submitted, self._submitted + 1
+        seed = sampler.request_seed(params.seed, self.seed, number)
+        self._requests[number] = Request(number, prompt, params, seed)
+        self._scheduler.submit(number, prompt.tobytes(), len(prompt))
+        return number
+
+    def abort(self, request: int) -> None:
+        """Frees the request's slot at once; the next `step` returns it as aborted. Raises UnknownRequest."""
+        if request not in self._requests:
+            raise UnknownRequest(f"request {request} is neither waiting nor running: it ended or never was")
+        self._end([(request, self._aborted(request))])
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Completes all prompts, in their order. Raises InvalidRequest before any work, or a request's EngineError."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        for prompt, own in zip(prompts, each, strict=True):
+            self._validated(prompt, own)
+        numbers = [self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+        outcomes: dict[int, Outcome] = {}
+        while not outcomes.keys() >= set(numbers):
+            self._refuse_if_stalled()
+            outcomes.update(self.step())
+        mine = [outcomes.pop(number) for number in numbers]
+        self._ended += outcomes.items()  # of requests that others submitted
+        completions = []
+        for outcome in mine:
+            if isinstance(outcome, EngineError):
+                raise outcome
+            completions.append(outcome)
+        return completions
+
+    def drain(self) -> list[tuple[int, Outcome]]:
+        """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
+        outcomes: list[tuple[int, Outcome]] = []
+        while self._requests:
+            self._refuse_if_stalled()
+            outcomes += self.step()
+        return outcomes + self.step()
+
+    def pause(self, mode: PauseMode) -> None:
+        """keep: freeze everything; abort: end everything now; wait: finish what has a row, admit nothing.
+
+        Requests may be submitted during a pause and wait. With `wait`, the pause is reached when `num_running` is 0.
+        """
+        if mode not in ("keep", "abort", "wait"):
+            raise ValueError(f"pause mode is {mode!r}; it must be 'keep', 'abort' or 'wait'")
+        self._pause = mode
+        if mode == "abort":
+            self._end([(number, self._aborted(number)) for number in list(self._requests)])
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._pause = None
+
+    # ---- one step
+
+    def step(self) -> list[tuple[int, Outcome]]:
+        """Samples one token for every running request; returns the requests that ended since the last call."""
+        if self._pause in (None, "wait") and self._requests:
+            began = time.perf_counter()
+            with torch.inference_mode():
+                self._advance(admit=self._pause is None)
+            self.counters.steps += 1
+            self.counters.step_s += time.perf_counter() - began
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _advance(self, admit: bool) -> None:
+        plan = self._scheduler.plan(admit)
+        parts = []
+        if plan.from_spare:  # before the prefill, which may put another prompt into the spare row
+            parts.append(self._start_from_spare(plan.from_spare))
+        if plan.segments:
+            parts.append(self._prefill(plan.segments))
+        if plan.decode:
+            parts.append(self._decode(plan.decode))
+        if not parts:
+            return
+        rows = np.concatenate([rows for rows, _ in parts])
+        if rows.size:
+            self._sample(rows, torch.cat([logits for _, logits in parts]) if len(parts) > 1 else parts[0][1])
+
+    def _start_from_spare(self, pairs: list[tuple[int, int]]) -> tuple[np.ndarray, Tensor]:
+        spare = self._spare
+        if spare is None:
+            raise EngineError("the scheduler admits from the spare row, and the spare row holds no prompt")
+        self._pool.copy([(self._pool.spare, row) for _, row in pairs])
+        rows = self._start(pairs, spare.routes)
+        if self._scheduler.spare is None:
+            self._drop_spare()
+        return rows, spare.logits.expand(len(pairs), -1)
+
+    def _prefill(self, segments: list[Segment]) -> tuple[np.ndarray, Tensor]:
+        """Computes all segments in one packed call; (rows, logits [rows, V]) of the prompts that it completes."""
+        began = time.perf_counter()
+        fresh = [segment.row for segment in segments if segment.start == 0]
+        self._pool.reset(fresh)
+        for row in fresh:
+            self._prompt_routes[row] = []
+        ids = np.concatenate([self._requests[s.request].prompt[s.start : s.stop] for s in segments])
+        bounds = np.cumsum([0] + [s.stop - s.start for s in segments])
+        out = self.model.hidden(
+            self._tensor(ids)[None],
+            cu_seqlens=self._tensor(bounds),
+            cache=self._pool.view([s.row for s in segments]),
+        )
+        complete = [index for index, segment in enumerate(segments) if segment.starts]
+        logits = self.model.logits(out.hidden[0, self._tensor(bounds[1:][complete] - 1)])
+        self.counters.prefilled_tokens += len(ids)
+        self.counters.prefill_s += time.perf_counter() - began
+        routes = np.split(out.routes[0].cpu().numpy(), bounds[1:-1])
+        for segment, part in zip(segments, routes, strict=True):
+            self._prompt_routes[segment.row].append(part)
+        return self._start_groups([segments[index] for index in complete], logits)
+
+    def _start_groups(self, segments: list[Segment], logits: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Copies computed prompts to their siblings, and to the spare when some wait for a row.
+
+        logits [S, V] of the S prompts' last tokens -> (rows [R], logits [R, V]) of all who sample from them.
+        """
+        copies, rows, source = [], [], []
+        for index, segment in enumerate(segments):
+            parts, self._prompt_routes[segment.row] = self._prompt_routes[segment.row], []
+            routes = np.concatenate(parts)
+            rows.append(self._start(segment.starts, routes))
+            source += [index] * len(segment.starts)
+            copies += [(segment.row, row) for _, row in segment.starts[1:]]
+            if segment.hold:
+                copies.append((segment.row, self._pool.spare))
+                self._spare = _SparePrompt(logits[index : index + 1], routes)
+        self._pool.copy(copies)
+        return np.concatenate(rows or [np.empty(0, np.int64)]), logits[source]
+
+    def _start(self, pairs: Sequence[tuple[int, int]], routes: np.ndarray) -> np.ndarray:
+        for number, row in pairs:
+            self._table.start(row, self._requests[number], routes, self._version)
+        return np.array([row for _, row in pairs])
+
+    def _decode(self, rows: list[int]) -> tuple[np.ndarray, Tensor]:
+        """Feeds every running row its last sampled token."""
+        began = time.perf_counter()
+        index = np.array(rows)
+        out = self.model.hidden(self._tensor(self._table.token[index])[:, None], cache=self._pool.view(rows))
+        logits = self.model.logits(out.hidden[:, 0])
+        self.counters.decode_s += time.perf_counter() - began
+        self._table.add_routes(index, out.routes[:, 0].cpu().numpy())
+        return index, logits
+
+    def _sample(self, rows: np.ndarray, logits: Tensor) -> None:
+        table = self._table
+        draws = sampler.sample(
+            logits,
+            table.temperature[rows],
+            table.top_p[rows],
+            table.top_k[rows],
+            sampler.uniforms(table.seed[rows], table.count[rows]),
+        )
+        complete = table.append(rows, draws, self._version)
+        self.counters.sampled_tokens += int(draws.finite.sum())
+        ended: list[tuple[int, Outcome]] = [(int(table.request[row]), table.completion(row)) for row in complete]
+        if not draws.finite.all():
+            ended += self._broken(rows[~draws.finite])
+        self._end(ended)
+
+    # ---- endings
+
+    def _end(self, ended: list[tuple[int, Outcome]]) -> None:
+        """Forgets requests, closes the holes they leave, and frees the rows at the end."""
+        if not ended:
+            return
+        used = len(self._scheduler.occupants)
+        moves = self._scheduler.remove([number for number, _ in ended])
+        self._pool.copy(moves)
+        self._table.move(moves)
+        for source, target in moves:
+            self._prompt_routes[target] = self._prompt_routes[source]
+        self._pool.free(range(len(self._scheduler.occupants), used))
+        if self._spare is not None and self._scheduler.spare is None:
+            self._drop_spare()
+        for number, _ in ended:
+            del self._requests[number]
+        self._ended += ended
+
+    def _aborted(self, number: int) -> Completion:
+        row = self._scheduler.row_of.get(number)
+        if row is not None:
+            return self._table.completion(row, aborted=True)
+        return Completion((), (), StopReason.ABORTED, self._version, self._version)
+
+    def _broken(self, rows: np.ndarray) -> list[tuple[int, Outcome]]:
+        """Errors of the rows whose logits are not finite. One is examined: a broken model breaks all of them."""
+        table = self._table
+        ended: list[tuple[int, Outcome]] = []
+        for row in rows.tolist():
+            number = int(table.request[row])
+            ids = np.concatenate([self._requests[number].prompt, table.tokens[row, : table.count[row]]])
+            if not ended:
+                layer, detail = diagnose.describe(self.model, self._pool, row, self._tensor(ids))
+            else:
+                layer, detail = None, f"request {ended[0][0]} broke in the same step and was examined"
+            ended.append((number, NonFiniteLogits(number, len(ids) - 1, layer, detail)))
+        return ended
+
+    # ---- weights
+
+    def init_weight_transfer(self, names: Iterable[str]) -> None:
+        """Handshake at start: raises WeightUpdateError unless `names` are the tensors that this model stores."""
+        check_names(self.model, names)
+
+    def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
+        """Opens an update to a later version. manifest: official name -> `weights.digest` of the stored tensor."""
+        if self._update is not None or self._next is not None:
+            raise WeightUpdateError("another weight update is open; finish or abort it first")
+        if version <= self._version:
+            raise WeightUpdateError(f"version {version} is not later than {self._version}, which is served now")
+        self._update = WeightUpdate(version, manifest)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes stored tensors in. They must not change until the update is verified. An error drops the update."""
+        update = self._take_update()
+        update.add(named_tensors)
+        self._update = update
+
+    def verify_weight_update(self) -> None:
+        """First phase: proves the update whole and builds its model beside the one that serves.
+
+        Raises WeightUpdateError and drops the update when a tensor is missing, altered or does not fit.
+        """
+        update = self._take_update()
+        self._next = (update.version, update.build(self.model))
+
+    def finish_weight_update(self, version: int) -> None:
+        """Second phase: serves the new version from the next token on, verifying it first when that is not done.
+
+        Raises WeightUpdateError and drops the update, as `verify_weight_update` does or for another version.
+        """
+        if self._next is None:
+            self.verify_weight_update()
+        prepared, self._next = self._next, None
+        if prepared is None or prepared[0] != version:
+            raise WeightUpdateError(f"version {version} is not the one that was prepared; send it again")
+        self._version, self.model = prepared
+        self._scheduler.restart()
+        self._drop_spare()
+
+    def abort_weight_update(self) -> None:
+        """Drops an open or prepared update, if any; the current version stays."""
+        self._update = self._next = None
+
+    def _take_update(self) -> WeightUpdate:
+        """The update being received, closed: whoever goes on with it puts it back, and an error leaves it dropped."""
+        update, self._update = self._update, None
+        if update is None:
+            raise WeightUpdateError(
+                "no weight update is open (a refused one is dropped); call start_weight_update first"
+            )
+        return update
+
+    # ---- small things
+
+    def _validated(self, prompt_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+        prompt = np.asarray(prompt_ids)
+        if not prompt.size:
+            raise InvalidRequest("the prompt is empty; it needs at least one token")
+        if prompt.ndim != 1:
+            raise InvalidRequest(f"the prompt has shape {prompt.shape}; it must be one row of token ids")
+        if prompt.dtype.kind not in "iu":
+            raise InvalidRequest(f"the prompt holds {prompt.dtype} values; it must hold token ids")
+        bad = prompt[(prompt < 0) | (prompt >= self.model.config.vocab_size)]
+        if bad.size:
+            raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {self.model.config.vocab_size}")
+        if prompt.size >= self.max_context:
+            raise InvalidRequest(
+                f"the prompt has {prompt.size} tokens; with one to sample it must fit a context of {self.max_context}"
+            )
+        if prompt.size + params.max_tokens > self.max_context:
+            raise InvalidRequest(
+                f"{prompt.size} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
+                f"{self.max_context}; ask for at most {self.max_context - prompt.size}"
+            )
+        return prompt.astype(np.int64)
+
+    def _refuse_if_stalled(self) -> None:
+        """A paused engine would be waited for without end."""
+        stalled = self._pause in ("keep", "abort") or (self._pause == "wait" and self._scheduler.idle)
+        if stalled and not self._ended:
+            raise EngineError(f"the engine is paused ({self._pause}) and requests wait; call resume first")
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._pool.free([self._pool.spare])
+            self._spare = None
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.model.device)

@@ -1,0 +1,109 @@
+"""What an engine promises: the protocol, its outcomes and its errors.
+
+`k3rl.engine.Engine` implements `RolloutEngine`; whoever drives an engine needs to know only this page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from k3rl.config import K3Error
+from k3rl.types import Completion, SamplingParams
+
+PauseMode: TypeAlias = Literal["keep", "abort", "wait"]
+
+
+class EngineError(K3Error):
+    """Base of what an engine raises or reports."""
+
+
+class InvalidRequest(EngineError, ValueError):
+    """A request that can never be served: nothing of it was queued."""
+
+
+class UnknownRequest(EngineError):
+    """No request of this id is waiting or running."""
+
+
+class WeightUpdateError(EngineError):
+    """A weight update was refused and dropped; the version before it is still served."""
+
+
+class NonFiniteLogits(EngineError):
+    """The model gave NaN or infinite logits for one request; nothing was sampled from them.
+
+    `request` is its id, `position` the index in prompt + sampled of the token that was read, `layer` the first
+    module whose output is not finite, or None when a pass from the tokens alone is finite (then the cached
+    state was bad, and the message says in which layer).
+    """
+
+    def __init__(self, request: int, position: int, layer: str | None, detail: str) -> None:
+        super().__init__(request, position, layer, detail)  # all of them, so that it survives pickling
+        self.request, self.position, self.layer, self.detail = request, position, layer, detail
+
+    def __str__(self) -> str:
+        return f"request {self.request}: logits after token {self.position} are not finite; {self.detail}"
+
+
+Outcome: TypeAlias = Completion | EngineError
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Tokens in, sampled tokens with logprobs out, under one numbered version of the weights.
+
+    Every submitted id comes out of `step` exactly once: as a Completion (an aborted one too, with the tokens
+    it had), or as the EngineError that ended this request alone.
+    """
+
+    @property
+    def version(self) -> int:
+        """The weight version that samples the next token."""
+        ...
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queues one prompt and returns its id. Raises InvalidRequest; then nothing was queued."""
+        ...
+
+    def step(self) -> list[tuple[int, Outcome]]:
+        """Samples at most one token for every running request; returns the requests that ended."""
+        ...
+
+    def abort(self, request: int) -> None:
+        """Takes a request back and frees its slot at once. Raises UnknownRequest."""
+        ...
+
+    def pause(self, mode: PauseMode) -> None:
+        """keep: freeze everything; abort: end everything now; wait: finish what runs, admit nothing."""
+        ...
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        ...
+
+    def init_weight_transfer(self, names: Iterable[str]) -> None:
+        """Handshake at start: the learner will send these tensors. Raises WeightUpdateError when they differ."""
+        ...
+
+    def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
+        """Opens an update. manifest: official name -> `weights.digest` of the stored tensor."""
+        ...
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Hands over some stored tensors, in any order and any number of calls."""
+        ...
+
+    def verify_weight_update(self) -> None:
+        """First phase: proves the update whole and builds it beside the served version, or raises and drops it."""
+        ...
+
+    def finish_weight_update(self, version: int) -> None:
+        """Second phase: serves the new version from the next token on, verifying it first when that is not done."""
+        ...
+
+    def abort_weight_update(self) -> None:
+        """Drops an open update; the current version stays."""
+        ...

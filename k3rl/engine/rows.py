@@ -1,0 +1,134 @@
+"""What the engine knows of each running row, as columns: parameters, sampled tokens, logprobs, routes, versions.
+
+One NumPy array per property and one row per slot, so that a step over hundreds of rows is a few array
+operations; Python touches a row alone only when it starts or ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from k3rl.engine.sampler import Draws
+from k3rl.types import Completion, SamplingParams, StopReason
+
+_FIRST_CAPACITY = 64  # sampled tokens per row; doubles when a row needs more
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A validated request. `prompt` int64 [P]; `seed` is a 64-bit word."""
+
+    number: int
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+
+
+class RowTable:
+    """Columns over `rows` slots. `moe_shape` is (MoE layers, experts per token), the shape of one token's routes."""
+
+    def __init__(self, rows: int, moe_shape: tuple[int, int]) -> None:
+        self.request = np.full(rows, -1, np.int64)
+        self.token = np.zeros(rows, np.int64)  # the last sampled id: what the next decode step reads
+        self.count = np.zeros(rows, np.int64)  # sampled so far
+        self.limit = np.zeros(rows, np.int64)
+        self.temperature = np.ones(rows)
+        self.top_p = np.ones(rows)
+        self.top_k = np.zeros(rows, np.int64)
+        self.seed = np.zeros(rows, np.uint64)
+        self.first_version = np.zeros(rows, np.int64)
+        self.last_version = np.zeros(rows, np.int64)
+        self.wants_routes = np.zeros(rows, bool)
+        self.stop_ids = np.full((rows, 1), -1, np.int64)
+        self.tokens = np.zeros((rows, _FIRST_CAPACITY), np.int64)
+        self.logprobs = np.zeros((rows, _FIRST_CAPACITY))
+        self.routes = np.zeros((rows, 0, *moe_shape), np.int16)  # of decoded tokens; allocated on first demand
+        self.prompt_routes = np.full(rows, None, object)  # int16 [P, M, k], shared by the rows of one group
+        self.kept = np.full(rows, None, object)  # list of id arrays, or None where nothing can be cut
+
+    def start(self, row: int, request: Request, prompt_routes: np.ndarray, version: int) -> None:
+        """Puts a request whose prompt is computed into a row."""
+        params = request.params
+        stops = len(params.stop_ids)
+        if stops > self.stop_ids.shape[1]:
+            self.stop_ids = _widen(self.stop_ids, stops, -1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, :stops] = params.stop_ids
+        self.request[row], self.count[row], self.limit[row] = request.number, 0, params.max_tokens
+        self.temperature[row], self.top_p[row], self.top_k[row] = params.temperature, params.top_p, params.top_k
+        self.seed[row] = request.seed
+        self.first_version[row] = version
+        self.wants_routes[row], self.prompt_routes[row] = params.return_routes, prompt_routes
+        self.kept[row] = [] if params.top_p < 1 or params.top_k > 0 else None
+
+    def add_routes(self, rows: np.ndarray, routes: np.ndarray) -> None:
+        """Routes [B, M, k] of the token that each row's decode step read, its `count`-th sampled one."""
+        wanted = self.wants_routes[rows]
+        if not wanted.any():
+            return
+        if self.routes.shape[1] < self.tokens.shape[1]:
+            self.routes = _widen(self.routes, self.tokens.shape[1], 0)
+        rows = rows[wanted]
+        self.routes[rows, self.count[rows] - 1] = routes[wanted]
+
+    def append(self, rows: np.ndarray, draws: Draws, version: int) -> np.ndarray:
+        """Appends one draw per row (those with finite logits); returns the rows that are complete now."""
+        good = draws.finite
+        alive, ids = rows[good], draws.ids[good]
+        at = self.count[alive]
+        if at.size and at.max() >= self.tokens.shape[1]:
+            self.tokens = _widen(self.tokens, 2 * self.tokens.shape[1], 0)
+            self.logprobs = _widen(self.logprobs, 2 * self.logprobs.shape[1], 0)
+        self.tokens[alive, at], self.logprobs[alive, at] = ids, draws.logprobs[good]
+        self.token[alive], self.count[alive], self.last_version[alive] = ids, at + 1, version
+        self._append_kept(rows, draws)
+        stopped = (self.stop_ids[alive] == ids[:, None]).any(1)
+        return alive[stopped | (at + 1 >= self.limit[alive])]
+
+    def completion(self, row: int, aborted: bool = False) -> Completion:
+        """The row's result; it ended by itself unless `aborted`."""
+        count = int(self.count[row])
+        tokens = self.tokens[row, :count]
+        if aborted:
+            reason = StopReason.ABORTED
+        else:
+            reason = StopReason.STOP if (self.stop_ids[row] == tokens[-1]).any() else StopReason.LENGTH
+        routes = None
+        if self.wants_routes[row]:
+            routes = np.concatenate([self.prompt_routes[row], self.routes[row, : max(count - 1, 0)]])
+        return Completion(
+            token_ids=tuple(tokens.tolist()),
+            logprobs=tuple(self.logprobs[row, :count].tolist()),
+            stop_reason=reason,
+            weight_version=int(self.last_version[row]),
+            first_version=int(self.first_version[row]),
+            routes=routes,
+            kept=tuple(self.kept[row]) if self.kept[row] else None,
+        )
+
+    def move(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies rows, (source, target); no row is both."""
+        if pairs:
+            source, target = (list(rows) for rows in zip(*pairs, strict=True))
+            for column in vars(self).values():
+                column[target] = column[source]
+
+    def _append_kept(self, rows: np.ndarray, draws: Draws) -> None:
+        """Records the kept ids (int32, ascending) of the rows that top-k or top-p applies to."""
+        if not draws.cut_rows.size:
+            return
+        ids = (np.flatnonzero(draws.kept) % draws.kept.shape[1]).astype(np.int32)
+        ends = np.cumsum(np.count_nonzero(draws.kept, axis=1))
+        start = 0
+        for index, end in zip(draws.cut_rows.tolist(), ends.tolist(), strict=True):
+            self.kept[rows[index]].append(ids[start:end])
+            start = end
+
+
+def _widen(column: np.ndarray, capacity: int, fill: int) -> np.ndarray:
+    """The column with its second axis grown to `capacity`."""
+    wider = np.full((column.shape[0], capacity, *column.shape[2:]), fill, column.dtype)
+    wider[:, : column.shape[1]] = column
+    return wider

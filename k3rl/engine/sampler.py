@@ -1,0 +1,116 @@
+"""Sampling: temperature, top-k, top-p, and random numbers that depend on nothing but (seed, position).
+
+A request's draws come from a counter-based hash, so that they do not change with the batch it runs in, its row,
+or the order of arrival. A token is drawn by inverting the cumulative distribution in id order.
+
+Rules: temperature 0 takes the largest logit (the lowest id among equals), ignores top-k and top-p, and reports
+logprobs at temperature 1. Otherwise top-k keeps the k largest logits, then top-p the smallest set of the rest
+whose renormalized mass reaches p; among equal logits the lower id goes first. The logprob is that of the
+renormalized kept set at the request's temperature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_STRIDE = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, SplitMix64's increment
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer, a bijection of 64-bit words (Steele, Lea, Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _words(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return _mix(_mix(seeds + _STRIDE) + (positions.astype(np.uint64) + np.uint64(1)) * _STRIDE)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 [B] in [0, 1), a pure function of each row's seed (uint64 [B]) and position (int64 [B])."""
+    return (_words(seeds, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def request_seed(seed: int | None, engine_seed: int, request: int) -> int:
+    """The 64-bit seed of a request: its own, or one derived from the engine's seed and the request's number."""
+    if seed is not None:
+        return seed & 0xFFFFFFFFFFFFFFFF
+    word = _words(np.array([engine_seed & 0xFFFFFFFFFFFFFFFF], np.uint64), np.array([request], np.int64))
+    return int(word[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One token per row.
+
+    ids int64 [B]; logprobs float64 [B]; finite bool [B]: False where a logit was NaN or infinite (that row's id
+    and logprob mean nothing). cut_rows int64 [C] are the rows whose kept set is recorded, kept bool [C, V] the sets.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    finite: np.ndarray
+    cut_rows: np.ndarray
+    kept: np.ndarray
+
+
+def sample(logits: Tensor, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, uniform: np.ndarray) -> Draws:
+    """Draws one token per row of logits [B, V] with each row's own parameters ([B] each; uniform in [0, 1)).
+
+    Computes in float64 on the CPU whatever the logits' dtype and device.
+    """
+    z = logits.to("cpu", torch.float64, copy=True)
+    finite = z.sum(-1).isfinite()  # a sum is finite exactly when no term is NaN or infinite (logits are far from 1e308)
+    if not finite.all():
+        z[~finite] = 0.0
+    greedy = temperature == 0
+    z -= z.amax(-1, keepdim=True)
+    if not np.all(greedy | (temperature == 1)):
+        z /= torch.from_numpy(np.where(greedy, 1.0, temperature))[:, None]
+    mass = z.exp()
+
+    cut_rows = np.flatnonzero(~greedy & ((top_p < 1) | ((top_k > 0) & (top_k < z.shape[-1]))))
+    kept = np.empty((0, z.shape[-1]), bool)
+    if cut_rows.size:
+        rows = slice(None) if cut_rows.size == len(z) else torch.from_numpy(cut_rows)
+        keep = _keep(z[rows], torch.from_numpy(top_p[cut_rows]), torch.from_numpy(top_k[cut_rows]))
+        mass[rows] *= keep
+        kept = keep.numpy()
+
+    cumulative = torch.cumsum(mass, -1, out=mass)
+    total = cumulative[:, -1:]
+    # The first id whose cumulative mass exceeds the target has mass itself; u < 1 keeps the target below the total.
+    ids = torch.searchsorted(cumulative, torch.from_numpy(uniform)[:, None] * total, right=True)
+    if greedy.any():
+        ids = torch.where(torch.from_numpy(greedy)[:, None], z.argmax(-1, keepdim=True), ids)
+    logprobs = z.gather(-1, ids) - total.log()
+    return Draws(ids[:, 0].numpy(), logprobs[:, 0].numpy(), finite.numpy(), cut_rows, kept)
+
+
+def _keep(z: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """bool [C, V]: what top-k, then top-p leave of logits z [C, V], whose masses are exp(z).
+
+    Sorts values and not indices, which is many times faster: a row's set is everything above its last kept value
+    and the lowest ids among those equal to it.
+    """
+    size = z.shape[-1]
+    ranked = torch.from_numpy(np.sort(z.numpy(), -1)).flip(-1)
+    mass = ranked.exp()
+    limit = torch.where(top_k > 0, top_k.clamp(max=size), size)[:, None]
+    if (limit < size).any():
+        mass = torch.where(torch.arange(size) < limit, mass, 0.0)
+    mass = torch.cumsum(mass, -1, out=mass)
+    reached = torch.searchsorted(mass, top_p[:, None] * mass[:, -1:]) + 1  # fewest ids whose mass is at least p
+    count = torch.where(top_p[:, None] < 1, torch.minimum(reached, limit), limit)
+    last = ranked.gather(-1, count - 1)
+    keep = z >= last
+    if (keep.sum(-1, keepdim=True) > count).any():
+        equal = z == last
+        above = (z > last).sum(-1, keepdim=True)
+        keep &= ~equal | (equal.cumsum(-1) <= count - above)
+    return keep

@@ -1,0 +1,202 @@
+"""Who computes what in the next step. Pure bookkeeping: no tensors, no torch, no clock.
+
+A request is waiting, prefilling or running. Requests with equal prompts form a group: its prompt is prefilled
+once, in the row of its first member, and the state is copied to the others. Rows in use are always 0..n-1:
+when one is released, the last rows move into the holes, so that a decode step reads one contiguous block.
+
+Order is first come, first served by group. A group takes as many free rows as it has members; when rows run
+out, its prompt state is kept in one spare row and its other members are admitted from there, before any new
+group. A group closes to newcomers when it starts, so a stream of equal prompts starves nobody.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class PromptGroup:
+    """Requests with one prompt. `rows[i]` is reserved for `members[i]`; the prompt is computed in `rows[0]`."""
+
+    key: Hashable
+    length: int  # tokens of the prompt
+    members: list[int]
+    rows: list[int] = field(default_factory=list)
+    done: int = 0  # prompt tokens computed
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Prompt tokens start..stop of `request`, to be computed in `row`.
+
+    When they end the prompt, `starts` lists (request, row) of everyone who samples from the last of them (the
+    first pair holds `row` itself), and `hold` says that members without a row still need the prompt's state.
+    """
+
+    request: int
+    row: int
+    start: int
+    stop: int
+    starts: tuple[tuple[int, int], ...] = ()
+    hold: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: rows to decode, (request, row) pairs admitted from the spare row, prompt segments to compute."""
+
+    decode: list[int]
+    from_spare: list[tuple[int, int]]
+    segments: list[Segment]
+
+
+class Scheduler:
+    """Plans steps over `rows` rows, computing at most `prefill_tokens` prompt tokens in each."""
+
+    def __init__(self, rows: int, prefill_tokens: int) -> None:
+        if rows < 1 or prefill_tokens < 1:
+            raise ValueError(f"rows is {rows}, prefill_tokens is {prefill_tokens}; both must be at least 1")
+        self.rows, self.prefill_tokens = rows, prefill_tokens
+        self.waiting: OrderedDict[Hashable, PromptGroup] = OrderedDict()
+        self.prefilling: list[PromptGroup] = []
+        self.spare: PromptGroup | None = None  # its prompt state is in the spare row; its members have no row
+        self.occupants: list[int | PromptGroup] = []  # of rows 0..n-1: a running request, or a prefilling group
+        self.row_of: dict[int, int] = {}  # running requests
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is prefilling or running."""
+        return not self.occupants
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        groups = [*self.waiting.values(), *self.prefilling, *([self.spare] if self.spare else [])]
+        return sum(len(group.members) - len(group.rows) for group in groups)
+
+    def submit(self, request: int, key: Hashable, length: int) -> None:
+        """Queues a request whose prompt of `length` tokens is identified by `key`."""
+        group = self.waiting.get(key)
+        if group is None:
+            self.waiting[key] = PromptGroup(key, length, [request])
+        else:
+            group.members.append(request)
+
+    def plan(self, admit: bool = True) -> Plan:
+        """The next step; the state is already that after it. `admit` False gives no row to anyone new."""
+        decode = [row for row, occupant in enumerate(self.occupants) if isinstance(occupant, int)]
+        from_spare = self._admit() if admit else []
+        segments: list[Segment] = []
+        budget = self.prefill_tokens
+        for group in list(self.prefilling):
+            stop = min(group.length, group.done + budget)
+            if stop == group.done:
+                break
+            budget -= stop - group.done
+            segments.append(self._advance(group, stop))
+        return Plan(decode, from_spare, segments)
+
+    def remove(self, requests: Iterable[int]) -> list[tuple[int, int]]:
+        """Forgets requests in any state; returns the moves (source row, target row) that close the holes.
+
+        No row is source of one move and target of another. Rows from `len(occupants)` on are free afterwards.
+        Raises KeyError for a request that is not here.
+        """
+        released: set[int] = set()
+        for request in requests:
+            row = self.row_of.pop(request, None)
+            if row is None:
+                row = self._leave_group(request)
+            if row is not None:
+                released.add(row)
+        return self._compact(released)
+
+    def restart(self) -> None:
+        """Prompt states are of no use any more (other weights): prompts that have not been sampled from start over."""
+        for group in self.prefilling:
+            group.done = 0
+        if self.spare is not None:
+            group, self.spare = self.spare, None
+            younger = self.waiting.pop(group.key, None)
+            if younger is not None:
+                group.members += younger.members
+            group.done = 0
+            self.waiting[group.key] = group
+            self.waiting.move_to_end(group.key, last=False)
+
+    def _admit(self) -> list[tuple[int, int]]:
+        """Gives out free rows: to members in the spare, to started groups that lack rows, then to new groups."""
+        from_spare = []
+        while self.spare is not None and len(self.occupants) < self.rows:
+            request, row = self.spare.members.pop(0), len(self.occupants)
+            self._run(request, row)
+            from_spare.append((request, row))
+            if not self.spare.members:
+                self.spare = None
+        for group in self.prefilling:
+            self._reserve(group)
+        while self.waiting and self.spare is None and len(self.occupants) < self.rows:
+            _, group = self.waiting.popitem(last=False)
+            self.prefilling.append(group)
+            self._reserve(group)
+        return from_spare
+
+    def _reserve(self, group: PromptGroup) -> None:
+        while len(group.rows) < len(group.members) and len(self.occupants) < self.rows:
+            group.rows.append(len(self.occupants))
+            self.occupants.append(group)
+
+    def _run(self, request: int, row: int) -> None:
+        if row == len(self.occupants):
+            self.occupants.append(request)
+        else:
+            self.occupants[row] = request
+        self.row_of[request] = row
+
+    def _advance(self, group: PromptGroup, stop: int) -> Segment:
+        """Computes the group's prompt up to `stop`; at its end the members with a row run, others go to the spare."""
+        request, row, start = group.members[0], group.rows[0], group.done
+        group.done = stop
+        if stop < group.length:
+            return Segment(request, row, start, stop)
+        self.prefilling.remove(group)
+        starts = tuple(zip(group.members, group.rows, strict=False))
+        for member, member_row in starts:
+            self._run(member, member_row)
+        left = group.members[len(group.rows) :]
+        if left:
+            self.spare = PromptGroup(group.key, group.length, left, done=stop)
+        return Segment(request, row, start, stop, starts, hold=bool(left))
+
+    def _leave_group(self, request: int) -> int | None:
+        """Takes a request out of its group; returns the row that the group then no longer needs, if any."""
+        groups = [*self.prefilling, *self.waiting.values(), *([self.spare] if self.spare else [])]
+        group = next((group for group in groups if request in group.members), None)
+        if group is None:
+            raise KeyError(request)
+        group.members.remove(request)
+        if not group.members:
+            if group is self.spare:
+                self.spare = None
+            elif group in self.prefilling:
+                self.prefilling.remove(group)
+            else:
+                del self.waiting[group.key]
+        return group.rows.pop() if len(group.rows) > len(group.members) else None
+
+    def _compact(self, released: set[int]) -> list[tuple[int, int]]:
+        count = len(self.occupants) - len(released)
+        holes = sorted(row for row in released if row < count)
+        movers = [row for row in range(count, len(self.occupants)) if row not in released]
+        moves = list(zip(movers, holes, strict=True))
+        for source, target in moves:
+            occupant = self.occupants[source]
+            self.occupants[target] = occupant
+            if isinstance(occupant, int):
+                self.row_of[occupant] = target
+            else:
+                occupant.rows[occupant.rows.index(source)] = target
+        del self.occupants[count:]
+        return moves

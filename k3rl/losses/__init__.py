@@ -1,0 +1,25 @@
+"""Losses: from per-token streams to one scalar and its metrics. Nothing here knows a model or a batch layout.
+
+base.py           LossInputs, LossOutput
+cross_entropy.py  CrossEntropy
+policy.py         K3Policy, GRPO
+distill.py        OnPolicyDistill
+advantage.py      group_advantages
+"""
+
+from k3rl.losses.advantage import group_advantages
+from k3rl.losses.base import LossError, LossInputs, LossOutput
+from k3rl.losses.cross_entropy import CrossEntropy
+from k3rl.losses.distill import OnPolicyDistill
+from k3rl.losses.policy import GRPO, K3Policy
+
+__all__ = [
+    "GRPO",
+    "CrossEntropy",
+    "K3Policy",
+    "LossError",
+    "LossInputs",
+    "LossOutput",
+    "OnPolicyDistill",
+    "group_advantages",
+]

@@ -1,0 +1,27 @@
+"""The K3 architecture in plain torch: exact in float64, quick on a CPU.
+
+config.py   K3Config, official key names      layout.py    packed rows, chunks, grids
+decoder.py  K3ForCausalLM                     cache.py     recurrent, convolution and latent state per row
+kda.py mla.py moe.py attn_res.py situ.py norm.py   one part of k3.md each      fused.py   joined parameters
+Not here: kernels, optimizers, losses, anything parallel.
+"""
+
+from k3rl.model.cache import Cache, CacheError
+from k3rl.model.config import K3Config, LinearAttnConfig, ModelConfigError, QuantizationConfig, VisionConfig
+from k3rl.model.decoder import HiddenOutput, InputError, K3ForCausalLM, K3Output
+from k3rl.model.layout import LayoutError
+
+__all__ = [
+    "Cache",
+    "CacheError",
+    "HiddenOutput",
+    "InputError",
+    "K3Config",
+    "K3ForCausalLM",
+    "K3Output",
+    "LayoutError",
+    "LinearAttnConfig",
+    "ModelConfigError",
+    "QuantizationConfig",
+    "VisionConfig",
+]

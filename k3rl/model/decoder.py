@@ -1,0 +1,343 @@
+"""K3ForCausalLM: embedding, decoder layers on an attention-residual stream, final norm, head (k3.md 1-7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from k3rl.config import K3Error
+from k3rl.model.attn_res import ResidualStream
+from k3rl.model.cache import Cache
+from k3rl.model.config import K3Config
+from k3rl.model.fused import Weight
+from k3rl.model.init import initialise
+from k3rl.model.kda import KimiDeltaAttention
+from k3rl.model.layout import Layout, packed_lengths
+from k3rl.model.mla import GatedMLA
+from k3rl.model.moe import MLP, LatentMoE
+from k3rl.model.norm import RMSNorm, wide
+from k3rl.model.vision import Projector, VisionTower, check_grids
+from k3rl.types import ForwardObserver
+
+
+class InputError(K3Error, ValueError):
+    """Inputs of a forward that do not fit together; the message says what was got and wanted."""
+
+
+@dataclass(frozen=True)
+class HiddenOutput:
+    """hidden [B, T, H] after the final norm; routes int16 [B, T, M, k], M MoE layers in depth order; cache."""
+
+    hidden: Tensor
+    routes: Tensor
+    cache: Cache | None
+
+
+@dataclass(frozen=True)
+class K3Output:
+    """logits [B, T, V], float32 or wider; routes int16 [B, T, M, k], M MoE layers in depth order; cache."""
+
+    logits: Tensor
+    routes: Tensor
+    cache: Cache | None
+
+
+class _Part(NamedTuple):
+    """Segments that take one path through sequence mixing. rows is None when they are all rows."""
+
+    rows: Tensor | None
+    layout: Layout
+    cache: Cache | None
+
+
+def _parts(layout: Layout, cache: Cache | None) -> list[_Part]:
+    """With a cache, segments of one token take the one-token step and the others the chunked path."""
+    if cache is None or layout.longest == 1 or min(layout.lengths) > 1:
+        return [_Part(None, layout, cache)]
+    parts = []
+    for wanted in (True, False):
+        members = [s for s, length in enumerate(layout.lengths) if (length == 1) == wanted]
+        segments = torch.tensor(members, device=layout.device)
+        sub = Layout([layout.lengths[s] for s in members], layout.device)
+        parts.append(_Part(layout.rows_of(segments), sub, cache.select(segments.cpu())))
+    return parts
+
+
+class DecoderLayer(nn.Module):
+    """One layer: attention site and MLP site, each read from the residual stream (k3.md 6)."""
+
+    def __init__(self, config: K3Config, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, **kind)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, **kind)
+        self.self_attention_res_norm = Weight(hidden, **kind)
+        self.self_attention_res_proj = Weight(1, hidden, **kind)
+        self.mlp_res_norm = Weight(hidden, **kind)
+        self.mlp_res_proj = Weight(1, hidden, **kind)
+        self.is_kda = layer in config.kda_layers
+        self.self_attn = (KimiDeltaAttention if self.is_kda else GatedMLA)(config, layer, **kind)
+        self.is_moe = layer in config.moe_layers
+        if self.is_moe:
+            self.block_sparse_moe = LatentMoE(config, layer, **kind)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, **kind)
+        self.starts_block = layer % config.attn_res_block_size == 0
+
+    def forward(
+        self, stream: ResidualStream, parts: list[_Part], routes: Tensor | None, observer: ForwardObserver | None
+    ) -> Tensor | None:
+        """Reads and extends the stream; returns the expert ids [N, k], or None for a dense layer."""
+        seen = stream.read(self.self_attention_res_norm.weight, self.self_attention_res_proj.weight)
+        if self.starts_block:
+            stream.push()
+        stream.add(self._attend(self.input_layernorm(seen), parts, observer))
+        x = self.post_attention_layernorm(stream.read(self.mlp_res_norm.weight, self.mlp_res_proj.weight))
+        if not self.is_moe:
+            stream.add(self.mlp(x))
+            return None
+        out, ids = self.block_sparse_moe(x, routes, observer)
+        stream.add(out)
+        return ids
+
+    def _attend(self, x: Tensor, parts: list[_Part], observer: ForwardObserver | None) -> Tensor:
+        attend: Callable[[Tensor, Layout, Cache | None], Tensor] = (
+            self.self_attn if self.is_kda else lambda *given: self.self_attn(*given, observer)
+        )
+        if parts[0].rows is None:
+            return attend(x, parts[0].layout, parts[0].cache)
+        out = torch.empty_like(x)
+        for part in parts:
+            assert part.rows is not None
+            out.index_copy_(0, part.rows, attend(x.index_select(0, part.rows), part.layout, part.cache))
+        return out
+
+
+class DecoderStack(nn.Module):
+    """What the official names call `language_model.model`."""
+
+    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.eps = config.rms_norm_eps
+        self.embed_tokens = Weight(config.vocab_size, config.hidden_size, **kind)
+        self.layers = nn.ModuleList(DecoderLayer(config, n, **kind) for n in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
+        self.output_attn_res_norm = Weight(config.hidden_size, **kind)
+        self.output_attn_res_proj = Weight(1, config.hidden_size, **kind)
+
+    def forward(
+        self, embedded: Tensor, parts: list[_Part], routes: Tensor | None, observer: ForwardObserver | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Embedded rows [N, H], routes [N, M, k] or None -> final hidden rows [N, H], expert ids [N, k] per layer."""
+        stream = ResidualStream(embedded, self.eps)
+        used: list[Tensor] = []
+        for layer in self.layers:
+            replay = None if routes is None else routes[:, len(used)]
+            ids = layer(stream, parts, replay if layer.is_moe else None, observer)
+            if ids is not None:
+                used.append(ids)
+        return self.norm(stream.read(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight)), used
+
+
+class LanguageModel(nn.Module):
+    """What the official names call `language_model`."""
+
+    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.model = DecoderStack(config, dtype=dtype, device=device)
+        self.lm_head = Weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+
+
+class K3ForCausalLM(nn.Module):
+    """A model of the Kimi K3 architecture. Its parameters carry the official checkpoint names.
+
+    A parameter holds the value that the checkpoint stores: routed experts are exact MXFP4 values, and nothing
+    quantizes weights inside the forward. Write parameters in place; some share one storage.
+
+    config: what to build. dtype: of parameters stored as bf16 or MXFP4; the ones stored as float32 (convolutions,
+    A_log, dt_bias, o_norm, router bias) stay float32, or `dtype` where that is wider.
+    """
+
+    def __init__(
+        self, config: K3Config, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.language_model = LanguageModel(config, dtype=dtype, device=device)
+        if config.vision_config is not None:
+            self.vision_tower = VisionTower(config.vision_config, dtype=dtype, device=device)
+            self.mm_projector = Projector(config.vision_config, dtype=dtype, device=device)
+        self.observer: ForwardObserver | None = None
+        # Packed bytes and scales that were loaded, by official name; an export reuses those of unchanged blocks.
+        self.stored_blocks: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.language_model.lm_head.weight.device
+
+    def init_weights(self, seed: int) -> None:
+        """Fresh weights from `seed`, the same at any dtype, each a value that the checkpoint can store."""
+        quantization = self.config.quantization
+        initialise(self.official_parameters(), seed, quantization.weights, quantization.scale_rule)
+
+    def new_cache(self, batch: int) -> Cache:
+        """An empty cache of `batch` rows for this model."""
+        return Cache(self.config, batch, self.language_model.lm_head.weight.dtype, self.device)
+
+    def official_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(official name, leaf parameter) of every parameter; experts as `...experts.E.w1.weight`.
+
+        The router biases are among them with requires_grad False: quantile balancing moves them, not a gradient.
+        """
+        yield from self.named_parameters()
+
+    def router_biases(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """(layer, e_score_correction_bias [E]) of every MoE layer in depth order."""
+        for number, layer in enumerate(self.language_model.model.layers):
+            if isinstance(layer, DecoderLayer) and layer.is_moe:
+                yield number, layer.block_sparse_moe.gate.e_score_correction_bias
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
+        routes: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
+    ) -> K3Output:
+        """`hidden`, then logits of every token."""
+        out = self.hidden(
+            input_ids,
+            cu_seqlens=cu_seqlens,
+            cache=cache,
+            routes=routes,
+            pixel_values=pixel_values,
+            grid_thws=grid_thws,
+        )
+        with torch.no_grad() if cache is not None else nullcontext():
+            return K3Output(self.logits(out.hidden), out.routes, out.cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows after the final norm [..., H] -> [..., V] in float32 or wider."""
+        kind = wide(hidden.dtype)
+        return nn.functional.linear(hidden.to(kind), self.language_model.lm_head.weight.to(kind))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
+        routes: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
+    ) -> HiddenOutput:
+        """Hidden states after the final norm.
+
+        input_ids [B, T] int64, every row a sequence; or [1, N] with cu_seqlens [S + 1], S packed sequences.
+        cache: row b (or segment s) continues row b (s) of the cache, which is updated in place; no gradients then.
+        routes: int16 [B, T, M, k], experts to use instead of the router's choice.
+        pixel_values [patches, 3, 14, 14] with grid_thws [images, 3]: images for the placeholder ids, in order. One
+        placeholder becomes all rows of its image, so T (and N, and the routes) count the expanded rows; sequences
+        whose expanded lengths differ must be packed.
+
+        Raises InputError, LayoutError or CacheError.
+        """
+        with torch.no_grad() if cache is not None else nullcontext():
+            lengths = self._lengths(input_ids, cu_seqlens)
+            embedded = nn.functional.embedding(
+                input_ids.reshape(-1), self.language_model.model.embed_tokens.weight, self.config.pad_token_id
+            )
+            if pixel_values is not None:
+                images = self.image_rows(pixel_values, grid_thws)
+                embedded, lengths = self._merge(input_ids.reshape(-1), embedded, images, lengths)
+            return self._decode(embedded, Layout(lengths, embedded.device), input_ids.shape[0], cache, routes)
+
+    def image_rows(self, pixel_values: Tensor, grid_thws: Tensor | None) -> list[Tensor]:
+        """Patches [n, 3, 14, 14] and grid_thws [images, 3] -> per image [rows, H], as the language model reads them."""
+        vision = self.config.vision_config
+        if vision is None or grid_thws is None:
+            what = "grid_thws is missing" if vision is not None else "this model has no vision tower"
+            raise InputError(f"pixel_values were given but {what}")
+        try:
+            grids = check_grids(grid_thws, pixel_values, vision)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        pixels = pixel_values.to(self.device, self.language_model.lm_head.weight.dtype)
+        return [self.mm_projector(merged) for merged in self.vision_tower(pixels, grids)]
+
+    def _merge(
+        self, ids: Tensor, embedded: Tensor, images: list[Tensor], lengths: list[int]
+    ) -> tuple[Tensor, list[int]]:
+        """Replaces each placeholder row by the rows of its image; -> (rows, lengths of the segments)."""
+        places = torch.nonzero(ids == self.config.media_placeholder_token_id).view(-1).tolist()
+        if len(places) != len(images):
+            raise InputError(f"the input has {len(places)} image placeholders and {len(images)} images")
+        pieces, start = [], 0
+        for place, image in zip(places, images, strict=True):
+            pieces += [embedded[start:place], image.to(embedded.dtype)]
+            start = place + 1
+        pieces.append(embedded[start:])
+        grown, ends = list(lengths), torch.tensor(lengths).cumsum(0)
+        for place, image in zip(places, images, strict=True):
+            grown[int(torch.searchsorted(ends, place, right=True))] += len(image) - 1
+        return torch.cat(pieces), grown
+
+    def _decode(
+        self, embedded: Tensor, layout: Layout, batch: int, cache: Cache | None, routes: Tensor | None
+    ) -> HiddenOutput:
+        """Embedded rows [N, H] of `batch` equal sequences, or of one packed row."""
+        if batch > 1 and min(layout.lengths) != layout.longest:
+            raise InputError(f"images make the sequences of a batch unequal: {layout.lengths}; pack them instead")
+        shape = (batch, layout.n_rows // batch)
+        if cache is not None:
+            self._check_cache(cache, layout)
+            tokens = torch.tensor(layout.lengths)
+            cache.reserve(int((cache.lengths + tokens).max()))
+        replay = None if routes is None else self._flat_routes(routes, *shape)
+        hidden, used = self.language_model.model(embedded, _parts(layout, cache), replay, self.observer)
+        if cache is not None:
+            cache.advance(tokens)
+        ids = torch.stack(used, dim=1).to(torch.int16) if used else self._no_routes(layout.n_rows)
+        return HiddenOutput(
+            hidden.view(*shape, -1), ids.view(*shape, len(used), self.config.num_experts_per_token), cache
+        )
+
+    def _no_routes(self, rows: int) -> Tensor:
+        return torch.empty(rows, 0, self.config.num_experts_per_token, dtype=torch.int16, device=self.device)
+
+    def _lengths(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+        """Tokens of each sequence, checked."""
+        if input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise InputError(f"input_ids must be [B, T] with at least one token; got shape {tuple(input_ids.shape)}")
+        batch, tokens = input_ids.shape
+        if cu_seqlens is None:
+            return [tokens] * batch
+        if batch != 1:
+            raise InputError(f"packed input is [1, N] with cu_seqlens; got a batch of {batch}")
+        return packed_lengths(cu_seqlens, tokens)
+
+    def _check_cache(self, cache: Cache, layout: Layout) -> None:
+        if cache.batch != layout.n_segments:
+            raise InputError(
+                f"the cache has {cache.batch} rows and the input {layout.n_segments} sequences; use cache.select(rows)"
+            )
+
+    def _flat_routes(self, routes: Tensor, batch: int, tokens: int) -> Tensor:
+        wanted = (batch, tokens, len(self.config.moe_layers), self.config.num_experts_per_token)
+        if tuple(routes.shape) != wanted:
+            raise InputError(f"routes must be [B, T, M, k] = {wanted}; got {tuple(routes.shape)}")
+        return routes.view(batch * tokens, *wanted[2:])

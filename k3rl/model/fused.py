@@ -1,0 +1,80 @@
+"""Leaf parameters that share one storage, so that matrices reading the same input are one product.
+
+Official checkpoints name q_proj, k_proj, ... apart, and optimizers want them apart; the machine wants one matrix.
+`Fused` keeps the parameters as views of one tensor: no copy when a step changes them, one product when they are used.
+Parameters must be written in place (`copy_`, `add_`); moving the module re-joins them at the next use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Weight(nn.Module):
+    """A parameter called `weight`, uninitialised, as the official names want it."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+
+class Fused:
+    """Parameters joined along their first axis. `shape` is that of the joined tensor (default [sum of rows, rest])."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], shape: tuple[int, ...] | None = None) -> None:
+        self.parameters = list(parameters)
+        rest = self.parameters[0].numel() // self.parameters[0].shape[0]
+        self._shape = shape or (sum(p.shape[0] for p in self.parameters), rest)
+        self._joined = self._join()
+
+    def _join(self) -> Tensor:
+        flat = torch.cat([p.data.reshape(-1) for p in self.parameters])
+        start = 0
+        for parameter in self.parameters:
+            parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+        self._joined = flat.view(self._shape)
+        return self._joined
+
+    def tensor(self) -> Tensor:
+        """The joined tensor, without gradient; the parameters are views of it."""
+        first, last = self.parameters[0], self.parameters[-1]
+        end = self._joined.data_ptr() + self._joined.numel() * self._joined.element_size()
+        if (
+            first.data_ptr() != self._joined.data_ptr()
+            or last.data_ptr() + last.numel() * last.element_size() != end
+            or first.dtype != self._joined.dtype
+        ):
+            return self._join()
+        return self._joined
+
+    def split(self, joined: Tensor) -> list[Tensor]:
+        """A gradient of the joined tensor as gradients of the parameters (views)."""
+        pieces = joined.reshape(-1).split([p.numel() for p in self.parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., sum of rows]: all the products at once."""
+        if torch.is_grad_enabled():
+            return _FusedLinear.apply(x, self, *self.parameters)
+        return nn.functional.linear(x, self.tensor())
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fused: Fused, *parameters: Tensor) -> Tensor:
+        joined = fused.tensor()
+        ctx.save_for_backward(x, joined)
+        ctx.fused = fused
+        return nn.functional.linear(x, joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, joined = ctx.saved_tensors
+        grad_x = grad @ joined if ctx.needs_input_grad[0] else None
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (grad_x, None, *ctx.fused.split(rows.t() @ x.reshape(-1, x.shape[-1])))

@@ -1,0 +1,229 @@
+"""Where packed rows stand: segments, KDA chunks and attention grids, as index tensors shared by all layers.
+
+Everything per token works on rows [N, ...], all segments one after the other, no padding. Only sequence mixing needs
+other orders, and this module makes the index tensors for them, once per forward.
+
+Letters: N rows, S segments, C = 16 tokens a KDA chunk, h heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from k3rl.config import K3Error
+
+CHUNK = 16  # exp of 8 gates of at least -5 on each side of the middle stays inside float32
+HISTORY = 3  # rows before a segment that its short convolution (width 4) can see
+
+
+class LayoutError(K3Error, ValueError):
+    """Lengths that do not describe the rows given; the message says what was got and wanted."""
+
+
+@dataclass(frozen=True)
+class HeadIndex:
+    """Index tensors over (extended row, head) pairs; slots are ordered (chunk, head, token), M = chunks * heads.
+
+    qkv [3 * M * C]: rows of an [n_ext * 3h, K] view for q, k, v slots. single [M * C]: rows of an [n_ext * h, K] view.
+    out [N * h]: slot of each (row, head). padding: slots without a token. The way back has one more slot, a zero row,
+    for histories: back_qkv [n_ext * 3h] into 3 * M * C + 1 slots, back_single [n_ext * h] into M * C + 1 slots.
+    """
+
+    qkv: Tensor
+    single: Tensor
+    out: Tensor
+    padding: Tensor
+    back_qkv: Tensor
+    back_single: Tensor
+
+
+@dataclass
+class ChunkPlan:
+    """KDA chunks of segments, in step-major order: chunk c of every segment that has one, then chunk c + 1.
+
+    order [S]: segments with the most chunks first, so the ones active at a step are a prefix; rank [S] its inverse.
+    active: how many segments have a chunk c. rows [chunks * C]: extended row of each slot, 0 for padding.
+    slot [N]: slot of each row; extended [N]: extended row of each row. padding: slots that hold no token.
+    """
+
+    order: Tensor
+    rank: Tensor
+    active: list[int]
+    rows: Tensor
+    slot: Tensor
+    extended: Tensor
+    padding: Tensor
+    n_extended: int
+    heads: dict[int, HeadIndex] = field(default_factory=dict)
+
+    def by_head(self, heads: int) -> HeadIndex:
+        """The index tensors for `heads` heads, made once."""
+        if heads not in self.heads:
+            self.heads[heads] = self._by_head(torch.arange(heads, device=self.rows.device))
+        return self.heads[heads]
+
+    def _by_head(self, head: Tensor) -> HeadIndex:
+        h, cells = len(head), len(self.rows) * len(head)
+        rows = self.rows.view(-1, 1, CHUNK)  # chunk, 1, token
+        single = rows * h + head.view(1, -1, 1)
+        stream = torch.arange(3, device=head.device)
+        qkv = (rows * (3 * h) + head.view(1, -1, 1)).view(1, -1) + h * stream.view(3, 1)
+        out = _slots_by_head(self.slot, head)
+        back_single = torch.full((self.n_extended, h), cells, dtype=torch.int64, device=head.device)
+        back_single[self.extended] = out.view(-1, h)
+        back_qkv = back_single.view(-1, 1, h) + cells * stream.view(1, 3, 1)
+        back_qkv.masked_fill_((back_single == cells).view(-1, 1, h), 3 * cells)
+        return HeadIndex(
+            qkv.reshape(-1),
+            single.reshape(-1),
+            out,
+            _slots_by_head(self.padding, head),
+            back_qkv.reshape(-1),
+            back_single.reshape(-1),
+        )
+
+
+def _slots_by_head(slots: Tensor, head: Tensor) -> Tensor:
+    """Slots [n] in (chunk, token) order -> [n * h] in (chunk, head, token) order."""
+    chunk, token = slots.view(-1, 1) // CHUNK, slots.view(-1, 1) % CHUNK
+    return ((chunk * len(head) + head) * CHUNK + token).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Some segments of similar length as a padded grid [b, t].
+
+    segments [b]; rows [b, t]: row of each cell, 0 for padding; valid [b, t]; cells [n]: flat cells that hold rows;
+    members [n]: those rows.
+    """
+
+    segments: Tensor
+    rows: Tensor
+    valid: Tensor
+    cells: Tensor
+    members: Tensor
+    lengths: Tensor
+
+
+def packed_lengths(cu_seqlens: Tensor, n_rows: int) -> list[int]:
+    """Lengths of packed sequences from cu_seqlens [S + 1], which must start at 0, rise and end at n_rows."""
+    ends = cu_seqlens.tolist()
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != n_rows:
+        raise LayoutError(f"cu_seqlens must run from 0 to the {n_rows} packed tokens; got {ends[:2]} .. {ends[-1:]}")
+    return [b - a for a, b in pairwise(ends)]
+
+
+class Layout:
+    """Lengths of the segments of a packed row array. Raises LayoutError for empty segments."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = list(lengths)
+        if not self.lengths or min(self.lengths) < 1:
+            raise LayoutError(f"every segment needs at least one token; got lengths {self.lengths[:8]}")
+        self.device = torch.device(device)
+        self.n_rows = sum(self.lengths)
+        self.n_segments = len(self.lengths)
+        self.longest = max(self.lengths)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[S] first row of each segment."""
+        lengths = self.lengths_tensor
+        return torch.cumsum(lengths, 0) - lengths
+
+    @cached_property
+    def lengths_tensor(self) -> Tensor:
+        """[S] int64."""
+        return torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def segment(self) -> Tensor:
+        """[N] segment of each row."""
+        return torch.repeat_interleave(
+            torch.arange(self.n_segments, device=self.device), self.lengths_tensor, output_size=self.n_rows
+        )
+
+    @cached_property
+    def position(self) -> Tensor:
+        """[N] token index of each row inside its segment."""
+        return torch.arange(self.n_rows, device=self.device) - self.starts[self.segment]
+
+    def rows_of(self, segments: Tensor) -> Tensor:
+        """Rows of some segments, in their order."""
+        lengths = self.lengths_tensor[segments]
+        first = torch.repeat_interleave(self.starts[segments] - (torch.cumsum(lengths, 0) - lengths), lengths)
+        return first + torch.arange(len(first), device=self.device)
+
+    # -- extended rows: HISTORY rows before each segment ----------------------------------------------------------
+
+    @property
+    def n_extended(self) -> int:
+        """Rows when every segment is preceded by HISTORY rows."""
+        return self.n_rows + HISTORY * self.n_segments
+
+    @cached_property
+    def extended(self) -> Tensor:
+        """[N] extended row of each row."""
+        return torch.arange(self.n_rows, device=self.device) + HISTORY * (self.segment + 1)
+
+    @cached_property
+    def history(self) -> Tensor:
+        """[S * HISTORY] extended rows of the histories, oldest first."""
+        first = self.starts + HISTORY * torch.arange(self.n_segments, device=self.device)
+        return (first.view(-1, 1) + torch.arange(HISTORY, device=self.device)).reshape(-1)
+
+    @cached_property
+    def tails(self) -> Tensor:
+        """[S * HISTORY] extended rows of the last HISTORY projections of each segment (histories where short)."""
+        return (self.history.view(-1, HISTORY) + self.lengths_tensor.view(-1, 1)).reshape(-1)
+
+    @cached_property
+    def chunks(self) -> ChunkPlan:
+        """The KDA chunks of all segments."""
+        counts = [-(-length // CHUNK) for length in self.lengths]
+        order = sorted(range(self.n_segments), key=lambda s: -counts[s])
+        active = [sum(1 for count in counts if count > c) for c in range(counts[order[0]])]
+        base = torch.tensor([0, *active], device=self.device).cumsum(0)
+        order_tensor = torch.tensor(order, device=self.device)
+        rank = torch.empty_like(order_tensor)
+        rank[order_tensor] = torch.arange(self.n_segments, device=self.device)
+        slot = (base[self.position // CHUNK] + rank[self.segment]) * CHUNK + self.position % CHUNK
+        total = int(base[-1]) * CHUNK
+        gather = torch.full((total,), -1, dtype=torch.int64, device=self.device)
+        gather[slot] = self.extended
+        padding = torch.nonzero(gather < 0).view(-1)
+        return ChunkPlan(
+            order_tensor, rank, active, gather.clamp_min_(0), slot, self.extended, padding, self.n_extended
+        )
+
+    @cached_property
+    def grids(self) -> list[Grid]:
+        """All segments in padded grids; a segment much shorter than the longest of a grid opens a new one."""
+        order = sorted(range(self.n_segments), key=lambda s: -self.lengths[s])
+        groups: list[list[int]] = []
+        for segment in order:
+            if groups and self._fits(groups[-1], segment):
+                groups[-1].append(segment)
+            else:
+                groups.append([segment])
+        return [self._grid(sorted(group)) for group in groups]
+
+    def _fits(self, group: list[int], segment: int) -> bool:
+        longest, length = self.lengths[group[0]], self.lengths[segment]
+        return longest <= 32 or 2 * length > longest
+
+    def _grid(self, group: list[int]) -> Grid:
+        segments = torch.tensor(group, device=self.device)
+        lengths = self.lengths_tensor[segments]
+        width = max(self.lengths[s] for s in group)
+        column = torch.arange(width, device=self.device)
+        valid = column < lengths.view(-1, 1)
+        rows = torch.where(valid, self.starts[segments].view(-1, 1) + column, 0)
+        cells = torch.nonzero(valid.view(-1)).view(-1)
+        return Grid(segments, rows, valid, cells, rows.view(-1)[cells], lengths)

@@ -1,0 +1,69 @@
+"""RMSNorm over the last axis (k3.md 3, end): float32 or wider inside, cast, then times the weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from k3rl.model.blocks import row_blocks
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of internal upcasts: float32, or `dtype` where that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, kept as a size-1 axis. x is float32 or wider."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x * r * w with r = 1 / sqrt(mean(x^2) + eps). Saves x and r only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_wide = x.to(wide(x.dtype))
+        r = inverse_rms(x_wide, eps)
+        ctx.save_for_backward(x, weight, r)
+        return (x_wide * r).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, r = ctx.saved_tensors
+        width, kind = x.shape[-1], r.dtype
+        flat_x, flat_grad, flat_r = x.reshape(-1, width), grad.reshape(-1, width), r.view(-1, 1)
+        grad_x, grad_weight = torch.empty_like(flat_x), torch.zeros(width, dtype=kind, device=x.device)
+        for rows in row_blocks(flat_x):
+            x_hat = flat_x[rows].to(kind) * flat_r[rows]
+            here = flat_grad[rows].to(kind)
+            product = here * x_hat
+            grad_weight += product.sum(0)
+            along = torch.mv(product, weight.to(kind)).unsqueeze(-1).div_(width)
+            x_hat.mul_(along).neg_().addcmul_(here, weight.to(kind)).mul_(flat_r[rows])
+            grad_x[rows] = x_hat
+        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., n], weight [n] -> [..., n] in x's dtype."""
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, eps)
+    x_wide = x.to(wide(x.dtype))
+    return (x_wide * inverse_rms(x_wide, eps)).to(x.dtype).mul_(weight)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation with a weight [width]."""
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> the same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps)

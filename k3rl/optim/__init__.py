@@ -1,0 +1,33 @@
+"""What changes weights: the optimizer with its masters, QK-clip, Quantile Balancing and the learning-rate schedule.
+
+classify.py          which parameter is trained how (official names)
+per_head_muon.py     Per-Head Muon + AdamW over buckets.py (state) and newton_schulz.py
+qk_clip.py           weight clipping of MLA heads
+quantile_balance.py  the router bias
+schedule.py          learning-rate factor of a step
+Nothing here knows a loss, a model class or a checkpoint.
+"""
+
+from k3rl.optim.classify import ClassifyError, HeadLayout, ParamInfo, classify
+from k3rl.optim.newton_schulz import newton_schulz
+from k3rl.optim.per_head_muon import NonFiniteGradient, OptimizerStateError, PerHeadMuon
+from k3rl.optim.qk_clip import QKClipError, clip_heads_, qk_clip_
+from k3rl.optim.quantile_balance import BalanceError, QuantileBalancer
+from k3rl.optim.schedule import Schedule
+
+__all__ = [
+    "BalanceError",
+    "ClassifyError",
+    "HeadLayout",
+    "NonFiniteGradient",
+    "OptimizerStateError",
+    "ParamInfo",
+    "PerHeadMuon",
+    "QKClipError",
+    "QuantileBalancer",
+    "Schedule",
+    "classify",
+    "clip_heads_",
+    "newton_schulz",
+    "qk_clip_",
+]

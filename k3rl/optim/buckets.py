@@ -1,0 +1,210 @@
+"""Where optimizer state lives: equal-shaped Muon blocks stacked, AdamW tensors laid end to end.
+
+Both kinds of bucket own float32 masters (or the parameter's dtype where that is wider), take a step on all their
+parameters in a handful of tensor operations, and can cut their state back into one tensor per parameter. Parameters
+without a gradient are left out by stepping over runs of neighbours that have one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from k3rl.optim.classify import ParamInfo
+from k3rl.optim.newton_schulz import newton_schulz, update_scale
+
+Project = Callable[[str, Tensor], Tensor]
+BUCKET_ELEMENTS = 1 << 25  # bounds the temporaries of one step: 128 MiB each in float32
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 parameters, float32 for every other."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def storage_kind(name: str) -> str:
+    """The name without layer and expert numbers: tensors of one kind are stored in one format."""
+    return re.sub(r"\.\d+\.", ".#.", name)
+
+
+def _runs(keys: Sequence[object]) -> Iterator[tuple[int, int, object]]:
+    """(start, stop, key) of every run of equal neighbours."""
+    start = 0
+    for key, run in itertools.groupby(keys):
+        stop = start + len(list(run))
+        yield start, stop, key
+        start = stop
+
+
+@dataclass(frozen=True)
+class MuonRates:
+    """The scalars of one Muon step; `lr` includes the schedule."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    dtype: torch.dtype | None  # of the Newton-Schulz products
+
+
+@dataclass(frozen=True)
+class AdamRates:
+    """The scalars of one AdamW step; `lr` includes the schedule."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class MuonPiece:
+    """The blocks that one segment of one matrix gives: rows [offset, offset + rows) of each of its heads."""
+
+    name: str
+    kind: str  # storage_kind(name)
+    param: Tensor
+    info: ParamInfo
+    segment: int
+
+    @property
+    def rows(self) -> int:
+        return self.info.segments[self.segment]
+
+    def cut(self, matrix: Tensor) -> Tensor:
+        """A matrix [R, C] -> view [heads, rows, C] of this segment's blocks."""
+        if self.info.heads == len(self.info.segments) == 1:
+            return matrix.unsqueeze(0)
+        by_head = matrix.unflatten(0, (self.info.heads, sum(self.info.segments)))
+        return by_head.narrow(1, sum(self.info.segments[: self.segment]), self.rows)
+
+
+@dataclass
+class MuonBucket:
+    """Blocks [n, r, c] of equal shape from many matrices, with their masters and momenta."""
+
+    pieces: list[MuonPiece]
+    starts: list[int] = field(init=False)  # piece i owns blocks starts[i] .. starts[i + 1]
+    master: Tensor = field(init=False)
+    momentum: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.starts = [0, *itertools.accumulate(piece.info.heads for piece in self.pieces)]
+        self.master = torch.cat([piece.cut(piece.param.detach()) for piece in self.pieces])
+        self.master = self.master.to(master_dtype(self.master.dtype))
+        self.momentum = torch.zeros_like(self.master)
+
+    def step(self, rates: MuonRates, project: Project | None) -> None:
+        """One Muon step on every matrix that has a gradient, and its shipped value written into the parameter."""
+        for start, stop, live in _runs([piece.param.grad is not None for piece in self.pieces]):
+            if live:
+                self._step(start, stop, rates)
+                self.ship(project, start, stop)
+
+    def _step(self, start: int, stop: int, rates: MuonRates) -> None:
+        gradient = torch.cat(
+            [piece.cut(piece.param.grad) for piece in self.pieces[start:stop] if piece.param.grad is not None]
+        )
+        rows = slice(self.starts[start], self.starts[stop])
+        master, momentum = self.master[rows], self.momentum[rows]
+        gradient = gradient.to(master.dtype)
+        momentum.mul_(rates.momentum).add_(gradient)
+        direction = gradient.add_(momentum, alpha=rates.momentum) if rates.nesterov else momentum
+        update = newton_schulz(direction, dtype=rates.dtype)
+        scale = update_scale(master.shape[-2], master.shape[-1])
+        master.mul_(1 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr * scale)
+
+    def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
+        """Write project(master) of the pieces [start, stop) into their parameters."""
+        pieces = self.pieces[start:stop]
+        for first, last, _ in _runs([piece.kind for piece in pieces]):
+            blocks = self.master[self.starts[start + first] : self.starts[start + last]]
+            shipped = blocks if project is None else project(pieces[first].name, blocks)
+            targets = [piece.cut(piece.param.detach()) for piece in pieces[first:last]]
+            torch._foreach_copy_(targets, list(shipped.split([piece.info.heads for piece in pieces[first:last]])))
+
+    def state(self) -> Iterator[tuple[MuonPiece, dict[str, Tensor]]]:
+        """Each piece with views [heads, rows, C] of its state."""
+        for piece, start, stop in zip(self.pieces, self.starts, self.starts[1:], strict=False):
+            yield piece, {"master": self.master[start:stop], "momentum": self.momentum[start:stop]}
+
+
+@dataclass
+class AdamBucket:
+    """Tensors of one dtype and decay laid end to end, with their masters, both moments and step counts.
+
+    Neighbours of one storage kind and shape are projected together.
+    """
+
+    names: list[str]
+    params: list[Tensor]
+    decay: bool
+    starts: list[int] = field(init=False)
+    steps: list[int] = field(init=False)
+    master: Tensor = field(init=False)
+    first: Tensor = field(init=False)
+    second: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.starts = [0, *itertools.accumulate(param.numel() for param in self.params)]
+        self.steps = [0] * len(self.params)
+        self.master = torch.cat([param.detach().reshape(-1) for param in self.params])
+        self.master = self.master.to(master_dtype(self.master.dtype))
+        self.first = torch.zeros_like(self.master)
+        self.second = torch.zeros_like(self.master)
+
+    def step(self, rates: AdamRates, project: Project | None) -> None:
+        """One AdamW step on every tensor that has a gradient, and its shipped value written into the parameter."""
+        keys = [None if param.grad is None else done for param, done in zip(self.params, self.steps, strict=True)]
+        for start, stop, done in _runs(keys):
+            if isinstance(done, int):
+                self.steps[start:stop] = [done + 1] * (stop - start)
+                self._step(start, stop, done + 1, rates)
+                self.ship(project, start, stop)
+
+    def _step(self, start: int, stop: int, count: int, rates: AdamRates) -> None:
+        gradient = torch.cat([param.grad.reshape(-1) for param in self.params[start:stop] if param.grad is not None])
+        part = slice(self.starts[start], self.starts[stop])
+        master, first, second = self.master[part], self.first[part], self.second[part]
+        gradient = gradient.to(master.dtype)
+        beta1, beta2 = rates.betas
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if self.decay:
+            master.mul_(1 - rates.lr * rates.weight_decay)
+        root = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(rates.eps)
+        master.addcdiv_(first, root, value=-rates.lr / (1 - beta1**count))
+
+    def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
+        """Write project(master) of the tensors [start, stop) into their parameters."""
+        stop = len(self.params) if stop is None else stop
+        keys = [(storage_kind(name), tuple(self.params[i].shape)) for i, name in enumerate(self.names[:stop])][start:]
+        for first, last, _ in _runs(keys):
+            first, last = start + first, start + last
+            values = self.master[self.starts[first] : self.starts[last]].view(last - first, *self.params[first].shape)
+            shipped = values if project is None else project(self.names[first], values)
+            torch._foreach_copy_([param.detach() for param in self.params[first:last]], list(shipped.unbind()))
+
+    def state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Each name with views of its state in the parameter's shape; step counts are kept apart."""
+        parts = {"master": self.master, "first": self.first, "second": self.second}
+        for i, (name, param) in enumerate(zip(self.names, self.params, strict=True)):
+            where = slice(self.starts[i], self.starts[i + 1])
+            yield name, {key: flat[where].view(param.shape) for key, flat in parts.items()}
+
+
+def fill_buckets(sizes: Sequence[int], limit: int = BUCKET_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Cut a row of sizes into runs [start, stop) of at most `limit` in sum; a larger single one is its own run."""
+    start, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > limit:
+            yield start, i
+            start, total = i, 0
+        total += size
+    if len(sizes) > start:
+        yield start, len(sizes)

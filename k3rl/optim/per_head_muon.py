@@ -1,0 +1,323 @@
+"""Per-Head Muon with AdamW for everything that is no matrix (k3.md 8.1-8.4).
+
+    M <- 0.95 M + G;  U = G + 0.95 M (Nesterov) or M;  per block: O = NS5(U) * 0.2 sqrt(max(rows, columns))
+    W <- W - lr (O + weight_decay W)
+
+`classify` says which rows form a block. The optimizer owns the master weights. A parameter's data is only ever what a
+checkpoint would store of its master: it is overwritten by `project(name, master)` when the optimizer is built and
+after every step, so learner, engine and exported file compute with the same numbers. The gradient of a parameter is
+applied to its master (straight-through).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from k3rl.optim.buckets import (
+    AdamBucket,
+    AdamRates,
+    MuonBucket,
+    MuonPiece,
+    MuonRates,
+    Project,
+    fill_buckets,
+    master_dtype,
+    storage_kind,
+)
+from k3rl.optim.classify import HeadLayout, ParamInfo, classify
+
+Variant = Literal["per_head_muon", "muon_whole", "adamw"]
+
+
+class NonFiniteGradient(ArithmeticError):
+    """A gradient holds an inf or a NaN; `name` is the first such parameter. Nothing was changed."""
+
+    def __init__(self, name: str, bad: int, total: int) -> None:
+        super().__init__(
+            f"the gradient of {name} has {bad} non-finite values of {total}; no parameter was changed. "
+            "Look at the loss of this batch, or pass nonfinite='skip' to leave such steps out"
+        )
+        self.name = name
+
+
+class OptimizerStateError(ValueError):
+    """Saved optimizer state does not belong to these parameters; the message names the first difference."""
+
+
+def _as_variant(variant: Variant, info: ParamInfo, shape: torch.Size) -> ParamInfo:
+    """What `variant` makes of a parameter's class."""
+    if info.group != "muon" or variant == "per_head_muon":
+        return info
+    if variant == "muon_whole":
+        return ParamInfo("muon", info.decay, heads=1, segments=(shape[0],))
+    return ParamInfo("adamw", info.decay)
+
+
+def _norms_by_type(tensors: Iterable[Tensor]) -> Iterable[Sequence[Tensor]]:
+    """The 2-norms of the tensors, those of one dtype and device together."""
+    groups: dict[tuple[object, object], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return (torch._foreach_norm(group) for group in groups.values())
+
+
+class PerHeadMuon:
+    """Optimizer of a K3 model.
+
+    named_params: (official name, leaf parameter); those with requires_grad False and e_score_correction_bias are left
+    out. config: a K3Config, for its head sizes. lr drives Muon, adamw_lr AdamW. Decay is decoupled and leaves vectors
+    alone. project(name, master): the stored values of a master, same shape and dtype; it is called on stacks
+    [n, ...] of equal tensors or row blocks whose names differ only in layer and expert number, so it must work along
+    the last axis and treat those alike. None ships the masters themselves.
+
+    variant: "per_head_muon", "muon_whole" (no cut along heads) or "adamw" (AdamW for all, at adamw_lr), for comparison.
+    newton_schulz_dtype: None means the master's on CPU and bfloat16 on an accelerator; float64 is never narrowed.
+
+    A parameter whose grad is None is left exactly as it is: no decay, no momentum change, no step count. A zero
+    gradient is a gradient. Masters and state are float32, float64 for float64 parameters.
+
+    Raises ClassifyError for unknown names, ValueError for a name given twice or nothing to train.
+    """
+
+    def __init__(
+        self,
+        named_params: Iterable[tuple[str, Tensor]],
+        config: HeadLayout,
+        *,
+        lr: float,
+        adamw_lr: float,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        project: Project | None = None,
+        variant: Variant = "per_head_muon",
+        newton_schulz_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.lr = lr
+        self.adamw_lr = adamw_lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.weight_decay = weight_decay
+        self.betas = betas
+        self.eps = eps
+        self.project = project
+        self.newton_schulz_dtype = newton_schulz_dtype
+        self.infos: dict[str, ParamInfo] = {}
+        self.params: dict[str, Tensor] = {}
+        for name, param in named_params:
+            if name in self.params:
+                raise ValueError(f"the parameter {name} was given twice")
+            info = _as_variant(variant, classify(name, param.shape, config), param.shape)
+            if info.group != "balanced" and param.requires_grad:
+                self.infos[name], self.params[name] = info, param
+        if not self.params:
+            raise ValueError("no parameter to train: every one is frozen or moved by QuantileBalancer")
+        self._muon = list(self._build_muon())
+        self._adam = list(self._build_adam())
+        self.ship()
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    def _build_muon(self) -> Iterable[MuonBucket]:
+        groups: dict[tuple[object, ...], list[MuonPiece]] = {}
+        for name, param in self.params.items():
+            info = self.infos[name]
+            for segment, rows in enumerate(info.segments):
+                key = (rows, param.shape[1], param.dtype, param.device)
+                groups.setdefault(key, []).append(MuonPiece(name, storage_kind(name), param, info, segment))
+        for pieces in groups.values():
+            pieces.sort(key=lambda piece: piece.kind)
+            sizes = [piece.info.heads * piece.rows * piece.param.shape[1] for piece in pieces]
+            for start, stop in fill_buckets(sizes):
+                yield MuonBucket(pieces[start:stop])
+
+    def _build_adam(self) -> Iterable[AdamBucket]:
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for name, param in self.params.items():
+            if self.infos[name].group == "adamw":
+                groups.setdefault((self.infos[name].decay, param.dtype, param.device), []).append(name)
+        for names in groups.values():
+            names.sort(key=storage_kind)
+            params = [self.params[name] for name in names]
+            for start, stop in fill_buckets([param.numel() for param in params]):
+                yield AdamBucket(names[start:stop], params[start:stop], self.infos[names[start]].decay)
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        """Forget every gradient (grad = None)."""
+        for param in self.params.values():
+            param.grad = None
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: param.grad for name, param in self.params.items() if param.grad is not None}
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """The 2-norm of all gradients together; inf or NaN when one of them is not finite."""
+        gradients = list(self._gradients().values())
+        if not gradients:
+            return 0.0
+        total = math.hypot(*(torch.stack(list(norms)).double().norm().item() for norms in _norms_by_type(gradients)))
+        if math.isfinite(total):
+            return total
+        # A float32 norm overflows from 1.8e19 on, though every value may be finite.
+        return math.hypot(*(torch.linalg.vector_norm(gradient, dtype=torch.float64).item() for gradient in gradients))
+
+    def _refuse_non_finite(self) -> None:
+        for name, gradient in self._gradients().items():
+            bad = int(gradient.numel() - gradient.isfinite().sum())
+            if bad:
+                raise NonFiniteGradient(name, bad, gradient.numel())
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, maximum: float) -> float:
+        """Scale all gradients in place so that their norm is at most `maximum`; returns the norm before.
+
+        Raises NonFiniteGradient when the norm is not finite.
+        """
+        norm = self.grad_norm()
+        if not math.isfinite(norm):
+            self._refuse_non_finite()
+        if norm > maximum:
+            torch._foreach_mul_(list(self._gradients().values()), maximum / norm)
+        return norm
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, lr_scale: float = 1.0, *, nonfinite: Literal["raise", "skip"] = "raise") -> bool:
+        """One step at lr_scale times both learning rates; True when it was taken.
+
+        When a gradient is not finite nothing changes: NonFiniteGradient names it, or nonfinite="skip" returns False.
+        """
+        if not math.isfinite(self.grad_norm()):
+            if nonfinite == "skip":
+                return False
+            self._refuse_non_finite()
+        for muon in self._muon:
+            rates = MuonRates(
+                self.lr * lr_scale, self.momentum, self.nesterov, self.weight_decay, self._product_dtype(muon.master)
+            )
+            muon.step(rates, self.project)
+        adam_rates = AdamRates(self.adamw_lr * lr_scale, self.betas, self.eps, self.weight_decay)
+        for adam in self._adam:
+            adam.step(adam_rates, self.project)
+        return True
+
+    def _product_dtype(self, master: Tensor) -> torch.dtype | None:
+        if master.dtype == torch.float64:
+            return None
+        if self.newton_schulz_dtype is None and master.device.type != "cpu":
+            return torch.bfloat16
+        return self.newton_schulz_dtype
+
+    @torch.no_grad()
+    def ship(self) -> None:
+        """Overwrite every parameter with project(master)."""
+        for muon in self._muon:
+            muon.ship(self.project)
+        for adam in self._adam:
+            adam.ship(self.project)
+
+    # -- masters and state --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def masters(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies of the masters of these parameters, in the parameters' shapes. Raises KeyError for an unknown one."""
+        wanted = {
+            name: torch.empty_like(self.params[name], dtype=master_dtype(self.params[name].dtype)) for name in names
+        }
+        for piece, state in self._muon_pieces():
+            if piece.name in wanted:
+                piece.cut(wanted[piece.name]).copy_(state["master"])
+        for name, state in self._adam_tensors():
+            if name in wanted:
+                wanted[name].copy_(state["master"])
+        return wanted
+
+    @torch.no_grad()
+    def set_masters(self, values: Mapping[str, Tensor]) -> None:
+        """Replace the masters of these parameters and ship them. Momenta stay. Raises KeyError, OptimizerStateError."""
+        for name, value in values.items():
+            if value.shape != self.params[name].shape:
+                raise OptimizerStateError(
+                    f"{name}: the master has shape {tuple(self.params[name].shape)}, got {tuple(value.shape)}"
+                )
+        for piece, state in self._muon_pieces():
+            if piece.name in values:
+                state["master"].copy_(piece.cut(values[piece.name]))
+        for name, state in self._adam_tensors():
+            if name in values:
+                state["master"].copy_(values[name])
+        for bucket in self._muon:
+            for i, piece in enumerate(bucket.pieces):
+                if piece.name in values:
+                    bucket.ship(self.project, i, i + 1)
+        for adam in self._adam:
+            for i, name in enumerate(adam.names):
+                if name in values:
+                    adam.ship(self.project, i, i + 1)
+
+    def _muon_pieces(self) -> Iterable[tuple[MuonPiece, dict[str, Tensor]]]:
+        for bucket in self._muon:
+            yield from bucket.state()
+
+    def _adam_tensors(self) -> Iterable[tuple[str, dict[str, Tensor]]]:
+        for bucket in self._adam:
+            yield from bucket.state()
+
+    @torch.no_grad()
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All state as new tensors: "<name>/master" and "<name>/momentum" of Muon matrices; "<name>/master", "/first",
+        "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors. Independent of how state is bucketed.
+        """
+        state: dict[str, Tensor] = {}
+        for piece, parts in self._muon_pieces():
+            for key, blocks in parts.items():
+                whole = state.setdefault(
+                    f"{piece.name}/{key}", torch.empty(piece.param.shape, dtype=blocks.dtype, device=blocks.device)
+                )
+                piece.cut(whole).copy_(blocks)
+        for bucket in self._adam:
+            for (name, parts), steps in zip(bucket.state(), bucket.steps, strict=True):
+                state.update({f"{name}/{key}": value.clone() for key, value in parts.items()})
+                state[f"{name}/steps"] = torch.tensor(steps)
+        return state
+
+    @torch.no_grad()
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_tensors` gave and ship the masters.
+
+        Raises OptimizerStateError, before anything is changed, for a missing, extra or mis-shaped tensor.
+        """
+        wanted: dict[str, torch.Size] = {}
+        for name, info in self.infos.items():
+            keys = ("master", "momentum") if info.group == "muon" else ("master", "first", "second")
+            wanted.update({f"{name}/{key}": self.params[name].shape for key in keys})
+            if info.group == "adamw":
+                wanted[f"{name}/steps"] = torch.Size([])
+        for key in (*wanted, *state):
+            if key not in state or key not in wanted:
+                word = "is missing" if key in wanted else "belongs to no parameter of this optimizer"
+                raise OptimizerStateError(f"optimizer state: {key} {word}")
+            if state[key].shape != wanted[key]:
+                raise OptimizerStateError(
+                    f"optimizer state: {key} has shape {tuple(state[key].shape)}, wanted {tuple(wanted[key])}"
+                )
+        for piece, parts in self._muon_pieces():
+            for key, blocks in parts.items():
+                blocks.copy_(piece.cut(state[f"{piece.name}/{key}"]))
+        for bucket in self._adam:
+            for i, (name, parts) in enumerate(bucket.state()):
+                for key, value in parts.items():
+                    value.copy_(state[f"{name}/{key}"])
+                bucket.steps[i] = int(state[f"{name}/steps"])
+        self.ship()

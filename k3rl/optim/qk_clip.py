@@ -1,0 +1,69 @@
+"""QK-clip: keeps the pre-softmax logits of MLA below a limit by scaling weights, after the optimizer step (k3.md 8.5).
+
+For a head whose largest logit S of the step exceeds tau, with g = tau / S: rows q_n of q_b_proj and k_n of kv_b_proj
+are scaled by sqrt(g), rows q_r of q_b_proj by g (their key part is shared by all heads and stays). V rows stay. KDA
+needs nothing: its queries and keys have unit norm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from k3rl.optim.classify import HeadLayout
+from k3rl.optim.per_head_muon import PerHeadMuon
+
+TAU = 100.0
+_MLA_QUERY = re.compile(r"\.layers\.(\d+)\.self_attn\.q_b_proj\.weight$")
+
+
+class QKClipError(ValueError):
+    """Maximal logits that cannot belong to this model; the message says what was got and wanted."""
+
+
+@torch.no_grad()
+def clip_heads_(q_b: Tensor, kv_b: Tensor, max_logits: Tensor, config: HeadLayout, tau: float = TAU) -> int:
+    """Scale one layer's q_b [H*(nope+rope), q_lora] and kv_b [H*(nope+v), kv_lora] in place.
+
+    max_logits [H]: largest pre-softmax logit of each head over the batch, softmax scale included. Returns how many
+    heads exceeded tau. Raises QKClipError for a wrong number of heads or a non-finite logit.
+    """
+    heads = config.num_attention_heads
+    if max_logits.shape != (heads,):
+        raise QKClipError(
+            f"max_logits has shape {tuple(max_logits.shape)}; the model has {heads} heads, wanted ({heads},)"
+        )
+    if not bool(max_logits.isfinite().all()):
+        raise QKClipError(f"max_logits is {max_logits.tolist()}; a non-finite logit is a fault of the forward pass")
+    clipped = max_logits > tau
+    gamma = torch.where(clipped, tau / max_logits, torch.ones_like(max_logits)).to(q_b.dtype).view(heads, 1, 1)
+    nope = config.qk_nope_head_dim
+    query = q_b.unflatten(0, (heads, nope + config.qk_rope_head_dim))
+    query[:, :nope] *= gamma.sqrt()
+    query[:, nope:] *= gamma
+    kv_b.unflatten(0, (heads, nope + config.v_head_dim))[:, :nope] *= gamma.sqrt()
+    return int(clipped.sum())
+
+
+@torch.no_grad()
+def qk_clip_(optimizer: PerHeadMuon, max_logits: Mapping[int, Tensor], config: HeadLayout, tau: float = TAU) -> int:
+    """Clip the masters of every MLA layer in `max_logits`, and ship what changed. Call once after the step.
+
+    max_logits: model layer (from 0) -> [H]. Layers within tau are not touched, not even by rounding. Momenta stay.
+    Returns the number of heads clipped. Raises QKClipError for a layer without trained MLA weights.
+    """
+    queries = {int(found[1]): name for name in optimizer.params if (found := _MLA_QUERY.search(name))}
+    total = 0
+    for layer, maximum in max_logits.items():
+        if layer not in queries:
+            raise QKClipError(f"layer {layer} has no trained q_b_proj; MLA layers are {sorted(queries)}")
+        if bool((maximum <= tau).all()):
+            continue
+        names = queries[layer], queries[layer].replace("q_b_proj", "kv_b_proj")
+        masters = optimizer.masters(names)
+        total += clip_heads_(masters[names[0]], masters[names[1]], maximum, config, tau)
+        optimizer.set_masters(masters)
+    return total

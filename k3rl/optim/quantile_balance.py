@@ -1,0 +1,140 @@
+"""Quantile Balancing: the router bias that gives every expert its share of the tokens (k3.md 5).
+
+A token i reaches expert j when the biased score s_ij + b_j beats the token's cutoff alpha_i, its (k+1)-th largest
+biased score; so it needs a bias of r_ij = alpha_i - s_ij. Over the m tokens of a global batch the bias that lets
+q = m k / n tokens through is the k/n quantile of r_.j, read off a histogram of 1000 bins. No learning rate, no
+auxiliary loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BINS = 1000
+
+
+class BalanceError(ValueError):
+    """Scores, biases or a call order that Quantile Balancing cannot use; the message says what to change."""
+
+
+def _grid(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(lower edge, bin width) of the histogram under this bias [E], float64 scalars."""
+    low, high = bias.detach().double().aminmax()
+    return low - 1, (high - low + 2) / BINS
+
+
+class QuantileBalancer:
+    """Histograms of required biases for every MoE layer, and the update made from them once a step.
+
+    `counts` [L, E, 1000] int32 and `loads` [L, E] int64 are sums over tokens: add those of other ranks or micro-batches
+    (see `tensors`) before `update`. L counts MoE layers in depth order, as in `routes`.
+
+    Raises BalanceError when top_k is not below n_experts: then every token goes everywhere and there is no cutoff.
+    """
+
+    def __init__(self, n_experts: int, top_k: int, n_layers: int, *, device: torch.device | str = "cpu") -> None:
+        if not 1 <= top_k < n_experts:
+            raise BalanceError(f"top_k is {top_k} of {n_experts} experts; balancing needs 1 <= top_k < n_experts")
+        self.n_experts = n_experts
+        self.top_k = top_k
+        self.n_layers = n_layers
+        self.counts = torch.zeros(n_layers, n_experts, BINS, dtype=torch.int32, device=device)
+        self.loads = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=device)
+        self._biases: dict[int, Tensor] = {}  # of the layers seen since the last update
+        # Faults of a layer since the last update, kept as tensors so that observing never waits: [L] bool each.
+        self._changed = torch.zeros(n_layers, dtype=torch.bool, device=device)  # a bias moved between observations
+        self._nan = torch.zeros(n_layers, dtype=torch.bool, device=device)  # a score was NaN
+
+    @torch.no_grad()
+    def observe(self, layer: int, scores: Tensor, cutoff: Tensor, bias: Tensor, valid: Tensor | None = None) -> None:
+        """Count the tokens of one forward pass of one layer.
+
+        scores [N, E]: sigmoid scores before the bias; cutoff [N]: each token's (k+1)-th largest of scores + bias, as
+        the router computed it; bias [E]: the bias it used; valid bool [N]: False for padding, which is not counted.
+        The bias must stay the same until `update`, as the histogram's grid depends on it; `update` checks that, and
+        that no score was NaN. Raises BalanceError for shapes that do not fit.
+        """
+        if bias.shape != (self.n_experts,) or scores.shape[1:] != bias.shape or cutoff.shape != scores.shape[:1]:
+            raise BalanceError(
+                f"scores {tuple(scores.shape)}, cutoff {tuple(cutoff.shape)} and bias {tuple(bias.shape)} do not fit; "
+                f"wanted [N, {self.n_experts}], [N] and [{self.n_experts}]"
+            )
+        if self.counts.device != scores.device:
+            self.counts, self.loads = self.counts.to(scores.device), self.loads.to(scores.device)
+            self._changed, self._nan = self._changed.to(scores.device), self._nan.to(scores.device)
+        if layer in self._biases:
+            self._changed[layer] |= (self._biases[layer] != bias).any()
+        else:
+            self._biases[layer] = bias.detach().clone()
+        low, width = _grid(bias)
+        if valid is not None:
+            scores, cutoff = scores[valid], cutoff[valid]
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        cutoff = cutoff.to(scores.dtype).unsqueeze(-1)
+        self.loads[layer] += (scores + bias.to(scores.dtype) > cutoff).sum(0)
+        position = (cutoff - scores).sub_(low).div_(width)
+        self._nan[layer] |= position.sum().isnan()
+        bins = position.floor_().clamp_(0, BINS - 1).nan_to_num_(0.0).to(torch.int64)
+        bins += torch.arange(self.n_experts, device=bins.device) * BINS
+        counted = torch.bincount(bins.view(-1), minlength=self.n_experts * BINS)
+        self.counts[layer] += counted.view(self.n_experts, BINS)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """(counts, loads): what is summed over ranks, in place, once a step before `update`."""
+        return self.counts, self.loads
+
+    @torch.no_grad()
+    def update(self, biases: Sequence[Tensor]) -> list[Tensor]:
+        """Current biases, L of [E] -> the biases of the next step, same dtypes; clears the counts.
+
+        A layer without tokens keeps its bias. Raises BalanceError when a bias is not the one that was observed or a
+        score was NaN.
+        """
+        if len(biases) != self.n_layers:
+            raise BalanceError(f"got {len(biases)} biases; this model has {self.n_layers} MoE layers")
+        for layer, bias in enumerate(biases):
+            if self._changed[layer] or not torch.equal(bias, self._biases.get(layer, bias)):
+                raise BalanceError(
+                    f"the bias of MoE layer {layer} changed while its tokens were counted; write the result of "
+                    "`update` into the model only after the last forward pass of a step"
+                )
+            if self._nan[layer]:
+                raise BalanceError(f"router scores of MoE layer {layer} were NaN; `clear` this step's counts")
+        new = [self._balanced(layer, bias) for layer, bias in enumerate(biases)]
+        self.clear()
+        return new
+
+    def _balanced(self, layer: int, bias: Tensor) -> Tensor:
+        counts = self.counts[layer].to(torch.int64)
+        tokens = int(counts[0].sum())
+        if tokens == 0:
+            return bias.detach().clone()
+        low, width = _grid(bias)
+        wanted = tokens * self.top_k / self.n_experts
+        whole = -(-tokens * self.top_k // self.n_experts)  # ceil(q), in integers
+        cumulative = counts.cumsum(-1)
+        bins = (cumulative < whole).sum(-1, keepdim=True)  # the first bin with cumulative >= ceil(q)
+        inside = counts.gather(-1, bins).double()
+        before = cumulative.gather(-1, bins).double() - inside
+        quantile = low + (bins + ((wanted - before) / inside).clamp(0, 1)).squeeze(-1) * width
+        return (quantile - quantile.mean()).to(bias.dtype)
+
+    def clear(self) -> None:
+        """Forget what was counted, as after an update that is not wanted."""
+        self.counts.zero_()
+        self.loads.zero_()
+        self._biases.clear()
+        self._changed.zero_()
+        self._nan.zero_()
+
+    def max_violation(self) -> list[float]:
+        """(busiest load - balanced load) / balanced load of every layer that has seen tokens since the last update."""
+        values = []
+        for loads in self.loads.double():
+            balanced = loads.mean()
+            if balanced > 0:
+                values.append(float((loads.max() - balanced) / balanced))
+        return values

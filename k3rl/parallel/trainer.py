@@ -1,0 +1,254 @@
+"""One optimizer step on one process: packed tokens in, metrics out.
+
+The model's parameters always hold the values that a checkpoint would store; the optimizer owns the fp32 masters
+and projects them back after each step (`k3rl.numerics.project`). So what is trained here is what is published to
+engines and what is exported, and the straight-through gradient needs no code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from k3rl.config import Config, K3Error
+from k3rl.data.batch import TrainBatch
+from k3rl.losses import LossInputs, LossOutput
+from k3rl.model import K3ForCausalLM
+from k3rl.numerics import project, stored_dtype
+from k3rl.optim import PerHeadMuon, QuantileBalancer, qk_clip_
+from k3rl.parallel.data import DataParallel, PeerFailed
+from k3rl.run.metrics import Accumulator
+
+Loss = Callable[[LossInputs], LossOutput]
+
+
+class NonFiniteLoss(K3Error):
+    """A loss came out NaN or infinite; nothing was updated."""
+
+
+class TrainerConfig(Config):
+    """How the learner updates weights."""
+
+    optimizer: Literal["per_head_muon", "muon_whole", "adamw"] = "per_head_muon"
+    """Muon with attention matrices cut per head (K3's), whole matrices, or AdamW for everything."""
+    muon_lr: float = Field(0.02, gt=0)
+    adamw_lr: float = Field(0.005, gt=0)
+    momentum: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.1, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+    micro_batch_tokens: int = Field(6144, ge=1)
+    """Token budget of one forward and backward pass."""
+    balance: Literal["step", "batch", "freeze"] = "step"
+    """When Quantile Balancing moves the router bias: each optimizer step, once per batch of steps, or never."""
+    qk_clip: float = Field(100.0, gt=0)
+    """Largest pre-softmax logit of MLA before its query and key weights are scaled down."""
+
+
+class _Statistics:
+    """Collects what the model reports during a training forward (a `ForwardObserver`)."""
+
+    def __init__(self, model: K3ForCausalLM, balancer: QuantileBalancer) -> None:
+        self._biases = dict(model.router_biases())
+        self._index = {layer: i for i, layer in enumerate(self._biases)}
+        self._balancer = balancer
+        self.max_logits: dict[int, torch.Tensor] = {}
+
+    def router(self, layer: int, scores: torch.Tensor, cutoff: torch.Tensor) -> None:
+        self._balancer.observe(self._index[layer], scores, cutoff, self._biases[layer])
+
+    def attention_logits(self, layer: int, maximum: torch.Tensor) -> None:
+        seen = self.max_logits.get(layer)
+        self.max_logits[layer] = maximum if seen is None else torch.maximum(seen, maximum)
+
+
+class Trainer:
+    """Owns a model, its optimizer, its balancing bias and its step count."""
+
+    def __init__(self, model: K3ForCausalLM, config: TrainerConfig, group: DataParallel | None = None) -> None:
+        """group: the data-parallel ranks that train together, each with its own copy; None for one process."""
+        self.model = model
+        self.config = config
+        self.group = group
+        quantization = model.config.quantization
+
+        def ship(name: str, master: torch.Tensor) -> torch.Tensor:
+            stored = stored_dtype(name, quantization.weights)
+            return project(master, stored, quantization.scale_rule)
+
+        self.optimizer = PerHeadMuon(
+            model.official_parameters(),
+            model.config,
+            lr=config.muon_lr,
+            adamw_lr=config.adamw_lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            variant=config.optimizer,
+            project=ship,
+        )
+        self.balancer = QuantileBalancer(
+            model.config.num_experts, model.config.num_experts_per_token, len(model.config.moe_layers)
+        )
+        self.steps = 0
+
+    def target_inputs(self, batch: TrainBatch, temperature: float = 1.0) -> LossInputs:
+        """Logprobs and entropies [P] of the P target tokens of a packed micro-batch, with gradients."""
+        device = next(self.model.parameters()).device
+        ids = torch.from_numpy(batch.input_ids).to(device)
+        targets = torch.from_numpy(np.flatnonzero(batch.loss_mask)).to(device)
+        routes = None if batch.routes is None else torch.from_numpy(batch.routes)[None].to(device)
+        out = self.model.hidden(ids[None], cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device), routes=routes)
+        logits = self.model.logits(out.hidden[0].index_select(0, targets - 1))
+        if temperature not in (0.0, 1.0):
+            logits = logits / temperature
+        table = torch.log_softmax(logits, dim=-1)
+        logprobs = table.gather(1, ids[targets][:, None])[:, 0]
+        with torch.no_grad():
+            entropy = -(table.exp() * table).sum(-1)
+
+        def at_targets(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values)[targets.cpu()].to(device, logprobs.dtype)
+
+        teacher = batch.teacher_logprobs
+        return LossInputs(
+            logprobs=logprobs,
+            sampler_logprobs=at_targets(batch.sampler_logprobs),
+            advantages=at_targets(batch.advantages),
+            weights=at_targets(batch.weights),
+            teacher_logprobs=None if teacher is None else at_targets(teacher),
+            entropy=entropy,
+        )
+
+    def train(
+        self,
+        batch: TrainBatch | None,
+        loss: Loss,
+        *,
+        lr_scale: float = 1.0,
+        temperature: float = 1.0,
+        last_of_batch: bool = True,
+    ) -> Accumulator:
+        """One optimizer step. Raises NonFiniteLoss or NonFiniteGradient before anything is updated.
+
+        With a group, a failure of one rank fails the step on all of them (the others raise PeerFailed).
+
+        batch: this rank's share of the global batch, None when it has no sequence.
+        lr_scale: the schedule's factor on both learning rates; temperature: the sampler's, so that logprobs compare.
+        last_of_batch: whether the rollout batch ends with this step (for `balance = "batch"`).
+        """
+        started = time.perf_counter()
+        statistics = _Statistics(self.model, self.balancer)
+        metrics = self._backward_together(batch, loss, temperature, statistics)
+        max_logits = statistics.max_logits
+        if self.group is not None:
+            self.group.sum_gradients(self.optimizer.params.values())
+            heads = torch.empty(self.model.config.num_attention_heads)
+            max_logits = self.group.maximum(max_logits, self.model.config.mla_layers, heads)
+        norm = self.optimizer.clip_grad_norm_(self.config.grad_clip)
+        self.optimizer.step(lr_scale)
+        clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
+        self._balance(metrics, last_of_batch)
+        self.steps += 1
+        metrics.add("optim/grad_norm", norm)
+        metrics.add("optim/lr", self.config.muon_lr * lr_scale)
+        metrics.add("optim/qk_clipped_heads", clipped)
+        metrics.add("perf/train_tokens", batch.tokens if batch is not None else 0)
+        metrics.add("time/train_step", time.perf_counter() - started)
+        return metrics
+
+    def _backward_together(
+        self, batch: TrainBatch | None, loss: Loss, temperature: float, statistics: _Statistics
+    ) -> Accumulator:
+        """`_backward`, agreed on by all ranks: when one fails, none goes on into a collective that would hang."""
+        try:
+            metrics = self._backward(batch, loss, temperature, statistics)
+        except Exception:
+            if self.group is not None:
+                self.group.agree(False)
+            raise
+        if self.group is not None and not self.group.agree(True):
+            raise PeerFailed(f"another rank failed in step {self.steps}; nothing was updated")
+        return metrics
+
+    def _backward(
+        self, batch: TrainBatch | None, loss: Loss, temperature: float, statistics: _Statistics
+    ) -> Accumulator:
+        """Gradients of this rank's share, micro-batch by micro-batch."""
+        metrics = Accumulator()
+        self.optimizer.zero_grad()
+        self.model.observer = statistics
+        try:
+            for micro in [] if batch is None else batch.split(self.config.micro_batch_tokens):
+                out = loss(self.target_inputs(micro, temperature))
+                if not torch.isfinite(out.loss):
+                    raise NonFiniteLoss(
+                        f"the loss of step {self.steps} is {out.loss.item()}; wanted a finite number. "
+                        "The weights are unchanged; lower the learning rate or look at the batch"
+                    )
+                out.loss.backward()
+                _keep(metrics, out)
+        finally:
+            self.model.observer = None
+        return metrics
+
+    def _balance(self, metrics: Accumulator, last_of_batch: bool) -> None:
+        due = self.config.balance == "step" or (self.config.balance == "batch" and last_of_batch)
+        if due and self.group is not None:
+            self.group.sum(*self.balancer.tensors())
+        for violation in self.balancer.max_violation():  # one value a MoE layer
+            metrics.add("moe/max_vio/mean", violation)
+            metrics.maximum("moe/max_vio/max", violation)
+        if self.config.balance == "freeze":
+            self.balancer.clear()
+        elif due:
+            biases = [bias for _, bias in self.model.router_biases()]
+            for bias, new in zip(biases, self.balancer.update(biases), strict=True):
+                bias.copy_(new)
+
+    @torch.no_grad()
+    def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> np.ndarray:
+        """float32 [N]: the logprob of each target token, 0 elsewhere. Forward only; moves no bias."""
+        out = np.zeros(batch.input_ids.size, np.float32)
+        starts = {sid: int(start) for sid, start in zip(batch.sequence_ids, batch.cu_seqlens[:-1], strict=True)}
+        for micro in batch.split(self.config.micro_batch_tokens):
+            values = self.target_inputs(micro, temperature).logprobs.float().cpu().numpy()
+            positions = np.flatnonzero(micro.loss_mask)
+            owner = np.searchsorted(micro.cu_seqlens, positions, side="right") - 1
+            origin = np.array([starts[sid] for sid in micro.sequence_ids], np.int64)
+            out[origin[owner] + positions - micro.cu_seqlens[owner]] = values
+        return out
+
+    @torch.no_grad()
+    def evaluate(self, batch: TrainBatch, loss: Loss) -> Accumulator:
+        """The loss's metrics on a batch, without a step."""
+        metrics = Accumulator()
+        for micro in batch.split(self.config.micro_batch_tokens):
+            _keep(metrics, loss(self.target_inputs(micro)))
+        return metrics
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Everything a bit-equal continuation needs: optimizer state with masters, router biases, step count."""
+        state = {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
+        state |= {f"router_bias.{layer}": bias.detach().clone() for layer, bias in self.model.router_biases()}
+        state["steps"] = torch.tensor(self.steps, dtype=torch.int64)
+        return state
+
+    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse of `state_tensors`; also sets the model's parameters from the masters."""
+        prefix = "optimizer."
+        self.optimizer.load_state_tensors({n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)})
+        with torch.no_grad():
+            for layer, bias in self.model.router_biases():
+                bias.copy_(state[f"router_bias.{layer}"])
+        self.steps = int(state["steps"])
+
+
+def _keep(metrics: Accumulator, out: LossOutput) -> None:
+    metrics.update(out.metrics)
+    for name, value in out.maxima.items():
+        metrics.maximum(name, value)

@@ -1,0 +1,288 @@
+"""The vocabulary of k3rl on one page.
+
+Plain frozen dataclasses; arrays are NumPy, so a value travels between Ray actors without torch.
+Dimension letters: T tokens of one sequence, M MoE layers in depth order, k experts per token.
+
+Message, ToolCall          what is said; `k3rl.tokens.xtml` turns it into tokens and back
+Task, Budgets              what is asked of a policy, and how much it may spend
+SamplingParams, Completion what an engine is asked for, and what it gives
+Turn, Branch, Episode      what happened when a policy acted on a task
+Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed, never 0
+Group                      the episodes of one task, joined by id
+WeightVersion              an int with the manifest of the tensors that make it
+Communicator, ForwardObserver  what a model is handed by whoever runs it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+
+class StopReason(StrEnum):
+    """Why a completion or an episode ended."""
+
+    STOP = "stop"  # a stop id was sampled
+    LENGTH = "length"  # max_tokens of this completion
+    CONTEXT_OVERFLOW = "context_overflow"  # prompt + sampled tokens would exceed the context
+    ABORTED = "aborted"  # the caller took the request back
+    COMPLETED = "completed"  # the agent ended the episode
+    ENV_DONE = "env_done"  # the environment ended it
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"  # the episode's token budget
+    MAX_TOOL_CALLS = "max_tool_calls"
+    WALL_TIMEOUT = "wall_timeout"
+    PARSE_ERROR = "parse_error"  # the assistant message is not valid XTML
+    CHEAT_DETECTED = "cheat_detected"
+    INFRA_ERROR = "infra_error"
+    CANCELLED = "cancelled"
+    PAUSED = "paused"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool. `arguments` is a mapping, or the raw string when it is not valid JSON."""
+
+    name: str
+    arguments: Mapping[str, Any] | str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation. `content` is text or a list of text/image parts (OpenAI form).
+
+    `reasoning` is the think channel of an assistant turn; None means the turn has none.
+    `name` is the tool's name on a tool result; `tool_call_id` joins a result to its call.
+    """
+
+    role: str
+    content: Any = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What one episode may spend. None means no limit of that kind."""
+
+    turns: int | None = None
+    tokens: int | None = None  # sampled tokens, all turns together
+    tokens_per_turn: int | None = None
+    tool_calls: int | None = None
+    wall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem. `hidden` is what only the grader may see; `public()` is what leaves for the agent.
+
+    `id` is stable: the same environment, split and seed give the same id and the same task.
+    `domain` picks the teacher in distillation, `family` and `level` are reporting keys.
+    `tools` are JSON-schema tool declarations (OpenAI form); `tool_choice` as in `xtml.render`.
+    """
+
+    id: str
+    env: str
+    messages: tuple[Message, ...]
+    family: str
+    level: int = 0
+    domain: str = "general"
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: str | None = None
+    budgets: Budgets = Budgets()
+    data: Mapping[str, Any] = field(default_factory=dict)
+    hidden: Mapping[str, Any] | None = None
+    seed: int = 0
+    schema_version: int = 1
+
+    def public(self) -> Task:
+        """The same task without its hidden part."""
+        return dataclasses.replace(self, hidden=None)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one completion.
+
+    temperature 0 is argmax with logprobs at temperature 1. With `top_p` < 1 or `top_k` > 0 the logprob is
+    that of the renormalized kept set. A stop id is part of the completion. `seed` fixes this request's draws
+    whatever else the engine runs; None derives it from the engine's seed and the request's number.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 32
+    stop_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    return_routes: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (argmax) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for one prompt.
+
+    token_ids: sampled ids, a stop id included; logprobs: one float per id, under the sampling distribution.
+    weight_version: the version that sampled the last token; `first_version` the first (equal unless the
+    weights changed in between). routes: int16 [prompt + sampled - 1, M, k], or None when not asked for.
+    kept: per sampled token the ids that top-p/top-k kept, or None when nothing was cut.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: StopReason
+    weight_version: int
+    first_version: int
+    routes: np.ndarray | None = None
+    kept: tuple[np.ndarray, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One prompt and what the policy sampled for it, exactly as the engine saw and gave it."""
+
+    prompt_ids: tuple[int, ...]
+    sampled_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: StopReason
+    first_version: int
+    last_version: int
+    routes: np.ndarray | None = None
+    model_s: float = 0.0
+    env_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Turns from the root to one leaf; each prompt extends the previous prompt and its sampled ids."""
+
+    id: str
+    turns: tuple[Turn, ...]
+    parent: str | None = None
+
+    def tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids int64 [T], loss mask bool [T], sampler logprobs float32 [T], 0 where not sampled).
+
+        Raises ValueError when a prompt does not extend what came before it: that branch was re-rendered
+        somewhere, and its logprobs would belong to other tokens.
+        """
+        ids: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        for number, turn in enumerate(self.turns):
+            if tuple(turn.prompt_ids[: len(ids)]) != tuple(ids):
+                raise ValueError(
+                    f"branch {self.id}: the prompt of turn {number} does not extend the tokens before it; "
+                    "append new tokens to the old ones, never re-render a conversation"
+                )
+            fresh = turn.prompt_ids[len(ids) :]
+            ids += [*fresh, *turn.sampled_ids]
+            mask += [False] * len(fresh) + [True] * len(turn.sampled_ids)
+            logprobs += [0.0] * len(fresh) + list(turn.logprobs)
+        return np.asarray(ids, np.int64), np.asarray(mask, bool), np.asarray(logprobs, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The grader ran to its end. `parts` are the named pieces of the reward."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """The submission tried to cheat: which hack, and what shows it."""
+
+    hack: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """No reward exists: the infrastructure, not the policy, failed. Leaves the batch and the baseline."""
+
+    reason: str
+
+
+Score: TypeAlias = Scored | Invalid | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One policy acting once on one task. `answer` is the final text handed to the grader."""
+
+    id: str
+    task_id: str
+    env: str
+    family: str
+    level: int
+    branches: tuple[Branch, ...]
+    stop_reason: StopReason
+    score: Score
+    answer: str = ""
+    budgets_used: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The episodes of one task. Baselines are computed over the episodes that have a reward."""
+
+    id: str
+    task_id: str
+    episodes: tuple[Episode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """A whole set of weights. `manifest`: official tensor name -> SHA-256 of its stored bytes, buffers too."""
+
+    number: int
+    manifest: Mapping[str, str]
+
+
+class Communicator(Protocol):
+    """Where parallelism cuts into a forward. The model's default does nothing on one process.
+
+    Tensors are torch tensors; the types are Any so that this page needs no torch.
+    """
+
+    def dispatch(self, rows: Any, expert_ids: Any) -> tuple[Any, Any, Any]:
+        """Rows [R, Z] with expert ids [R] -> (local rows, local expert ids, handle for `combine`)."""
+        ...
+
+    def combine(self, rows: Any, handle: Any) -> Any:
+        """The inverse of `dispatch`: local rows back to the order and rank they came from."""
+        ...
+
+
+class ForwardObserver(Protocol):
+    """What a training forward reports, at no extra pass. Called under no_grad with detached tensors."""
+
+    def router(self, layer: int, scores: Any, cutoff: Any) -> None:
+        """scores [N, E]: sigmoid scores before bias; cutoff [N]: the (k+1)-th biased score of each token."""
+        ...
+
+    def attention_logits(self, layer: int, maximum: Any) -> None:
+        """maximum [H]: the largest pre-softmax logit of each MLA head, scale included."""
+        ...

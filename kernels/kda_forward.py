@@ -1,0 +1,227 @@
+"""Chunked KDA forward on Hopper: two Triton kernels, 64 tokens a chunk.
+
+`prepare` (one program per chunk and head, all in parallel) turns raw q, k, gate, beta into what the scan needs, with
+G the running sum of the log decay inside the chunk, G_end its last row:
+
+    q_in = q exp(G) [C,K]     k_out = k exp(G_end - G) [C,K]     decay = exp(G_end) [K]
+    A[i,j] = q_i . k_j exp(G_i - G_j), j <= i [C,C]              solve = (I + L)^-1 diag(beta) [C,C]
+    k_in = k exp(G) [C,K]                                        L[i,j] = beta_i k_i . k_j exp(G_i - G_j), j < i
+
+`scan` (one program per sequence, head and tile of V, serial over chunks) keeps the state transposed, S^T [V, K], in
+registers, so that every product has V on its long side and feeds the next one from registers:
+
+    u^T = (v^T - S^T k_in^T) solve^T;   o^T = S^T q_in^T + u^T A^T;   S^T <- S^T diag(decay) + u^T k_out
+
+exp(G_i - G_j) is never formed as exp(G_i) exp(-G_j), which would overflow: a chunk is split in halves, quarters and
+blocks of 16, and pairs (i, j) that a split separates use the sum of decays on either side of it, both at most 0; inside
+a block of 16 the anchor is the block's first row (within exp(75) for a bound of -5, and never a later token). The sums
+are matrix products of 0/1 masks with the decay in two bf16 pieces. (I + L)^-1 grows by doubling, block by block:
+X <- X - X L_split X, whose factors are true inverses, so that half precision does not cancel.
+Traffic per token and head: 7 rows of 128 bf16 in `prepare`, 6 in `scan`. Source: Kimi Linear section 3, `docs/kernels.md`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from k3rl.kernels.triton_ops import LOG2E, dot, exp2, sigmoid, to_bf16_rne
+
+CHUNK = 32
+
+
+@triton.jit
+def split_pairs(i, j, size: tl.constexpr):
+    """Pairs whose row lies in the second and whose column in the first half of the same block of 2 * size."""
+    return (i // (2 * size) == j // (2 * size)) & ((i // size) % 2 == 1) & ((j // size) % 2 == 0)
+
+
+@triton.jit
+def block_vectors(total, C: tl.constexpr, BLOCK: tl.constexpr):
+    """From the log2 decay of each block [blocks, K]: sums before and after each block, to the chunk's middle, of all."""
+    block = tl.arange(0, C // BLOCK)[:, None]
+    before = tl.cumsum(total, axis=0) - total
+    whole = tl.sum(total, axis=0)
+    # Blocks 0 1 | 2 3: what lies between a block and the middle of the chunk.
+    second = tl.sum(tl.where(block == 1, total, 0.0), axis=0)
+    third = tl.sum(tl.where(block == 2, total, 0.0), axis=0)
+    middle = tl.where(block == 0, second[None, :], tl.where(block == 3, third[None, :], 0.0))
+    return before, whole[None, :] - before - total, middle, whole
+
+
+@triton.jit
+def pair_products(q, k, inside, total, middle, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """A = q_i . k_j exp(G_i - G_j) for j <= i and P = k_i . k_j exp(G_i - G_j) for j < i, both [C, C] fp32.
+
+    q, k [blocks, K, BLOCK] normalised; log2 decays: inside [blocks, K, BLOCK] from the start of the block of 16 through
+    the row, total [blocks, K] of each block, middle [blocks, K] between the block and the chunk's middle.
+    """
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    block = tl.arange(0, C // BLOCK)[:, None, None]
+    rise = exp2(inside)
+    columns = tl.trans(flatten(to_bf16_rne(k * exp2(-inside)), K, C, BLOCK))
+    same = i // BLOCK == j // BLOCK
+    A = tl.where(same & (j <= i), dot(flatten(to_bf16_rne(q * rise), K, C, BLOCK), columns), 0.0)
+    P = tl.where(same & (j < i), dot(flatten(to_bf16_rne(k * rise), K, C, BLOCK), columns), 0.0)
+    to_end = total[:, :, None] - inside
+    across = exp2(tl.where(block % 2 == 1, inside, to_end))
+    columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
+    pairs = split_pairs(i, j, BLOCK)
+    A = tl.where(pairs, dot(flatten(to_bf16_rne(q * across), K, C, BLOCK), tl.trans(columns)), A)
+    P = tl.where(pairs, dot(columns, tl.trans(columns)), P)
+    if C == 4 * BLOCK:
+        across = exp2(tl.where(block >= 2, inside, to_end) + middle[:, :, None])
+        columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
+        pairs = split_pairs(i, j, 2 * BLOCK)
+        A = tl.where(pairs, dot(flatten(to_bf16_rne(q * across), K, C, BLOCK), tl.trans(columns)), A)
+        P = tl.where(pairs, dot(columns, tl.trans(columns)), P)
+    return A, P
+
+
+@triton.jit
+def unit_lower_inverse(L, C: tl.constexpr):
+    """(I + L)^-1 of a strictly lower L [C, C] with entries of order 1, products in fp16 with fp32 sums."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    X = tl.where(i == j, 1.0, tl.where(split_pairs(i, j, 1), -L, 0.0))
+    for level in tl.static_range(1, 6):
+        if (2 << level) <= C:
+            between = tl.where(split_pairs(i, j, 1 << level), -L, 0.0).to(tl.float16)
+            X16 = X.to(tl.float16)
+            X = dot(X16, dot(between, X16).to(tl.float16), X)
+    return X
+
+
+@triton.jit
+def tile_offsets(stride, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Row numbers and row * stride + column of a [C, K] tile, seen as [C // BLOCK, K, BLOCK].
+
+    The axis order and the contiguity of 4 make Triton give each warp whole blocks of 16 rows, each lane 4 columns and
+    each thread all 16 rows of them: sums along a block need no communication, and block vectors are 1/16 of a tile.
+    """
+    row = tl.arange(0, C // BLOCK)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    column = tl.max_contiguous(tl.arange(0, K), 4)[None, :, None]
+    return row, row * stride + column
+
+
+@triton.jit
+def load_rows(pointer, t0, n, head, stride_t, stride_h, other, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows t0 .. t0 + n of one head, [C // BLOCK, K, BLOCK], `other` past n. Only the base offset needs 64 bits."""
+    row, offsets = tile_offsets(stride_t, K, C, BLOCK)
+    base = pointer + t0.to(tl.int64) * stride_t + head * stride_h
+    return tl.load(base + offsets, mask=row < n, other=other)
+
+
+@triton.jit
+def flatten(x, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """[C // BLOCK, K, BLOCK] as [C, K]."""
+    return tl.reshape(tl.permute(x, (0, 2, 1)), [C, K])
+
+
+@triton.jit
+def normalize(x, scale):
+    """Rows of [blocks, K, BLOCK] over sqrt(sum x^2 + 1e-6), times scale, fp32."""
+    x = x.to(tl.float32)
+    return x * (tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6) * scale)[:, None, :]
+
+
+@triton.jit
+def prepare_kernel(
+    q, k, gate, beta, A_log, dt_bias, chunk_start, chunk_len, q_in, k_in, k_out, A_out, solve_out, decay_out,
+    q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h, H, lower_bound, scale,
+    K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    n = tl.load(chunk_len + chunk)
+    if n == 0:
+        return
+    t0 = tl.load(chunk_start + chunk)
+    rows = tl.arange(0, C)
+    i = rows[:, None]
+    j = rows[None, :]
+    tile = (chunk * H + head).to(tl.int64)
+    rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    columns = tl.arange(0, K)
+    bias = tl.load(dt_bias + head * K + columns).to(tl.float32) * rate
+    # Past the end the gate is -inf, hence the decay exp(0).
+    g = load_rows(gate, t0, n, head, g_t, g_h, -float("inf"), K, C, BLOCK).to(tl.float32)
+    g = sigmoid(g * rate + bias[None, :, None]) * (lower_bound * LOG2E)
+    inside = tl.cumsum(g, axis=2)
+    total = tl.sum(g, axis=2)
+    before, after, middle, whole = block_vectors(total, C, BLOCK)
+    tl.store(decay_out + tile * K + columns, exp2(whole))
+
+    q_tile = normalize(load_rows(q, t0, n, head, q_t, q_h, 0.0, K, C, BLOCK), scale)
+    k_tile = normalize(load_rows(k, t0, n, head, k_t, k_h, 0.0, K, C, BLOCK), 1.0)
+    _, flat = tile_offsets(K, K, C, BLOCK)
+    since_start = exp2(inside + before[:, :, None])
+    tl.store(q_in + tile * C * K + flat, to_bf16_rne(q_tile * since_start))
+    tl.store(k_in + tile * C * K + flat, to_bf16_rne(k_tile * since_start))
+    until_end = exp2((after + total)[:, :, None] - inside)
+    tl.store(k_out + tile * C * K + flat, to_bf16_rne(k_tile * until_end))
+
+    A, P = pair_products(q_tile, k_tile, inside, total, middle, K, C, BLOCK)
+    square = tile * C * C + i * C + j
+    tl.store(A_out + square, to_bf16_rne(A))
+    b = sigmoid(tl.load(beta + (t0 + rows).to(tl.int64) * b_t + head * b_h, mask=rows < n, other=0.0).to(tl.float32))
+    b = tl.where(rows < n, b, 0.0)
+    tl.store(solve_out + square, to_bf16_rne(unit_lower_inverse(P * b[:, None], C) * b[None, :]))
+
+
+@triton.jit
+def scan_kernel(
+    q_in, k_in, k_out, A, solve, decay, v, o, S0, S_end, states, updates, chunk_offset, chunk_start, chunk_len,
+    v_t, v_h, o_t, o_h, H,
+    HAS_S0: tl.constexpr, SAVE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    first = tl.load(chunk_offset + sequence)
+    last = tl.load(chunk_offset + sequence + 1)
+    rows = tl.arange(0, C)
+    keys = tl.arange(0, K)
+    values = tl.program_id(0) * BV + tl.arange(0, BV)
+    state_at = (sequence * H + head).to(tl.int64) * K * V + keys[None, :] * V + values[:, None]
+    if HAS_S0:
+        S = tl.load(S0 + state_at).to(tl.float32)
+    else:
+        S = tl.zeros([BV, K], tl.float32)
+    square = rows[:, None] * C + rows[None, :]
+    flat = rows[:, None] * K + keys[None, :]
+    t0 = tl.load(chunk_start + first, mask=first < last, other=0)
+    end = t0
+    if first < last:
+        end = tl.load(chunk_start + last - 1) + tl.load(chunk_len + last - 1)
+    fade = tl.load(decay + (first * H + head).to(tl.int64) * K + keys, mask=keys < K * (first < last), other=0.0)
+    for chunk in tl.range(first, last, num_stages=STAGES):
+        tile = (chunk * H + head).to(tl.int64)
+        following = (tl.minimum(chunk + 1, last - 1) * H + head).to(tl.int64)
+        fade_next = tl.load(decay + following * K + keys)
+        token = t0 + (chunk - first) * C + rows
+        v_tile = tl.load(
+            v + token.to(tl.int64)[:, None] * v_t + head * v_h + values[None, :], mask=(token < end)[:, None], other=0.0
+        )
+        k_in_tile = tl.load(k_in + tile * C * K + flat)
+        solve_tile = tl.load(solve + tile * C * C + square)
+        q_in_tile = tl.load(q_in + tile * C * K + flat)
+        A_tile = tl.load(A + tile * C * C + square)
+        k_out_tile = tl.load(k_out + tile * C * K + flat)
+        S16 = to_bf16_rne(S)
+        if SAVE:
+            tl.store(states + tile * K * V + values[:, None] * K + keys[None, :], S16)
+        rest = tl.trans(v_tile).to(tl.float32) - dot(S16, tl.trans(k_in_tile))
+        u16 = to_bf16_rne(dot(to_bf16_rne(rest), tl.trans(solve_tile)))
+        if SAVE:
+            tl.store(updates + tile * C * V + rows[:, None] * V + values[None, :], tl.trans(u16))
+        out = dot(u16, tl.trans(A_tile), dot(S16, tl.trans(q_in_tile)))
+        S = dot(u16, k_out_tile, S * fade[None, :])
+        tl.store(
+            o + token.to(tl.int64)[:, None] * o_t + head * o_h + values[None, :],
+            tl.trans(to_bf16_rne(out)),
+            mask=(token < end)[:, None],
+        )
+        fade = fade_next
+    tl.store(S_end + state_at, S)

@@ -1,0 +1,67 @@
+"""Helpers that every Triton kernel of this package goes through, so that the interpreter tells the truth on a CPU.
+
+Triton's interpreter multiplies bf16 operands of a dot as raw integers and truncates on fp32 -> bf16; `dot` and
+`to_bf16_rne` are right under both. No kernel uses `tl.dot` or `.to(tl.bfloat16)` directly (a lint test enforces it).
+TRITON_INTERPRET must be set before this module is imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """a @ b (+ acc) of bf16 or fp16 operands with an fp32 accumulator."""
+    if INTERPRET:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    if acc is None:
+        return tl.dot(a, b, out_dtype=tl.float32)
+    else:
+        return tl.dot(a, b, acc, out_dtype=tl.float32)
+
+
+@triton.jit
+def to_bf16_rne(x):
+    """fp32 -> bf16, ties to even, NaN kept."""
+    if INTERPRET:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, (bits >> 16) | 0x40)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def exp2(x):
+    """2^x of fp32, results below the normal range flushed to 0 (one instruction instead of four)."""
+    if INTERPRET:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) in fp32 to about 2 units in the last place, 0 and 1 at the infinities."""
+    if INTERPRET:
+        return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .f32 t; ex2.approx.ftz.f32 t, $1; add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t;}",
+            "=f,f",
+            [-x * LOG2E],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )

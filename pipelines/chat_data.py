@@ -1,0 +1,83 @@
+"""Chat data for SFT: the user's files or the environment's demonstrations, as packed batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from k3rl.config import ConfigError
+from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.data.sft import ChatDataset, encode_example, load_chat_dataset, sft_sequence
+from k3rl.envs import make
+from k3rl.pipelines.configs import SFTConfig
+from k3rl.pipelines.session import Session
+from k3rl.pipelines.stage import resolve_start
+from k3rl.run.files import write_atomic
+from k3rl.tokens import Tokenizer
+
+
+class ChatBatches:
+    """Batches of encoded examples, a new order each epoch. Batch `step` depends on the seed and the step only."""
+
+    def __init__(self, rows: ChatDataset, tokenizer: Tokenizer, batch_size: int, seed: int) -> None:
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._size = min(batch_size, len(rows))
+        self._seed = seed
+        self._encoded: dict[int, TrainSequence] = {}
+
+    @property
+    def tokens_per_batch(self) -> float:
+        """Mean tokens of a batch, over the examples encoded so far."""
+        lengths = [sequence.ids.size for sequence in self._encoded.values()]
+        return self._size * sum(lengths) / len(lengths)
+
+    def batch(self, step: int) -> TrainBatch:
+        """The global batch of one optimizer step: each trained token weighs the same."""
+        per_epoch = len(self._rows) // self._size
+        epoch, place = divmod(step, per_epoch)
+        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+        return self.pack(order[place * self._size : (place + 1) * self._size])
+
+    def pack(self, indices: np.ndarray) -> TrainBatch:
+        """These rows as one batch."""
+        return TrainBatch.pack([self._encode(int(i)) for i in indices])
+
+    def _encode(self, index: int) -> TrainSequence:
+        if index not in self._encoded:
+            row = self._rows[index]
+            ids, mask = encode_example(row.messages, row.tools, self._tokenizer, thinking=False)
+            self._encoded[index] = sft_sequence(f"row-{index}", ids, mask)
+        return self._encoded[index]
+
+
+def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatches, TrainBatch]:
+    """(training batches, the held-out batch). Demonstrations are written into the run and read like any file."""
+    folder = session.run.root / "data"
+    cache = folder / "cache"
+    if config.data is not None and config.heldout_data is not None:
+        train_file, heldout_file = Path(config.data), Path(config.heldout_data)
+    else:
+        train_file = _demonstrations(folder / f"{name}.jsonl", config, config.demonstrations, "train")
+        heldout_file = _demonstrations(folder / "heldout.jsonl", config, config.heldout_examples, "heldout")
+    start = resolve_start(config.model.start)
+    tokenizer = Tokenizer.builtin() if start is None else Tokenizer.load(str(start))
+    train = load_chat_dataset(train_file, cache_dir=cache)
+    heldout = load_chat_dataset(heldout_file, cache_dir=cache)
+    kept = ChatBatches(heldout, tokenizer, len(heldout), config.seed)
+    return ChatBatches(train, tokenizer, config.batch_size, config.seed), kept.pack(np.arange(len(heldout)))
+
+
+def _demonstrations(path: Path, config: SFTConfig, n: int, split: str) -> Path:
+    environment = make(config.env.name, **config.env.args)
+    if environment.demonstrations is None:
+        raise ConfigError(
+            f"{config.env.name} has no demonstrations; name --data and --heldout-data", key="data", got=None
+        )
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = environment.demonstrations(config.seed, n, split=split)
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,251 @@
+"""The root configs of the pipelines: what a run is, whole, validated before anything starts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from k3rl.actors.cluster import ClusterConfig
+from k3rl.config import Config
+from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill
+from k3rl.optim import Schedule
+from k3rl.parallel import TrainerConfig
+
+
+class QuantizationConfig(Config):
+    """What the model computes with; written into the checkpoint and obeyed on load."""
+
+    weights: Literal["mxfp4", "none"] = "mxfp4"
+    """Routed experts hold MXFP4 values in every stage, or full precision."""
+    activations: Literal["mxfp8", "none"] = "mxfp8"
+    """Inputs of routed experts are rounded to MXFP8, or read as they are."""
+    scale_rule: Literal["ceil", "floor", "even"] = "ceil"
+
+
+class ModelConfig(Config):
+    """Where the weights come from."""
+
+    start: str = "k3-nano"
+    """A named size (fresh weights), or the directory of a checkpoint in the official layout."""
+    quantization: QuantizationConfig = QuantizationConfig()
+    """Used for fresh weights; a checkpoint brings its own."""
+
+
+class EnvConfig(Config):
+    """The environment and the mixture of its tasks."""
+
+    name: str = "coding-lists"
+    """A registered name, `pkg.module:Object`, a .py file or a directory."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the environment's factory."""
+    sandbox: Literal["bwrap", "subprocess"] = "bwrap"
+    """Where programs of the policy run. `subprocess` is no sandbox and is meant for code that you trust."""
+    families: dict[str, float] = {"list": 0.88, "probe": 0.12}
+    """Share of each family among training tasks; empty leaves the mixture to the environment."""
+    levels: dict[str, tuple[int, ...]] = {"list": (1, 2, 3), "probe": (1, 2)}
+    """The ladder of a family, drawn in proportion to p(1 - p) of each level's recent pass rate p. A family that is
+    not named leaves its levels to the environment."""
+
+    @model_validator(mode="after")
+    def _shares_are_positive(self) -> EnvConfig:
+        if any(share <= 0 for share in self.families.values()):
+            raise ValueError(f"families is {self.families}; give each family a share above 0, or leave it out")
+        if empty := [family for family, levels in self.levels.items() if not levels]:
+            raise ValueError(f"levels of {empty[0]} is empty; name at least one level of its ladder, or leave it out")
+        return self
+
+
+class SamplingConfig(Config):
+    """How rollouts are sampled."""
+
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int = Field(96, ge=1)
+    """Sampled tokens of one turn at most; a task's own budget may be tighter."""
+    max_running: int = Field(256, ge=1)
+    """Sequences that one engine decodes at a time."""
+
+
+class EvalConfig(Config):
+    """The held-out measurement; the same config on the same checkpoint gives the same figure."""
+
+    n: int = Field(512, ge=1)
+    """Held-out tasks."""
+    n_family: int = Field(128, ge=0)
+    """Tasks of the family that never occurs in training, reported apart."""
+    seed: int = 0
+    """Draws the tasks and the samples; independent of the run's seed, so that runs are compared on the same tasks."""
+    max_tokens: int = Field(96, ge=1)
+    max_running: int = Field(256, ge=1)
+
+
+class ScheduleConfig(Config):
+    """Learning-rate factor by step."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(5, ge=0)
+    final_fraction: float = Field(0.1, ge=0, le=1)
+
+    def build(self, total_steps: int) -> Schedule:
+        return Schedule(self.kind, self.warmup_steps, total_steps, final_fraction=self.final_fraction)
+
+
+class StageConfig(Config):
+    """What every training loop has."""
+
+    seed: int = 0
+    """Every random draw of the stage comes from it."""
+    model: ModelConfig = ModelConfig()
+    env: EnvConfig = EnvConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    evaluation: EvalConfig = EvalConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    save_every: int = Field(20, ge=1)
+    """Steps between training states. The last whole step is saved too when a run is interrupted."""
+    keep_states: int = Field(2, ge=1)
+    max_seconds: float | None = Field(None, gt=0)
+    """Ends the stage after this long even if steps are left."""
+
+
+class SFTConfig(StageConfig):
+    """Supervised fine-tuning until the held-out loss stops falling."""
+
+    data: str | None = None
+    """JSONL or Parquet chat data (`messages`); None writes the environment's own demonstrations."""
+    heldout_data: str | None = None
+    demonstrations: int = Field(20_000, ge=1)
+    """How many demonstrations to write when `data` is None."""
+    heldout_examples: int = Field(256, ge=1)
+    batch_size: int = Field(64, ge=1)
+    max_steps: int = Field(400, ge=1)
+    check_every: int = Field(20, ge=1)
+    """Steps between held-out losses."""
+    patience: int = Field(2, ge=1)
+    """Checks without `min_gain` before the loss counts as flat."""
+    min_gain: float = Field(0.01, ge=0)
+    """Relative fall of the held-out loss that counts as falling."""
+    decay_steps: int = Field(30, ge=0)
+    """After the loss is flat, the learning rate falls linearly to its final fraction over these steps."""
+
+    @model_validator(mode="after")
+    def _data_come_in_pairs(self) -> SFTConfig:
+        if (self.data is None) != (self.heldout_data is None):
+            raise ValueError("data and heldout_data go together: name both files, or neither to use demonstrations")
+        return self
+
+    def loss(self) -> CrossEntropy:
+        return CrossEntropy()
+
+
+class K3Objective(Config):
+    """K3's own objective (report 4, with K2.5's equation 1): gradient mask outside the band, squared log-ratio."""
+
+    type: Literal["k3"] = "k3"
+    ratio_low: float = Field(0.5, gt=0, lt=1)
+    ratio_high: float = Field(2.0, gt=1)
+    tau: float = Field(0.02, ge=0)
+
+    normalise: Literal["none"] = "none"
+    token_weights: Literal["token"] = "token"
+
+    def loss(self) -> K3Policy:
+        return K3Policy(self.ratio_low, self.ratio_high, self.tau)
+
+
+class GRPOObjective(Config):
+    """GRPO: advantages divided by the group's deviation, clipped ratio, mean over each sequence."""
+
+    type: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+
+    normalise: Literal["std"] = "std"
+    token_weights: Literal["sequence"] = "sequence"
+
+    def loss(self) -> GRPO:
+        return GRPO(self.clip_low, self.clip_high)
+
+
+Objective = Annotated[K3Objective | GRPOObjective, Field(discriminator="type")]
+
+
+class RolloutStageConfig(StageConfig):
+    """A stage whose data the policy samples itself."""
+
+    steps: int = Field(60, ge=1)
+    batch_size: int = Field(256, ge=1)
+    """Episodes of one step."""
+    group_size: int = Field(8, ge=1)
+    """Episodes of one task."""
+    optimizer_steps: int = Field(1, ge=1)
+    """Optimizer steps on each rollout batch, each on its share of the groups."""
+    sampling: SamplingConfig = SamplingConfig()
+    max_staleness: Literal[0, 1] = 0
+    """0: learner and rollouts alternate. 1: the next batch is sampled while the learner trains on this one."""
+    failure_limit: float = Field(0.25, ge=0, le=1)
+    """Share of episodes without a reward above which the run stops."""
+
+    @model_validator(mode="after")
+    def _groups_fill_the_batch(self) -> RolloutStageConfig:
+        if self.batch_size % self.group_size:
+            near = max(self.group_size, self.batch_size // self.group_size * self.group_size)
+            raise ValueError(
+                f"group_size {self.group_size} does not divide batch_size {self.batch_size}; "
+                f"use batch_size {near} or {near + self.group_size}"
+            )
+        groups = self.batch_size // self.group_size
+        if groups < self.optimizer_steps:
+            raise ValueError(
+                f"optimizer_steps {self.optimizer_steps} is more than the {groups} groups of a batch; "
+                f"use at most {groups}, or a larger batch_size"
+            )
+        return self
+
+
+class RLConfig(RolloutStageConfig):
+    """Reinforcement learning with rewards from executed programs."""
+
+    objective: Objective = K3Objective()
+    optimizer_steps: int = Field(2, ge=1)
+    shuffle_rewards: bool = False
+    """Control experiment: rewards are permuted within each batch, so nothing can be learned from them."""
+
+    @model_validator(mode="after")
+    def _a_baseline_needs_a_group(self) -> RLConfig:
+        if self.group_size < 2:
+            raise ValueError(f"group_size is {self.group_size}; a group baseline needs at least 2 episodes of a task")
+        return self
+
+
+class DistillConfig(RolloutStageConfig):
+    """On-policy distillation: the student's own tokens, rewarded by the teacher's log-ratio."""
+
+    teachers: dict[str, str] = {}
+    """Checkpoint directory of the teacher of each domain; `*` serves every domain not named."""
+    reward_max: float = Field(3.0, gt=0)
+    """The log-ratio of a token is clipped to +- this many nats."""
+    ratio_low: float = Field(0.5, gt=0, lt=1)
+    ratio_high: float = Field(2.0, gt=1)
+    tau: float = Field(0.02, ge=0)
+    steps: int = Field(14, ge=1)
+    batch_size: int = Field(128, ge=1)
+    group_size: int = Field(1, ge=1)
+
+    def loss(self) -> OnPolicyDistill:
+        return OnPolicyDistill(self.reward_max, self.ratio_low, self.ratio_high, self.tau)
+
+
+class QuickstartConfig(Config):
+    """The main job: SFT, RL, distillation, export, each measured on the same held-out tasks."""
+
+    seed: int = 0
+    """Seeds every stage."""
+    cluster: ClusterConfig = ClusterConfig()
+    evaluation: EvalConfig = EvalConfig()
+    sft: SFTConfig = SFTConfig()
+    rl: RLConfig = RLConfig()
+    distill: DistillConfig = DistillConfig()
+    more_sft: bool = True
+    """Also spend RL's compute on more SFT, from the same start, for the comparison in the table."""

@@ -1,0 +1,71 @@
+"""On-policy distillation: the student samples, the teacher of the task's domain scores every token it sampled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from k3rl.pipelines.batches import check_failures, distill_batches, rollout_metrics
+from k3rl.pipelines.configs import DistillConfig
+from k3rl.pipelines.curriculum import Curriculum
+from k3rl.pipelines.record import record
+from k3rl.pipelines.session import Session
+from k3rl.pipelines.stage import Stage, StageResult
+from k3rl.pipelines.weights import start_policy, teachers_of
+from k3rl.types import SamplingParams
+
+
+def train(session: Session, config: DistillConfig, *, name: str = "distill") -> StageResult:
+    """Runs the stage and returns its result; a finished stage of a resumed run is returned as it was."""
+    stage = Stage(session, name, config, config.steps)
+    if (result := stage.finished()) is not None:
+        return result
+    learner, rollouts = session.fleet.learner, session.fleet.rollouts
+    start_policy(session.fleet, config)
+    learner.load_teachers(teachers_of(config), config.trainer)
+    curriculum = Curriculum(config.env, config.seed)
+    if (state := stage.restore()) is not None:
+        curriculum.restore(state)
+    loss, schedule = config.loss(), config.schedule.build(config.steps)
+    sampling = SamplingParams(config.sampling.temperature, config.sampling.top_p, max_tokens=config.sampling.max_tokens)
+    temperature = config.sampling.temperature
+    published: dict[str, float] = {}
+
+    def next_rollouts(step: int) -> Any:
+        """Publishes the student so far and starts the rollouts of `step` with it."""
+        with stage.clock("publish"):
+            published.update(session.fleet.publish())
+        jobs = curriculum.jobs(step, config.batch_size // config.group_size, config.group_size, name)
+        return rollouts.start(jobs, sampling)
+
+    pending = next_rollouts(stage.step)
+    for step in stage.steps():
+        with stage.clock("wait_for_batch"):
+            groups = rollouts.result(pending)
+        more = stage.more()
+        check_failures(groups, config.failure_limit)
+        metrics = rollout_metrics(groups, config.env.name, published["version"])
+        curriculum.update(groups)
+        record(session, groups, step)
+        if more and config.max_staleness:
+            pending = next_rollouts(step + 1)
+        batches, domains = distill_batches(groups, config)
+        with stage.clock("teacher"):
+            scored = [
+                replace(batch, teacher_logprobs=learner.teacher_logprobs(batch, of, temperature))
+                for batch, of in zip(batches, domains, strict=True)
+            ]
+        with stage.clock("wait_for_policy"):
+            metrics.merge(learner.trained(learner.start_training(scored, loss, schedule.at(step), temperature)))
+        if more and not config.max_staleness:
+            pending = next_rollouts(step + 1)
+        values = metrics.values()
+        stage.done(
+            metrics,
+            curriculum.state(),
+            reward=values[f"reward/{config.env.name}/mean"],
+            KL=values.get("distill/kl_reverse", float("nan")),
+        )
+        if not more:
+            break
+    return stage.finish(curriculum.state(), {"teachers": teachers_of(config)})

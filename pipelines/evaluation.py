@@ -1,0 +1,106 @@
+"""The held-out measurement: tasks, seeds and batch shapes are always the same, so a checkpoint has one figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from k3rl.actors.fleet import Rollouts
+from k3rl.actors.jobs import EpisodeJob, TaskRef
+from k3rl.pipelines.batches import check_failures, reward_of
+from k3rl.pipelines.configs import EvalConfig
+from k3rl.types import Episode, SamplingParams, StopReason
+
+_FAILURE_LIMIT = 0.02  # an evaluation with more missing rewards than this measures the sandbox, not the policy
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One checkpoint on the held-out tasks.
+
+    pass_at_1: mean reward at temperature 1 over the n tasks of the families that are trained; ci95: its Wilson
+    interval; greedy: mean reward at temperature 0; by_family: temperature 1, the kept-out family included;
+    by_level: "family/level"; parsed: share of answers that are valid messages.
+    """
+
+    pass_at_1: float
+    ci95: tuple[float, float]
+    greedy: float
+    n: int
+    by_family: dict[str, float]
+    greedy_by_family: dict[str, float]
+    by_level: dict[str, float]
+    parsed: float
+    missing: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def evaluate(rollouts: Rollouts, checkpoint: str, config: EvalConfig) -> Evaluation:
+    """Loads the checkpoint into the engines and measures it. Raises TooManyFailures when rewards are missing."""
+    rollouts.load(checkpoint)
+    return measure(rollouts, config)
+
+
+def measure(rollouts: Rollouts, config: EvalConfig) -> Evaluation:
+    """Measures whatever the engines serve now."""
+    sampled = _play(rollouts, config, "heldout", config.n, 1.0)
+    greedy = _play(rollouts, config, "heldout", config.n, 0.0)
+    family = _play(rollouts, config, "heldout_family", config.n_family, 1.0) if config.n_family else []
+    family_greedy = _play(rollouts, config, "heldout_family", config.n_family, 0.0) if config.n_family else []
+    rewards = _rewards(sampled)
+    return Evaluation(
+        pass_at_1=_mean(rewards),
+        ci95=wilson(sum(rewards), len(rewards)),
+        greedy=_mean(_rewards(greedy)),
+        n=config.n,
+        by_family=_split(sampled + family, lambda e: e.family),
+        greedy_by_family=_split(greedy + family_greedy, lambda e: e.family),
+        by_level=_split(sampled + family, lambda e: f"{e.family}/{e.level}"),
+        parsed=_mean([float(e.stop_reason is not StopReason.PARSE_ERROR) for e in sampled]),
+        missing=sum(reward_of(e) is None for e in sampled + greedy + family + family_greedy),
+    )
+
+
+def _play(rollouts: Rollouts, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
+    seeds = np.random.default_rng([config.seed, int(temperature > 0)]).integers(2**62, size=n)
+    jobs = [
+        EpisodeJob(f"eval-{split}-{i}", f"eval-{split}-{i}", TaskRef(split, i, config.seed), int(seed))
+        for i, seed in enumerate(seeds)
+    ]
+    params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens)
+    groups = rollouts.play(jobs, params)
+    check_failures(groups, _FAILURE_LIMIT)
+    return [episode for group in groups for episode in group.episodes]
+
+
+def _rewards(episodes: Sequence[Episode]) -> list[float]:
+    return [reward for reward in map(reward_of, episodes) if reward is not None]
+
+
+def _split(episodes: Sequence[Episode], key: Any) -> dict[str, float]:
+    members: dict[str, list[float]] = {}
+    for episode in episodes:
+        reward = reward_of(episode)
+        if reward is not None:
+            members.setdefault(key(episode), []).append(reward)
+    return {name: _mean(values) for name, values in sorted(members.items())}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values) / len(values)) if values else math.nan
+
+
+def wilson(passed: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """The Wilson score interval of a pass rate, 95 % by default."""
+    if n == 0:
+        return (math.nan, math.nan)
+    rate = passed / n
+    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return (centre - half, centre + half)

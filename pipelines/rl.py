@@ -1,0 +1,72 @@
+"""Reinforcement learning: sample groups, execute and grade them, step on their advantages, publish, repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from k3rl.pipelines.batches import check_failures, policy_batches, rollout_metrics, shuffled
+from k3rl.pipelines.configs import RLConfig
+from k3rl.pipelines.curriculum import Curriculum
+from k3rl.pipelines.record import record
+from k3rl.pipelines.session import Session
+from k3rl.pipelines.stage import Stage, StageResult
+from k3rl.pipelines.weights import start_policy
+from k3rl.run.metrics import Accumulator
+from k3rl.types import SamplingParams
+
+
+def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResult:
+    """Runs the stage and returns its result; a finished stage of a resumed run is returned as it was."""
+    stage = Stage(session, name, config, config.steps)
+    if (result := stage.finished()) is not None:
+        return result
+    learner, rollouts = session.fleet.learner, session.fleet.rollouts
+    start_policy(session.fleet, config)
+    curriculum = Curriculum(config.env, config.seed)
+    if (state := stage.restore()) is not None:
+        curriculum.restore(state)
+    loss, schedule = config.objective.loss(), config.schedule.build(config.steps)
+    sampling = SamplingParams(config.sampling.temperature, config.sampling.top_p, max_tokens=config.sampling.max_tokens)
+    temperature = config.sampling.temperature
+    published: dict[str, float] = {}
+
+    def next_rollouts(step: int) -> Any:
+        """Publishes what has been learned so far and starts the rollouts of `step` with it."""
+        with stage.clock("publish"):
+            published.update(session.fleet.publish())
+        jobs = curriculum.jobs(step, config.batch_size // config.group_size, config.group_size, name)
+        return rollouts.start(jobs, sampling)
+
+    pending = next_rollouts(stage.step)
+    for step in stage.steps():
+        with stage.clock("wait_for_batch"):
+            groups = rollouts.result(pending)
+        more = stage.more()
+        check_failures(groups, config.failure_limit)
+        metrics = rollout_metrics(groups, config.env.name, published["version"])
+        if config.shuffle_rewards:
+            groups = shuffled(groups, config.seed, step)
+        curriculum.update(groups)
+        record(session, groups, step)
+        if more and config.max_staleness:
+            pending = next_rollouts(step + 1)
+        batches = policy_batches(groups, config)
+        with stage.clock("wait_for_policy"):
+            metrics.merge(learner.trained(learner.start_training(batches, loss, schedule.at(step), temperature)))
+        if more and not config.max_staleness:
+            pending = next_rollouts(step + 1)
+        metrics.add("mismatch/canary", published["canary"])
+        reward = metrics.values()[f"reward/{config.env.name}/mean"]
+        stage.done(metrics, curriculum.state(), reward=reward, **_shown(metrics))
+        if not more:
+            break
+    return stage.finish(curriculum.state(), {"pass_rates": curriculum.pass_rates})
+
+
+def _shown(metrics: Accumulator) -> dict[str, float]:
+    values = metrics.values()
+    return {
+        label: values[key]
+        for label, key in (("flat groups", "group/frac_zero_std"), ("entropy", "policy/entropy/mean"))
+        if key in values
+    }

@@ -1,0 +1,159 @@
+"""The bookkeeping of one training loop: steps, time, files, metrics, and where to go on after a stop."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from k3rl.checkpoint.train_state import latest_train_state, prune_train_states
+from k3rl.pipelines.configs import StageConfig
+from k3rl.pipelines.session import Session
+from k3rl.run.files import write_atomic
+from k3rl.run.metrics import Accumulator
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a finished stage leaves. Tokens are counted where they are spent; seconds include everything."""
+
+    name: str
+    checkpoint: str
+    steps: int
+    trained_tokens: float
+    sampled_tokens: float
+    seconds: float
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def compute(self) -> float:
+        """Forward passes over tokens: a trained token costs three (forward and backward), a sampled one one."""
+        return 3 * self.trained_tokens + self.sampled_tokens
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to end; its last whole step is saved."""
+
+
+class Stage:
+    """One training loop of a run. Its files are checkpoints/<name>/ (states), export-ready checkpoint, and results."""
+
+    def __init__(self, session: Session, name: str, config: StageConfig, total_steps: int) -> None:
+        self.session = session
+        self.name = name
+        self.total_steps = total_steps
+        self._config = config
+        self._states = session.run.checkpoints_dir / name
+        self._result = session.run.root / "stages" / f"{name}.json"
+        self._started = time.monotonic()
+        self._spent_s = 0.0
+        self.step = 0
+        self.totals = {"trained_tokens": 0.0, "sampled_tokens": 0.0}
+        self._clocks: dict[str, float] = {}
+        self._step_began = time.monotonic()
+
+    # ---------------------------------------------------------------------------------------------- going on
+
+    def finished(self) -> StageResult | None:
+        """The result of this stage from an earlier attempt, when the run is resumed and the stage had ended."""
+        if not self.session.resume or not self._result.is_file():
+            return None
+        return StageResult(**json.loads(self._result.read_text()))
+
+    def restore(self) -> dict[str, Any] | None:
+        """Loads the newest state into the learner and returns the loop's own part, or None to start afresh."""
+        newest = latest_train_state(self._states) if self.session.resume else None
+        if newest is None:
+            return None
+        extra = self.session.fleet.learner.load_state(str(newest))
+        self.step, self._spent_s, self.totals = extra["step"], extra["seconds"], extra["totals"]
+        self.session.progress.note(f"{self.name}: going on after step {self.step}")
+        return extra["loop"]
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do. Ends early on `max_seconds`; raises Interrupted after saving when asked to end."""
+        self._bar = self.session.progress.stage(self.name, self.total_steps)
+        self._bar.resume_at(self.step)
+        self._step_began = time.monotonic()
+        try:
+            while self.step < self.total_steps and not self.out_of_time():
+                yield self.step
+        finally:
+            self._bar.end()
+
+    def more(self) -> bool:
+        """Whether another step will follow the current one, as far as steps and the wish to end tell."""
+        return self.step + 1 < self.total_steps and not self.session.interrupts.requested and not self.out_of_time()
+
+    def out_of_time(self) -> bool:
+        limit = self._config.max_seconds
+        return limit is not None and self.seconds() >= limit
+
+    def seconds(self) -> float:
+        return self._spent_s + time.monotonic() - self._started
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Adds the block's time to `time/<name>` of the current step."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._clocks[name] = self._clocks.get(name, 0.0) + time.monotonic() - began
+
+    # ----------------------------------------------------------------------------------------------- writing
+
+    def done(
+        self, metrics: Accumulator, loop_state: Mapping[str, Any], *, reward: float | None = None, **shown: float
+    ) -> None:
+        """Ends the current step: writes its metrics, saves a state when due or asked to end, moves the bar.
+
+        `reward` and `shown` are what the bar says. Raises Interrupted once the state is durable.
+        """
+        now = time.monotonic()
+        self._clocks["step"], self._step_began = now - self._step_began, now
+        for clock, seconds in self._clocks.items():
+            metrics.add(f"time/{clock}", seconds)
+        self._clocks = {}
+        self.session.metrics.write(self.step, self.name, metrics)
+        trained, sampled = (metrics.pairs().get(f"perf/{kind}_tokens", (0.0, 0.0))[0] for kind in ("train", "sampled"))
+        self.totals["trained_tokens"] += trained
+        self.totals["sampled_tokens"] += sampled
+        self.step += 1
+        self._bar.step(self.step, tokens=int(trained + sampled), reward=reward, **shown)
+        asked = self.session.interrupts.requested
+        if asked or self.step % self._config.save_every == 0:
+            self.save(loop_state)
+        if asked:
+            raise Interrupted(f"{self.name} ended after step {self.step}; --resume goes on from there")
+
+    def save(self, loop_state: Mapping[str, Any]) -> None:
+        """A training state of the steps so far, durable when this returns."""
+        extra = {"step": self.step, "seconds": self.seconds(), "totals": self.totals, "loop": dict(loop_state)}
+        self.session.fleet.learner.save_state(str(self._states / f"step_{self.step}"), extra)
+        prune_train_states(self._states, self._config.keep_states)
+
+    def finish(self, loop_state: Mapping[str, Any], notes: Mapping[str, Any]) -> StageResult:
+        """Saves the last state and an official-layout checkpoint, and writes the result that a resume reads."""
+        self.save(loop_state)
+        checkpoint = self.session.run.root / "export" / self.name
+        self.session.fleet.learner.save_checkpoint(
+            str(checkpoint),
+            {"stage": self.name, "steps": self.step, "config_hash": self.session.run.info.config_hash, **notes},
+        )
+        result = StageResult(
+            self.name, str(checkpoint), self.step, **self.totals, seconds=self.seconds(), notes=dict(notes)
+        )
+        self._result.parent.mkdir(exist_ok=True)
+        write_atomic(self._result, json.dumps(asdict(result)))
+        return result
+
+
+def resolve_start(start: str) -> Path | None:
+    """The checkpoint directory that `model.start` names, or None for a named size."""
+    path = Path(start)
+    return path if (path / "config.json").is_file() else None

@@ -1,0 +1,54 @@
+"""The same words as a Ray job: uploads nothing but the command, follows its log, ends with its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+
+from k3rl.config import K3Error, MissingResource
+
+_GOOD = "SUCCEEDED"
+
+
+class JobFailed(K3Error):
+    """The submitted job ended other than well."""
+
+
+def submit(words: list[str], address: str) -> int:
+    """Runs `k3rl <words>` on the cluster at `address` (http://host:8265) and prints its log as it comes.
+
+    The cluster's nodes need k3rl installed. Authentication is Ray's token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN
+    (or its token file) as on the cluster. Returns 0, or raises JobFailed; Ctrl-C stops the job.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        client = JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError) as error:
+        raise MissingResource(
+            f"no Ray cluster answers at {address} ({error}). Start one with `ray start --head`, give its dashboard's "
+            "address, and set RAY_AUTH_MODE and RAY_AUTH_TOKEN to the cluster's"
+        ) from error
+    entrypoint = shlex.join([sys.executable, "-m", "k3rl.cli", *words])
+    # The token itself does not travel: the job's processes inherit the one that the cluster was started with.
+    variables = {"RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"], "PYTHONSAFEPATH": "1", "RAY_DEDUP_LOGS": "0"}
+    job = client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": variables})
+    print(f"job {job} at {address}", file=sys.stderr)
+    try:
+        asyncio.run(_follow(client, job))
+    except KeyboardInterrupt:
+        client.stop_job(job)
+        print(f"job {job} was asked to stop", file=sys.stderr)
+        raise
+    status = client.get_job_status(job)
+    if str(status) != _GOOD and getattr(status, "value", None) != _GOOD:
+        raise JobFailed(f"job {job} ended as {status}: {client.get_job_info(job).message}")
+    return 0
+
+
+async def _follow(client: object, job: str) -> None:
+    async for lines in client.tail_job_logs(job):  # type: ignore[attr-defined]
+        print(lines, end="", flush=True)

@@ -1,0 +1,77 @@
+"""Each reward lands at its own sample, through the real environment and reward actors and a real sandbox."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import ray
+
+from k3rl.actors.environment import EnvironmentActor
+from k3rl.actors.fleet import Rollouts
+from k3rl.actors.jobs import EpisodeJob, TaskRef
+from k3rl.actors.reward import RewardActor
+from k3rl.envs import make
+from k3rl.pipelines.batches import policy_batches
+from k3rl.pipelines.presets import rl
+from k3rl.tokens import Tokenizer, xtml
+from k3rl.types import Completion, SamplingParams, Scored, StopReason
+
+ENV = "coding-lists"
+BAD = (
+    "def f(a):\n return 1/0",
+    "def f(a):\n while True: pass",
+    "def f(a):\n print('x'*10**8)\n return a",
+    "import os\nos._exit(0)",
+    "def f(a):\n return [None]",
+    "def f(a)\n return a",
+    "def g(a):\n return a",
+)
+
+
+class ScriptedRollout:
+    """Stands where the engine stands and says what it is told, by sampling seed."""
+
+    def __init__(self, answers: dict[int, str]) -> None:
+        self._answers = answers
+        self._tokenizer = Tokenizer.builtin()
+
+    async def set_tokenizer(self, directory: str | None) -> None:
+        pass
+
+    async def generate(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
+        return [self._complete(params) for _, params in requests]
+
+    def _complete(self, params: SamplingParams) -> Completion:
+        segments = xtml.render(
+            [{"role": "assistant", "content": self._answers[params.seed]}], thinking=False, add_generation_prompt=False
+        )
+        prefix = xtml.render([], thinking=False, add_generation_prompt=True)
+        ids = tuple(self._tokenizer.encode_segments(segments[len(prefix) :]))
+        return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(ray_cluster, place):
+    task = TaskRef("train", 5, 0, level=2, family="list")
+    environment = make(ENV)
+    good = environment.oracle(environment.source.get("train", 5, 0, level=2, family="list"))
+    answers = [*BAD[:place], good, *BAD[place:]]
+    jobs = [EpisodeJob(f"g-{i}", "g", task, 1000 + i) for i in range(8)]
+    engine = ray.remote(ScriptedRollout).options(num_cpus=0).remote({1000 + i: a for i, a in enumerate(answers)})
+    player = ray.remote(EnvironmentActor).options(num_cpus=0).remote(ENV, {}, "bwrap", engine)
+    judge = ray.remote(RewardActor).options(num_cpus=0).remote(ENV, {}, "bwrap")
+    [group] = Rollouts(ray_cluster, [engine], [player], [judge]).play(jobs, SamplingParams(max_tokens=48))
+
+    assert [episode.id for episode in group.episodes] == [job.episode_id for job in jobs]
+    assert [episode.score for episode in group.episodes if not isinstance(episode.score, Scored)] == []
+    assert [episode.score.reward for episode in group.episodes] == [float(i == place) for i in range(8)]
+    # and each advantage at the tokens of its own program
+    [batch] = policy_batches([group], rl().replace(optimizer_steps=1))
+    tokenizer = Tokenizer.builtin()
+    for start, stop in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        ids = batch.input_ids[start:stop][batch.loss_mask[start:stop]]
+        text = tokenizer.decode(ids.tolist(), skip_special=True)
+        expected = 7 / 8 if good in text else -1 / 8
+        np.testing.assert_allclose(batch.advantages[start:stop][batch.loss_mask[start:stop]], expected, rtol=1e-6)
+    for actor in (engine, player, judge):
+        ray.kill(actor)

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from k3rl.data import (
+    BatchError,
+    SequenceTooLong,
+    TrainBatch,
+    TrainSequence,
+    from_branches,
+    from_episodes,
+    token_weights,
+)
+from k3rl.data.batch import branch_routes
+from k3rl.types import Branch, Episode, Failed, Scored, StopReason, Turn
+
+
+def turn(prompt, sampled, *, routes=None, version=0):
+    logprobs = tuple(-0.5 - 0.001 * value for value in sampled)
+    return Turn(tuple(prompt), tuple(sampled), logprobs, StopReason.STOP, version, version, routes)
+
+
+def episode(name, *branches):
+    return Episode(name, "task", "env", "family", 1, tuple(branches), StopReason.ENV_DONE, Scored(1.0))
+
+
+def sequence(name, length, targets, seed=0):
+    rng = np.random.default_rng(seed)
+    mask = np.zeros(length, bool)
+    mask[1 + rng.permutation(length - 1)[:targets]] = True
+    return TrainSequence(
+        id=name,
+        ids=rng.integers(0, 512, length),
+        loss_mask=mask,
+        sampler_logprobs=np.where(mask, -rng.random(length), 0).astype(np.float32),
+        advantages=np.where(mask, rng.standard_normal(length), 0).astype(np.float32),
+        routes=rng.integers(0, 8, (length, 2, 2)).astype(np.int16),
+        teacher_logprobs=np.where(mask, -rng.random(length), 0).astype(np.float32),
+    )
+
+
+TWO = Branch("a", (turn([1, 2, 3], [4, 5]), turn([1, 2, 3, 4, 5, 6, 7], [8])))
+ONE = Branch("b", (turn([1, 2], [3, 4, 5, 6]),))
+
+
+@st.composite
+def batches(draw):
+    shapes = draw(st.lists(st.tuples(st.integers(2, 20), st.integers(0, 19)), min_size=1, max_size=12))
+    parts = [sequence(f"s{i}", n, min(t, n - 1), seed=i) for i, (n, t) in enumerate(shapes)]
+    if not any(part.loss_mask.any() for part in parts):
+        parts.append(sequence("more", 3, 1))
+    return TrainBatch.pack(parts, draw(st.sampled_from(["token", "sequence"])))
+
+
+def test_exactly_the_sampled_tokens_of_every_turn_are_targets():
+    batch = from_branches([TWO, ONE], {"b": 2.0, "a": -1.0})
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6]
+    assert batch.cu_seqlens.tolist() == [0, 8, 14]
+    assert batch.loss_mask.nonzero()[0].tolist() == [3, 4, 7, 10, 11, 12, 13]
+    assert batch.advantages.tolist() == [0, 0, 0, -1, -1, 0, 0, -1, 0, 0, 2, 2, 2, 2]
+    np.testing.assert_allclose(batch.sampler_logprobs[[3, 4, 7]], [-0.504, -0.505, -0.508], rtol=1e-6)
+    assert batch.sequence_ids == ("a", "b")
+
+
+def test_advantages_per_token_are_joined_by_id_and_masked():
+    batch = from_branches([ONE, TWO], {"a": np.arange(8.0), "b": 1.0})
+    assert batch.advantages.tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 3, 4, 0, 0, 7]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        ({"a": 1.0}, r"missing for \['b'\]"),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, r"unknown \['c'\]"),
+        ({"a": np.zeros(7), "b": 1.0}, r"sequence a has 8 tokens and advantages of shape \(7,\)"),
+        ({"a": float("nan"), "b": 1.0}, "advantages holds NaN or infinity in sequence a"),
+    ],
+)
+def test_advantages_that_do_not_fit_are_refused(advantages, message):
+    with pytest.raises(BatchError, match=message):
+        from_branches([TWO, ONE], advantages)
+
+
+def test_two_branches_of_one_id_are_refused():
+    with pytest.raises(BatchError, match="the id a occurs twice"):
+        from_branches([TWO, TWO], {"a": 1.0})
+
+
+def test_a_branch_that_was_rendered_again_is_refused():
+    with pytest.raises(BatchError, match="does not extend"):
+        from_branches([Branch("x", (turn([1], [2]), turn([1, 9], [3])))], {"x": 1.0})
+
+
+def test_a_completion_without_a_logprob_for_each_token_is_refused():
+    short = dataclasses.replace(turn([1], [2, 3]), logprobs=(-0.5,))
+    with pytest.raises(BatchError, match="3 tokens and 2 logprobs"):
+        from_branches([Branch("x", (short,))], {"x": 1.0})
+
+
+def test_turns_shared_with_the_parent_branch_are_trained_once():
+    root = Branch("root", (turn([1, 2], [3]), turn([1, 2, 3, 4], [5])))
+    fork = Branch("fork", (turn([1, 2], [3]), turn([1, 2, 3, 9], [6, 7])), parent="root")
+    same = Branch("same", root.turns, parent="root")
+    batch = from_episodes([episode("e", root, fork, same)], {"e": 1.0})
+    assert batch.sequence_ids == ("e/root", "e/fork")
+    trained = batch.input_ids[batch.loss_mask].tolist()
+    assert trained == [3, 5, 6, 7]
+
+
+def test_an_unknown_parent_is_refused():
+    with pytest.raises(BatchError, match="has the parent gone"):
+        from_episodes([episode("e", dataclasses.replace(ONE, parent="gone"))], {"e": 1.0})
+
+
+def test_a_failed_episode_is_refused():
+    failed = dataclasses.replace(episode("e", ONE), score=Failed("sandbox is gone"))
+    with pytest.raises(BatchError, match="episode e failed"):
+        from_episodes([failed], {"e": 0.0})
+
+
+def test_token_weights_are_one_over_all_targets():
+    weights = token_weights(np.array([0, 1, 1, 0, 1], bool), np.array([0, 3, 5], np.int32))
+    np.testing.assert_allclose(weights, [0, 1 / 3, 1 / 3, 0, 1 / 3], rtol=1e-15)
+
+
+def test_sequence_weights_share_equally_among_sequences_that_have_targets():
+    mask = np.array([0, 1, 1, 0, 0, 0, 1], bool)
+    weights = token_weights(mask, np.array([0, 3, 5, 7], np.int32), "sequence")
+    np.testing.assert_allclose(weights, [0, 1 / 4, 1 / 4, 0, 0, 0, 1 / 2], rtol=1e-15)
+
+
+def test_a_batch_without_targets_is_refused():
+    with pytest.raises(BatchError, match="nothing to train on"):
+        token_weights(np.zeros(3, bool), np.array([0, 3], np.int32))
+    with pytest.raises(BatchError, match="at least one"):
+        TrainBatch.pack([])
+
+
+@given(batches(), st.integers(20, 80))
+def test_a_split_holds_every_sequence_once_with_all_its_values(batch, budget):
+    parts = batch.split(budget)
+    seen = {}
+    for part in parts:
+        part.validate()
+        assert part.tokens <= budget
+        for number, name in enumerate(part.sequence_ids):
+            rows = slice(part.cu_seqlens[number], part.cu_seqlens[number + 1])
+            assert name not in seen
+            seen[name] = (part, rows)
+    assert set(seen) == set(batch.sequence_ids)
+    for number, name in enumerate(batch.sequence_ids):
+        rows = slice(batch.cu_seqlens[number], batch.cu_seqlens[number + 1])
+        part, theirs = seen[name]
+        for field in (
+            "input_ids",
+            "loss_mask",
+            "sampler_logprobs",
+            "advantages",
+            "weights",
+            "routes",
+            "teacher_logprobs",
+        ):
+            np.testing.assert_array_equal(getattr(part, field)[theirs], getattr(batch, field)[rows])
+
+
+@given(batches(), st.integers(20, 40), st.integers(41, 200))
+def test_the_weighted_sum_over_micro_batches_does_not_depend_on_the_split(batch, small, large):
+    """1e-12 relative to the sum of magnitudes: float64 sums in another order."""
+    expected = float(batch.weights @ batch.advantages)
+    scale = float(batch.weights @ np.abs(batch.advantages)) + 1e-30
+    assert abs(batch.weights.sum() - 1) < 1e-12
+    for budget in (small, large):
+        total = sum(float(part.weights @ part.advantages) for part in batch.split(budget))
+        assert abs(total - expected) < 1e-12 * scale
+
+
+def test_a_sequence_longer_than_the_budget_is_refused():
+    with pytest.raises(SequenceTooLong):
+        from_branches([TWO], {"a": 1.0}).split(7)
+
+
+def test_reweighting_a_selection_sums_to_one_again():
+    batch = TrainBatch.pack([sequence(f"s{i}", 6, 3, i) for i in range(4)])
+    half = batch.select([2, 0])
+    assert half.sequence_ids == ("s2", "s0")
+    assert abs(half.weights.sum() - 0.5) < 1e-12
+    assert abs(half.reweighted("token").weights.sum() - 1) < 1e-12
+
+
+def test_teacher_logprobs_join_by_id_and_are_masked():
+    batch = from_branches([TWO, ONE], {"a": 1.0, "b": 1.0})
+    scored = batch.with_teacher({"b": np.full(6, -2.0), "a": np.full(8, -1.0)})
+    assert scored.teacher_logprobs.tolist() == [0, 0, 0, -1, -1, 0, 0, -1, 0, 0, -2, -2, -2, -2]
+    with pytest.raises(BatchError, match="teacher logprobs are missing"):
+        batch.with_teacher({"a": np.zeros(8)})
+    with pytest.raises(BatchError, match="sequence b has 6 tokens"):
+        batch.with_teacher({"a": np.zeros(8), "b": np.zeros(5)})
+
+
+def test_routes_of_a_token_are_those_it_was_first_computed_with():
+    """Turn 2 reads the tokens of turn 1 again, with other experts; the experts of turn 1 stand."""
+    first = np.full((4, 2, 3), 5, np.int16)  # 3 prompt + 2 sampled - 1 rows
+    second = np.full((7, 2, 3), 9, np.int16)  # 7 prompt + 1 sampled - 1 rows
+    branch = Branch("a", (turn([1, 2, 3], [4, 5], routes=first), turn([1, 2, 3, 4, 5, 6, 7], [8], routes=second)))
+    routes = branch_routes(branch)
+    assert routes.dtype == np.int16
+    assert routes[:, 0, 0].tolist() == [5, 5, 5, 5, 9, 9, 9, 0]
+    assert routes[-1].tolist() == [[0, 1, 2], [0, 1, 2]]
+    batch = from_branches([branch], {"a": 1.0}, routes=True)
+    np.testing.assert_array_equal(batch.routes, routes)
+
+
+def test_missing_or_short_routes_are_refused():
+    with pytest.raises(BatchError, match="turn 0: routes are none, wanted 5 rows"):
+        from_branches([ONE], {"b": 1.0}, routes=True)
+    short = Branch("b", (turn([1, 2], [3, 4, 5, 6], routes=np.zeros((4, 1, 1), np.int16)),))
+    with pytest.raises(BatchError, match="routes are 4 rows, wanted 5 rows"):
+        from_branches([short], {"b": 1.0}, routes=True)
+    some = [sequence("a", 4, 2), dataclasses.replace(sequence("b", 4, 2), routes=None)]
+    with pytest.raises(BatchError, match="sequence b has no routes"):
+        TrainBatch.pack(some)
+
+
+GOOD = TrainBatch.pack([sequence("a", 5, 2), sequence("b", 4, 3)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": GOOD.input_ids.astype(np.int32)}, r"input_ids is int32 \[9\]; wanted int64 \[9\]"),
+        ({"loss_mask": GOOD.advantages}, "loss_mask is float32"),
+        ({"advantages": GOOD.advantages[:-1]}, r"advantages is float32 \[8\]"),
+        ({"weights": GOOD.weights.astype(np.float32)}, "weights is float32"),
+        ({"sequence_ids": ("a", "a")}, "one id"),
+        ({"cu_seqlens": np.array([0, 5, 8], np.int32)}, "must rise from 0 to 9"),
+        ({"cu_seqlens": np.array([0, 0, 9], np.int32)}, "must rise from 0 to 9"),
+        ({"loss_mask": np.ones(9, bool)}, "first token of a sequence"),
+        ({"input_ids": GOOD.input_ids - 600}, "token id is negative"),
+        ({"sampler_logprobs": GOOD.loss_mask * np.float32(0.5)}, "sampler_logprobs is above 0 in sequence a"),
+        ({"advantages": np.ones(9, np.float32)}, "not 0 at tokens that are no targets"),
+        (
+            {"teacher_logprobs": np.where(GOOD.loss_mask, np.float32(-np.inf), np.float32(0))},
+            "teacher_logprobs holds NaN",
+        ),
+        ({"routes": GOOD.routes[:, 0]}, "routes have the shape"),
+        ({"routes": GOOD.routes.astype(np.int64)}, "routes is int64"),
+    ],
+)
+def test_validate_names_what_is_wrong(change, message):
+    GOOD.validate()
+    with pytest.raises(BatchError, match=message):
+        dataclasses.replace(GOOD, **change).validate()
+
+
+def test_lengths_that_are_wrong_twice_do_not_cancel():
+    long, short = sequence("a", 5, 2), sequence("b", 4, 2)
+    with pytest.raises(BatchError, match="sequence a has 5 tokens and 4 advantages"):
+        TrainBatch.pack(
+            [
+                dataclasses.replace(long, advantages=short.advantages),
+                dataclasses.replace(short, advantages=long.advantages),
+            ]
+        )

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3rl.data import trajectories
+from k3rl.data.trajectories import TrajectoryError, TrajectoryWriter
+from k3rl.types import (
+    Branch,
+    Episode,
+    Failed,
+    Group,
+    Invalid,
+    Message,
+    Scored,
+    StopReason,
+    ToolCall,
+    Turn,
+)
+
+
+def turn(prompt, sampled, version, routes=None):
+    logprobs = tuple(float(np.float32(-0.1 * value)) for value in sampled)
+    return Turn(tuple(prompt), tuple(sampled), logprobs, StopReason.STOP, version, version + 1, routes, 0.25, 0.5)
+
+
+ROUTES = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
+SCORES = [Scored(0.0, {"tests": 0.5}), Invalid("reads the answer", "open('/answer')"), Failed("sandbox is gone")]
+
+
+def episode(name, score=SCORES[0], branches=None):
+    first = turn([1, 2, 3], [4, 5], 7, ROUTES)
+    if branches is None:
+        branches = (
+            Branch("0", (first, turn([1, 2, 3, 4, 5, 6], [7], 8))),
+            Branch("1", (first,), parent="0"),
+        )
+    return Episode(
+        *(name, "task-1", "coding", "list", 2, branches, StopReason.ENV_DONE, score, "return xs\n"),
+        {"tokens": 3.0},
+        {"turns": 2.0},
+        (
+            Message("user", "é"),
+            Message("assistant", "", tool_calls=(ToolCall("run", {"a": [1]}, "id"), ToolCall("x", "{no"))),
+        ),
+    )
+
+
+GROUPS = [
+    Group("g0", "task-1", (episode("e0"), episode("e1", SCORES[1]))),
+    Group("g1", "task-1", (episode("e2", SCORES[2], branches=()),)),
+]
+
+
+def without_routes(groups):
+    def bare(branch):
+        return dataclasses.replace(branch, turns=tuple(dataclasses.replace(turn, routes=None) for turn in branch.turns))
+
+    return [
+        dataclasses.replace(
+            group,
+            episodes=tuple(dataclasses.replace(e, branches=tuple(map(bare, e.branches))) for e in group.episodes),
+        )
+        for group in groups
+    ]
+
+
+def writer(folder, actor="rollout-0"):
+    return TrajectoryWriter(folder, actor=actor, tokenizer_hash="abc")
+
+
+def test_groups_come_back_as_they_were_written(tmp_path):
+    entry = writer(tmp_path).write(GROUPS, generation=3, seed=11)
+    assert trajectories.manifest(tmp_path) == [entry]
+    assert trajectories.read(tmp_path, entry) == without_routes(GROUPS)
+    assert (entry.episodes, entry.rows, entry.generation, entry.schema_version) == (3, 5, 3, 1)
+
+
+def test_recorded_experts_are_in_a_file_of_their_own_until_dropped(tmp_path):
+    out = writer(tmp_path)
+    entry = out.write(GROUPS, generation=0)
+    first = trajectories.read(tmp_path, entry, routes=True)[0].episodes[0].branches[0].turns
+    np.testing.assert_array_equal(first[0].routes, ROUTES)
+    assert first[0].routes.dtype == np.int16
+    assert first[1].routes is None
+    assert "routes" not in pq.read_schema(tmp_path / entry.file).names
+    out.drop_routes(entry)
+    out.drop_routes(entry)
+    assert trajectories.read(tmp_path, entry) == without_routes(GROUPS)
+    with pytest.raises(TrajectoryError, match="are dropped"):
+        trajectories.read(tmp_path, entry, routes=True)
+
+
+def test_experts_that_were_not_recorded_are_not_invented(tmp_path):
+    entry = writer(tmp_path).write(without_routes(GROUPS), generation=0)
+    assert entry.routes_file is None
+    with pytest.raises(TrajectoryError, match="were not recorded"):
+        trajectories.read(tmp_path, entry, routes=True)
+
+
+def test_a_missing_reward_is_null_in_the_file_and_not_zero(tmp_path):
+    entry = writer(tmp_path).write(GROUPS, generation=0)
+    table = pq.read_table(tmp_path / entry.file)
+    assert table["reward"].to_pylist() == [0.0, 0.0, None, None, None]
+    assert table["status"].to_pylist() == ["scored", "scored", "invalid", "invalid", "failed"]
+    assert table.schema.metadata[b"schema_version"] == b"1"
+    assert table.schema.metadata[b"tokenizer_hash"] == b"abc"
+
+
+def test_the_columns_can_be_read_without_this_program(tmp_path):
+    entry = writer(tmp_path).write(GROUPS, generation=0, seed=11)
+    row = pq.read_table(tmp_path / entry.file).to_pylist()[0]
+    assert row["token_ids"] == [1, 2, 3, 4, 5, 6, 7]
+    assert row["loss_mask"] == [0, 0, 0, 1, 1, 0, 1]
+    np.testing.assert_allclose(row["behaviour_logprobs"], [0, 0, 0, -0.4, -0.5, 0, -0.7], rtol=1e-6)
+    assert [turn["first_version"] for turn in row["turns"]] == [7, 8]
+    assert (row["group_id"], row["task_id"], row["env"], row["seed"]) == ("g0", "task-1", "coding", 11)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 12))
+@settings(max_examples=10)
+def test_row_groups_are_bounded_and_lose_nothing(tmp_path_factory, episodes, limit):
+    folder = tmp_path_factory.mktemp("t")
+    groups = [
+        Group(f"g{number}", "task-1", tuple(episode(f"e{number}.{place}") for place in range(count)))
+        for number, count in enumerate(episodes)
+    ]
+    before = trajectories.ROW_GROUP_TOKENS
+    trajectories.ROW_GROUP_TOKENS = limit
+    try:
+        entry = writer(folder).write(groups, generation=0)
+    finally:
+        trajectories.ROW_GROUP_TOKENS = before
+    assert trajectories.read(folder, entry) == without_routes(groups)
+    file = pq.ParquetFile(folder / entry.file)
+    for index in range(file.num_row_groups):
+        sizes = [len(tokens) for tokens in file.read_row_group(index)["token_ids"].to_pylist()]
+        assert len(sizes) == 1 or sum(sizes) <= limit
+
+
+@pytest.mark.parametrize("keep", [0, 4, -1])
+def test_a_truncated_file_fails_loudly(tmp_path, keep):
+    entry = writer(tmp_path).write(GROUPS, generation=0)
+    path = tmp_path / entry.file
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(TrajectoryError, match="restore the file"):
+        trajectories.read(tmp_path, entry)
+
+
+def test_one_flipped_bit_fails_loudly(tmp_path):
+    entry = writer(tmp_path).write(GROUPS, generation=0)
+    path = tmp_path / entry.file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(TrajectoryError, match="restore the file"):
+        trajectories.read(tmp_path, entry)
+
+
+def test_a_truncated_experts_file_fails_loudly(tmp_path):
+    entry = writer(tmp_path).write(GROUPS, generation=0)
+    path = tmp_path / entry.routes_file
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(TrajectoryError, match="restore the file"):
+        trajectories.read(tmp_path, entry, routes=True)
+
+
+def test_a_file_that_is_gone_or_of_another_schema_is_refused(tmp_path):
+    out = writer(tmp_path)
+    gone, other = out.write(GROUPS, generation=0), out.write(GROUPS, generation=1)
+    (tmp_path / gone.file).unlink()
+    with pytest.raises(TrajectoryError, match="not in the folder"):
+        trajectories.read(tmp_path, gone)
+    path = tmp_path / other.file
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"schema_version": "2"}), path)
+    data = path.read_bytes()
+    other = dataclasses.replace(other, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    with pytest.raises(TrajectoryError, match="schema version 2; this program reads version 1"):
+        trajectories.read(tmp_path, other)
+
+
+def test_a_restarted_writer_continues_and_cuts_off_a_torn_line(tmp_path):
+    first = writer(tmp_path).write(GROUPS, generation=0)
+    path = tmp_path / "rollout-0.manifest.jsonl"
+    with path.open("a") as file:
+        file.write('{"file": "rollout-0-000001')
+    assert trajectories.manifest(tmp_path) == [first]
+    second = writer(tmp_path).write(GROUPS, generation=1)
+    assert second.file == "rollout-0-000001-000001.parquet"
+    assert trajectories.manifest(tmp_path) == [first, second]
+
+
+def test_a_damaged_manifest_line_is_refused_by_number(tmp_path):
+    writer(tmp_path).write(GROUPS, generation=0)
+    path = tmp_path / "rollout-0.manifest.jsonl"
+    path.write_text(path.read_text() + '{"file": 3}\n')
+    with pytest.raises(TrajectoryError, match="line 2"):
+        trajectories.manifest(tmp_path)
+
+
+def test_files_of_two_actors_are_read_together(tmp_path):
+    for actor in ("b", "a"):
+        writer(tmp_path, actor).write(GROUPS[1:], generation=0)
+    assert [entry.file[0] for entry in trajectories.manifest(tmp_path)] == ["a", "b"]
+    assert list(trajectories.read_all(tmp_path)) == GROUPS[1:] * 2
+
+
+def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path):
+    """A real process is killed while it writes; all that the manifest names can be read."""
+    code = (
+        "import pickle, sys; from k3rl.data.trajectories import TrajectoryWriter\n"
+        "groups = pickle.load(open(sys.argv[2], 'rb'))\n"
+        "out = TrajectoryWriter(sys.argv[1], actor='x', tokenizer_hash='h')\n"
+        "for step in range(10**6): out.write(groups, generation=step)\n"
+    )
+    (tmp_path / "groups.pkl").write_bytes(pickle.dumps(GROUPS))
+    folder = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder), str(tmp_path / "groups.pkl")])
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and (not folder.exists() or len(trajectories.manifest(folder)) < 3):
+            time.sleep(0.01)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    entries = trajectories.manifest(folder)
+    assert len(entries) >= 3
+    for entry in entries:
+        assert trajectories.read(folder, entry) == without_routes(GROUPS)
+    assert json.loads((folder / "x.manifest.jsonl").read_text().splitlines()[0])["file"] == entries[0].file

@@ -1,0 +1,149 @@
+"""The sampler against loops in plain Python, and its frequencies against the probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3rl.engine import sampler
+
+
+def reference(row: list[float], temperature: float, top_p: float, top_k: int, u: float):
+    """(id, logprob, kept ids) of one row, by the definition."""
+    size = len(row)
+    if temperature == 0:
+        best = max(range(size), key=lambda i: (row[i], -i))
+        return best, row[best] - _logsumexp(row), list(range(size))
+    scaled = [value / temperature for value in row]
+    ranked = sorted(range(size), key=lambda i: (-row[i], i))[: top_k or size]
+    norm = _logsumexp([scaled[i] for i in ranked])
+    kept, mass = [], 0.0
+    for i in ranked:
+        if top_p < 1 and mass >= top_p:
+            break
+        kept.append(i)
+        mass += math.exp(scaled[i] - norm)
+    kept.sort()
+    norm = _logsumexp([scaled[i] for i in kept])
+    cumulative = 0.0
+    for i in kept:
+        cumulative += math.exp(scaled[i] - norm)
+        if cumulative > u:
+            break
+    return i, scaled[i] - norm, kept
+
+
+def _logsumexp(values):
+    top = max(values)
+    return top + math.log(math.fsum(math.exp(value - top) for value in values))
+
+
+def draw(rows, temperature, top_p, top_k, uniform):
+    return sampler.sample(
+        torch.tensor(rows), np.array(temperature, float), np.array(top_p, float), np.array(top_k), np.array(uniform)
+    )
+
+
+row_params = st.tuples(
+    st.sampled_from([0.0, 0.3, 0.6, 1.0, 1.3, 4.0]),
+    st.sampled_from([0.05, 0.31, 0.77, 0.98, 1.0]),
+    st.sampled_from([0, 1, 2, 5, 9, 100]),
+    st.floats(0, 1, exclude_max=True).map(lambda u: min(u, 0.9999)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(row_params, min_size=1, max_size=6))
+def test_rows_with_mixed_parameters_equal_the_definition(seed, params):
+    logits = np.random.default_rng(seed).normal(size=(len(params), 9)).astype(np.float32) * 3
+    draws = draw(logits, *zip(*params, strict=True))
+    kept = dict(zip(draws.cut_rows.tolist(), draws.kept, strict=True))
+    for index, (row, own) in enumerate(zip(logits.astype(float).tolist(), params, strict=True)):
+        expected_id, expected_logprob, expected_kept = reference(row, *own)
+        assert draws.ids[index] == expected_id
+        assert draws.logprobs[index] == pytest.approx(expected_logprob, abs=1e-12)  # float64 sums of 9 terms
+        if index in kept:
+            assert np.flatnonzero(kept[index]).tolist() == expected_kept
+        else:
+            assert len(expected_kept) == 9
+
+
+def test_equal_logits_are_cut_and_chosen_by_lowest_id():
+    rows = [[1.0, 3.0, 3.0, 3.0, 0.0]]
+    assert draw(rows, [0.0], [1.0], [0], [0.9]).ids.tolist() == [1]
+    assert draw(rows, [1.0], [1.0], [2], [0.9]).kept.tolist() == [[False, True, True, False, False]]
+    assert draw(rows, [1.0], [0.5], [0], [0.9]).kept.tolist() == [[False, True, True, False, False]]
+
+
+def test_the_most_likely_token_stays_however_small_top_p_is():
+    draws = draw([[0.0, 5.0, 1.0]], [1.0], [1e-9], [0], [0.99])
+    assert (draws.ids.tolist(), draws.logprobs.tolist()) == ([1], [0.0])
+
+
+def test_extreme_uniforms_never_pick_a_token_without_mass():
+    rows = [[-1e30, 0.0, 0.0, -1e30]] * 2
+    assert draw(rows, [1.0, 1.0], [1.0, 1.0], [0, 0], [0.0, 1 - 2**-53]).ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_with_a_non_finite_logit_is_marked_and_the_others_are_drawn_as_without_it(bad):
+    logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0))
+    broken = logits.clone()
+    broken[1, 4] = bad
+    ones, zeros, uniform = np.ones(3), np.zeros(3, np.int64), np.array([0.2, 0.5, 0.8])
+    whole, partly = (sampler.sample(x, ones, ones, zeros, uniform) for x in (logits, broken))
+    assert partly.finite.tolist() == [True, False, True]
+    assert partly.ids[[0, 2]].tolist() == whole.ids[[0, 2]].tolist()
+    assert partly.logprobs[[0, 2]].tolist() == whole.logprobs[[0, 2]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.3, 0.9, 0), (1.0, 1.0, 5), (0.6, 0.8, 6)]
+)
+def test_frequencies_and_logprobs_follow_the_distribution(temperature, top_p, top_k):
+    count, row = 20_000, np.random.default_rng(7).normal(size=12) * 1.5
+    uniform = sampler.uniforms(np.full(count, 42, np.uint64), np.arange(count))
+    draws = draw(np.tile(row, (count, 1)), *(np.full(count, x) for x in (temperature, top_p, top_k)), uniform)
+    _, _, kept = reference(row.tolist(), temperature, top_p, top_k, 0.5)
+    probability = np.zeros(12)
+    probability[kept] = np.exp(row[kept] / temperature)
+    probability /= probability.sum()
+    observed = np.bincount(draws.ids, minlength=12)
+    assert observed[probability == 0].sum() == 0
+    expected = count * probability[kept]
+    chi2 = float(((observed[kept] - expected) ** 2 / expected).sum())
+    freedom = len(kept) - 1
+    assert chi2 < freedom + 4 * math.sqrt(2 * freedom), "4 sigma of a chi-square; the seed is fixed"
+    np.testing.assert_allclose(np.exp(draws.logprobs), probability[draws.ids], rtol=1e-12)
+
+
+def test_uniforms_fill_the_interval_along_seeds_and_along_positions():
+    many, one = np.arange(40_000), np.zeros(40_000, np.int64)
+    for u in (
+        sampler.uniforms(np.full(40_000, 3, np.uint64), many),
+        sampler.uniforms(many.astype(np.uint64), one + 5),
+    ):
+        assert ((u >= 0) & (u < 1)).all()
+        chi2 = float(((np.bincount((u * 100).astype(int), minlength=100) - 400) ** 2 / 400).sum())
+        assert chi2 < 99 + 4 * math.sqrt(2 * 99)
+        assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.02  # 4 / sqrt(40,000)
+        assert len(np.unique(u)) == len(u)
+
+
+def test_a_uniform_depends_on_its_own_seed_and_position_only():
+    seeds, positions = np.array([9, 1, 2**64 - 1], np.uint64), np.array([0, 7, 123_456])
+    together = sampler.uniforms(seeds, positions)
+    alone = [sampler.uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in (2, 0, 1)]
+    assert together[[2, 0, 1]].tolist() == alone
+
+
+def test_request_seeds_are_the_callers_or_differ_by_engine_and_number():
+    assert sampler.request_seed(5, engine_seed=1, request=2) == 5
+    assert sampler.request_seed(-1, engine_seed=1, request=2) == 2**64 - 1
+    derived = {sampler.request_seed(None, engine, request) for engine in range(20) for request in range(20)}
+    assert len(derived) == 400

@@ -1,0 +1,200 @@
+"""The scheduler against a shadow of the rows that only knows what a plan says was done to each."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3rl.engine.scheduler import Scheduler
+
+SPARE = "spare"
+
+
+class Shadow:
+    """Row contents as (prompt key, tokens computed), moved, copied and grown exactly as the plans say."""
+
+    def __init__(self, rows: int, budget: int) -> None:
+        self.scheduler, self.budget = Scheduler(rows, budget), budget
+        self.state: dict[int | str, tuple[int, int] | None] = {}
+        self.prompt: dict[int, tuple[int, int]] = {}  # request -> (key, length)
+        self.started: list[int] = []
+        self.prefills: list[int] = []  # keys, one per prompt computed from its first token
+
+    def submit(self, request: int, key: int) -> None:
+        self.prompt[request] = (key, 3 + 2 * key)
+        self.scheduler.submit(request, key, 3 + 2 * key)
+
+    def step(self, admit: bool = True) -> None:
+        running = set(self.scheduler.row_of)
+        plan = self.scheduler.plan(admit)
+        assert {self.scheduler.occupants[row] for row in plan.decode} == running
+        assert admit or not plan.from_spare
+        for request, row in plan.from_spare:
+            self.state[row] = self.state[SPARE]
+            self._start(request, row)
+        assert sum(segment.stop - segment.start for segment in plan.segments) <= self.budget
+        for segment in plan.segments:
+            key, length = self.prompt[segment.request]
+            if segment.start == 0:
+                self.state[segment.row] = (key, 0)
+                self.prefills.append(key)
+            assert self.state[segment.row] == (key, segment.start)
+            self.state[segment.row] = (key, segment.stop)
+            assert bool(segment.starts) == (segment.stop == length)
+            for request, row in segment.starts:
+                self.state[row] = self.state[segment.row]
+                self._start(request, row)
+            if segment.hold:
+                self.state[SPARE] = self.state[segment.row]
+
+    def remove(self, requests: list[int]) -> None:
+        for source, target in self.scheduler.remove(requests):
+            self.state[target] = self.state.pop(source, None)  # a reserved row has none yet
+        for request in requests:
+            del self.prompt[request]
+
+    def _start(self, request: int, row: int) -> None:
+        assert self.state[row] == self.prompt[request], "a request starts only on its own, whole prompt"
+        assert self.scheduler.row_of[request] == row
+        self.started.append(request)
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        assert len(scheduler.occupants) <= scheduler.rows
+        assert all(scheduler.occupants[row] == request for request, row in scheduler.row_of.items())
+        groups = [*scheduler.waiting.values(), *scheduler.prefilling, *([scheduler.spare] if scheduler.spare else [])]
+        members = [request for group in groups for request in group.members] + list(scheduler.row_of)
+        assert sorted(members) == sorted(self.prompt), "every request is in exactly one place"
+        for group in scheduler.prefilling:
+            assert all(scheduler.occupants[row] is group for row in group.rows)
+        assert sum(len(group.rows) < len(group.members) for group in scheduler.prefilling) <= 1
+        assert all(not group.rows for group in scheduler.waiting.values())
+        for request, row in scheduler.row_of.items():
+            assert self.state[row][0] == self.prompt[request][0]
+
+
+@st.composite
+def schedules(draw):
+    actions = st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, 4), st.integers(1, 4)),
+        st.tuples(st.just("step"), st.booleans(), st.just(0)),
+        st.tuples(st.just("remove"), st.integers(0, 50), st.integers(1, 3)),
+        st.tuples(st.just("restart"), st.just(0), st.just(0)),
+    )
+    return draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.lists(actions, max_size=40))
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules())
+def test_every_request_starts_once_on_its_own_whole_prompt_and_rows_stay_dense(schedule):
+    rows, budget, actions = schedule
+    shadow, number = Shadow(rows, budget), 0
+    for action, a, b in actions:
+        if action == "submit":
+            for _ in range(b):
+                shadow.submit(number, a)
+                number += 1
+        elif action == "step":
+            shadow.step(admit=a or b > 0)
+        elif action == "remove" and shadow.prompt:
+            present = sorted(shadow.prompt)
+            shadow.remove(sorted({present[(a + i) % len(present)] for i in range(b)}))
+        elif action == "restart":
+            shadow.scheduler.restart()
+        shadow.check()
+    for _ in range(500):  # then everything runs to its end, one step of decode each
+        if not shadow.prompt:
+            break
+        shadow.step()
+        shadow.check()
+        shadow.remove(list(shadow.scheduler.row_of))
+        shadow.check()
+    assert not shadow.prompt
+    assert shadow.scheduler.idle
+    assert shadow.scheduler.num_waiting == 0
+    assert len(shadow.started) == len(set(shadow.started))
+
+
+def test_a_group_larger_than_the_rows_is_prefilled_once():
+    shadow = Shadow(rows=3, budget=100)
+    for request in range(8):
+        shadow.submit(request, key=1)
+    while shadow.prompt:
+        shadow.step()
+        shadow.remove(list(shadow.scheduler.row_of))
+    assert shadow.started == list(range(8))
+    assert shadow.prefills == [1]
+
+
+def test_a_stream_of_equal_prompts_does_not_starve_another_prompt():
+    shadow = Shadow(rows=1, budget=100)
+    shadow.submit(0, key=1)
+    shadow.step()
+    shadow.submit(1, key=2)
+    number = 2
+    while 1 not in shadow.started:
+        shadow.submit(number, key=1)
+        number += 1
+        shadow.remove(list(shadow.scheduler.row_of))
+        shadow.step()
+        assert number < 5
+
+
+def test_first_come_first_served_by_group():
+    shadow = Shadow(rows=2, budget=100)
+    for request, key in enumerate([3, 1, 3, 2]):
+        shadow.submit(request, key)
+    while shadow.prompt:
+        shadow.step()
+        shadow.remove(list(shadow.scheduler.row_of))
+    assert shadow.started == [0, 2, 1, 3]
+
+
+def test_a_long_prompt_is_cut_by_the_budget_and_a_short_one_behind_it_waits_its_turn():
+    scheduler = Scheduler(rows=2, prefill_tokens=4)
+    scheduler.submit(0, "long", 9)
+    scheduler.submit(1, "short", 2)
+    cuts = [[(s.request, s.start, s.stop) for s in scheduler.plan().segments] for _ in range(3)]
+    assert cuts == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 9), (1, 0, 2)]]
+
+
+def test_a_started_group_that_lacks_rows_gets_the_next_free_one_before_a_new_group():
+    scheduler = Scheduler(rows=2, prefill_tokens=4)
+    scheduler.submit(0, "running", 4)
+    scheduler.plan()
+    for request, key in [(1, "long"), (2, "long"), (3, "new")]:
+        scheduler.submit(request, key, 10)
+    scheduler.plan()  # "long" has one of the two rows that it wants
+    scheduler.remove([0])
+    assert scheduler.plan().segments[0].stop == 8
+    (segment,) = scheduler.plan().segments
+    assert [request for request, _ in segment.starts] == [1, 2]
+    assert not segment.hold
+
+
+def test_removing_the_prefilling_leader_hands_its_row_to_the_next_member():
+    scheduler = Scheduler(rows=2, prefill_tokens=4)
+    for request in range(3):
+        scheduler.submit(request, "p", 6)
+    scheduler.plan()
+    assert scheduler.remove([0]) == []
+    (segment,) = scheduler.plan().segments
+    assert (segment.request, segment.row, segment.start, segment.starts, segment.hold) == (
+        1,
+        0,
+        4,
+        ((1, 0), (2, 1)),
+        False,
+    )
+
+
+def test_an_unknown_request_cannot_be_removed():
+    with pytest.raises(KeyError):
+        Scheduler(rows=1, prefill_tokens=1).remove([7])
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 1), (1, 0)])
+def test_impossible_sizes_are_refused(rows, tokens):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Scheduler(rows, tokens)

@@ -1,0 +1,234 @@
+"""Weight versions: whole or absent, and what in-flight requests see of a switch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from k3rl.checkpoint.hf import official_tensors
+from k3rl.engine import Engine
+from k3rl.engine.protocol import WeightUpdateError
+from k3rl.engine.weights import digest, manifest_of
+from k3rl.types import SamplingParams
+
+PROMPT = [5, 9, 2]
+PARAMS = SamplingParams(max_tokens=8, seed=1)
+
+
+@pytest.fixture
+def stored(build_model):
+    """The stored tensors of other weights of the same config."""
+    return dict(official_tensors(build_model(seed=1)))
+
+
+def publish(engine: Engine, version: int, stored: dict, manifest: dict | None = None) -> None:
+    engine.start_weight_update(version, manifest or manifest_of(stored.items()))
+    engine.update_weights(stored.items())
+    engine.finish_weight_update(version)
+
+
+def assert_same(left: list, right: list) -> None:
+    """Equal in all but the last digits of the logprobs (float64, other batch composition)."""
+    for a, b in zip(left, right, strict=True):
+        assert dataclasses.replace(a, logprobs=()) == dataclasses.replace(b, logprobs=())
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-9, rtol=0)
+
+
+def test_after_an_update_the_engine_is_the_published_model(model, build_model, stored):
+    engine = Engine(model, version=3)
+    before = engine.generate([PROMPT], PARAMS)
+    publish(engine, 4, stored)
+    after = engine.generate([PROMPT], PARAMS)
+    assert engine.version == 4
+    fresh = Engine(build_model(seed=7))
+    publish(fresh, 4, stored)
+    assert after == fresh.generate([PROMPT], PARAMS)
+    assert before[0].token_ids != after[0].token_ids
+    assert (before[0].weight_version, after[0].first_version, after[0].weight_version) == (3, 4, 4)
+    assert manifest_of(official_tensors(engine.model)) == manifest_of(stored.items())
+
+
+def test_a_verified_version_is_served_only_after_finish_and_can_still_be_dropped(model, stored):
+    engine = Engine(model)
+    expected = engine.generate([PROMPT], PARAMS)
+    manifest = manifest_of(stored.items())
+    for last in (engine.abort_weight_update, lambda: engine.finish_weight_update(1)):
+        engine.start_weight_update(1, manifest)
+        engine.update_weights(stored.items())
+        engine.verify_weight_update()
+        assert engine.generate([PROMPT], PARAMS) == expected
+        with pytest.raises(WeightUpdateError, match="no weight update is open"):
+            engine.update_weights([])
+        with pytest.raises(WeightUpdateError, match="another weight update is open"):
+            engine.start_weight_update(2, manifest)
+        last()
+    assert engine.version == 1
+    assert engine.generate([PROMPT], PARAMS) != expected
+
+
+def test_tensors_may_come_in_any_order_and_in_parts(model, stored):
+    engine = Engine(model)
+    engine.start_weight_update(1, manifest_of(stored.items()))
+    for name in sorted(stored, reverse=True):
+        engine.update_weights([(name, stored[name])])
+    engine.finish_weight_update(1)
+    assert manifest_of(official_tensors(engine.model)) == manifest_of(stored.items())
+
+
+def test_the_callers_model_is_never_written(model, stored):
+    before = manifest_of(official_tensors(model))
+    engine = Engine(model)
+    for version in (1, 2):
+        publish(engine, version, stored)
+    assert manifest_of(official_tensors(model)) == before
+
+
+def _drop(stored):
+    del stored[sorted(stored)[3]]
+
+
+def _flip_a_byte(stored):
+    name = next(name for name in stored if name.endswith("weight_packed"))
+    stored[name] = stored[name].clone()
+    stored[name].view(-1)[0] ^= 1
+
+
+def _flip_the_router_bias(stored):
+    name = next(name for name in stored if name.endswith("e_score_correction_bias"))
+    stored[name] = stored[name] + 1
+
+
+def _add(stored):
+    stored["model.extra.weight"] = torch.zeros(2)
+
+
+def _reshape(stored):
+    name = next(name for name in stored if name.endswith("embed_tokens.weight"))
+    stored[name] = stored[name].reshape(-1, 2)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "says"),
+    [
+        (_drop, "1 of"),
+        (_flip_a_byte, "weight_packed has digest"),
+        (_flip_the_router_bias, "e_score_correction_bias has digest"),
+        (_add, r"model\.extra\.weight is not in the manifest"),
+        (_reshape, "embed_tokens"),
+    ],
+)
+def test_a_damaged_update_is_refused_and_the_old_version_is_served(model, stored, sabotage, says):
+    engine = Engine(model)
+    expected = engine.generate([PROMPT], PARAMS)
+    manifest = manifest_of(stored.items())
+    sabotage(stored)
+    with pytest.raises(WeightUpdateError, match=says):
+        publish(engine, 1, stored, manifest)
+    assert engine.version == 0
+    assert engine.generate([PROMPT], PARAMS) == expected
+    with pytest.raises(WeightUpdateError, match="no weight update is open"):
+        engine.finish_weight_update(1)
+
+
+def test_a_whole_update_of_another_shape_is_refused(model, build_model):
+    engine = Engine(model)
+    other = dict(official_tensors(build_model(intermediate_size=64)))
+    expected = engine.generate([PROMPT], PARAMS)
+    with pytest.raises(WeightUpdateError, match="do not fit"):
+        publish(engine, 1, other)
+    assert engine.generate([PROMPT], PARAMS) == expected
+
+
+def test_versions_only_go_up_and_one_update_is_open_at_a_time(model, stored):
+    engine, manifest = Engine(model, version=5), manifest_of(stored.items())
+    for version in (5, 4):
+        with pytest.raises(WeightUpdateError, match="not later than 5"):
+            engine.start_weight_update(version, manifest)
+    with pytest.raises(WeightUpdateError, match="no weight update is open"):
+        engine.update_weights(stored.items())
+    engine.start_weight_update(6, manifest)
+    with pytest.raises(WeightUpdateError, match="another weight update is open"):
+        engine.start_weight_update(7, manifest)
+    engine.update_weights(stored.items())
+    with pytest.raises(WeightUpdateError, match="version 7 is not the one"):
+        engine.finish_weight_update(7)
+    engine.start_weight_update(6, manifest)
+    engine.abort_weight_update()
+    engine.abort_weight_update()
+    publish(engine, 6, stored)
+    assert engine.version == 6
+
+
+def test_a_tensor_sent_twice_is_refused(model, stored):
+    engine = Engine(model)
+    engine.start_weight_update(1, manifest_of(stored.items()))
+    engine.update_weights(stored.items())
+    with pytest.raises(WeightUpdateError, match="sent twice"):
+        engine.update_weights([next(iter(stored.items()))])
+
+
+def test_the_handshake_names_what_differs(model, build_model, stored):
+    engine = Engine(model)
+    engine.init_weight_transfer(stored)
+    with pytest.raises(WeightUpdateError, match=r"unknown here: .*experts\.4"):
+        engine.init_weight_transfer(dict(official_tensors(build_model(num_experts=6))))
+
+
+def test_running_requests_carry_their_state_and_record_the_span(model, build_model, stored):
+    """The reference: the first model's cache after 3 sampled tokens, continued by hand with the second model."""
+    engine = Engine(model)
+    number = engine.submit(PROMPT, SamplingParams(max_tokens=8, temperature=0))
+    for _ in range(3):
+        assert engine.step() == []
+    publish(engine, 1, stored)
+    ((got, completion),) = engine.drain()
+    assert (got, completion.first_version, completion.weight_version) == (number, 0, 1)
+
+    cache, read, ids = model.new_cache(1), PROMPT, []
+    with torch.no_grad():
+        for step in range(8):
+            current = model if step < 3 else engine.model
+            out = current.hidden(torch.tensor([read]), cache=cache)
+            logprobs = torch.log_softmax(current.logits(out.hidden[0, -1]), -1)
+            ids.append(int(logprobs.argmax()))
+            np.testing.assert_allclose(completion.logprobs[step], float(logprobs.max()), atol=1e-9, rtol=0)
+            read = ids[-1:]
+    assert list(completion.token_ids) == ids
+
+
+def test_prompts_not_sampled_from_yet_start_over_under_the_new_weights(model, stored):
+    engine = Engine(model, max_running=2, prefill_tokens=4, poison=True)
+    long = engine.submit(list(range(1, 11)), PARAMS)  # half prefilled when the weights change
+    group = [engine.submit(PROMPT, PARAMS) for _ in range(4)]
+    engine.step()
+    publish(engine, 1, stored)
+    outcomes = dict(engine.drain())
+    fresh = Engine(engine.model, version=1)
+    assert_same([outcomes[long]], fresh.generate([list(range(1, 11))], PARAMS))
+    assert_same([outcomes[number] for number in group], fresh.generate([PROMPT], PARAMS) * 4)
+
+
+def test_a_prompt_state_kept_for_siblings_does_not_outlive_its_version(model, stored):
+    engine = Engine(model, max_running=1, poison=True)
+    group = [engine.submit(PROMPT, PARAMS) for _ in range(3)]
+    engine.step()  # the first runs, the prompt's state waits for the other two
+    publish(engine, 1, stored)
+    outcomes = dict(engine.drain())
+    assert outcomes[group[0]].first_version == 0
+    fresh = Engine(engine.model, version=1).generate([PROMPT], PARAMS)
+    assert_same([outcomes[group[1]], outcomes[group[2]]], fresh * 2)
+
+
+def test_a_digest_depends_on_dtype_shape_and_every_byte():
+    base = torch.arange(8, dtype=torch.uint8)
+    changed = base.clone()
+    changed[7] = 9
+    variants = [base, changed, base.reshape(2, 4), base.view(torch.int8), base.view(torch.bfloat16)]
+    assert len({digest(tensor) for tensor in variants}) == len(variants)
+    assert digest(base) == digest(copy.deepcopy(base))
+    assert digest(torch.arange(16, dtype=torch.uint8)[::2]) == digest(torch.arange(0, 16, 2, dtype=torch.uint8))
+    assert len(digest(torch.tensor(1.5))) == 64

@@ -1,0 +1,100 @@
+"""Finding environments, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from k3rl.envs import Environment, UnknownEnvironment, make, names, register, registry
+
+
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_registered", {})
+    yield
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "their_envs.py").write_text(
+        "import dataclasses\nfrom k3rl.envs import make\n"
+        "def cube(sides=6):\n    return dataclasses.replace(make('coding-lists'), name=f'cube{sides}')\n"
+        "READY = cube(1)\nNOTHING = 3\ndef wrong():\n    return 3\n"
+    )
+    (tmp_path / "broken_envs.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "their_envs"
+
+
+def test_the_shipped_environment_is_whole() -> None:
+    environment = make("coding-lists")
+    assert "coding-lists" in names()
+    assert environment.make_env() is not environment.make_env()
+    assert environment.demonstrations is not None
+    assert len(list(environment.tasks("heldout", limit=5))) == 5
+    assert len(list(environment.tasks("heldout_family"))) == 256
+    with pytest.raises(ValueError, match="no end"):
+        list(environment.tasks("train"))
+
+
+def test_options_reach_the_factory() -> None:
+    declared = make("coding-lists", declare_tools=True).source
+    assert declared.get("train", 0, family="probe").tools[0]["function"]["name"] == "run"
+    assert declared.get("train", 0, family="list").tools == ()
+    assert make("coding-lists").source.get("train", 0, family="probe").tools == ()
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_registered_factory_is_found_and_its_name_is_taken() -> None:
+    def factory() -> Environment:
+        return make("coding-lists")
+
+    register("mine", factory)
+    register("mine", factory)
+    assert make("mine").name == "coding-lists"
+    assert "mine" in names()
+    for taken in ("mine", "coding-lists"):
+        with pytest.raises(ValueError, match="exists already"):
+            register(taken, lambda: make("coding-lists"))
+
+
+def test_module_and_object_are_found(package: str) -> None:
+    assert make(f"{package}:cube", sides=8).name == "cube8"
+    assert make(f"{package}:READY").name == "cube1"
+
+
+def test_an_entry_point_is_found(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("theirs", f"{package}:cube", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "k3rl.envs" else [])
+    assert make("theirs", sides=4).name == "cube4"
+    assert "theirs" in names()
+
+
+def test_what_cannot_be_found_or_is_no_environment_is_said(package: str) -> None:
+    with pytest.raises(UnknownEnvironment, match="did you mean 'coding-lists'"):
+        make("coding-list")
+    with pytest.raises(UnknownEnvironment, match="no module is named 'nowhere'"):
+        make("nowhere.at:all")
+    with pytest.raises(UnknownEnvironment, match="has no 'absent'"):
+        make(f"{package}:absent")
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        make("broken_envs:x")
+    with pytest.raises(TypeError, match="int"):
+        make(f"{package}:NOTHING")
+    with pytest.raises(TypeError, match="must return"):
+        make(f"{package}:wrong")
+
+
+def test_importing_environments_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, k3rl.envs, k3rl.envs.rollout\n"
+        "environment = k3rl.envs.make('coding-lists')\nenvironment.source.get('train', 0)\n"
+        "print([name for name in ('torch', 'ray') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,101 @@
+"""Groups become batches: masking before baselines, joined by id, weights over the whole batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from k3rl.pipelines.batches import (
+    TooManyFailures,
+    check_failures,
+    distill_batches,
+    policy_batches,
+    rollout_metrics,
+    shuffled,
+)
+from k3rl.pipelines.presets import distill, grpo, rl
+from k3rl.types import Branch, Episode, Failed, Group, Invalid, Scored, StopReason, Turn
+
+
+def episode(name: str, score, tokens: int = 3) -> Episode:
+    turn = Turn((1, 2, 3), tuple(range(10, 10 + tokens)), (-0.25,) * tokens, StopReason.STOP, 4, 4)
+    return Episode(name, "t", "env", "list", 1, (Branch(name, (turn,)),), StopReason.COMPLETED, score)
+
+
+def group(name: str, *scores, tokens: int = 3) -> Group:
+    return Group(name, "t", tuple(episode(f"{name}-{i}", score, tokens) for i, score in enumerate(scores)))
+
+
+def advantages(batch) -> dict[str, float]:
+    return {
+        name.split("/")[0]: float(np.unique(batch.advantages[start:stop][batch.loss_mask[start:stop]])[0])
+        for name, start, stop in zip(batch.sequence_ids, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
+    }
+
+
+def test_the_baseline_is_the_mean_of_the_rewards_that_exist():
+    config = rl().replace(optimizer_steps=1)
+    [batch] = policy_batches([group("g", Scored(1.0), Failed("x"), Scored(0.0), Scored(0.0))], config)
+    found = advantages(batch)
+    assert found == pytest.approx({"g-0": 2 / 3, "g-2": -1 / 3, "g-3": -1 / 3}, rel=1e-6)  # stored as float32
+
+
+def test_a_cheat_counts_as_the_worst_answer_and_stays_in_the_baseline():
+    [batch] = policy_batches([group("g", Scored(1.0), Invalid("h", "e"))], rl().replace(optimizer_steps=1))
+    assert advantages(batch) == {"g-0": 0.5, "g-1": -0.5}
+
+
+def test_groups_without_a_signal_are_left_out_and_an_empty_batch_is_no_batch():
+    config = rl().replace(optimizer_steps=2)
+    assert policy_batches([group("a", Scored(1.0), Scored(1.0)), group("b", Failed("x"), Scored(0.3))], config) == []
+    [batch] = policy_batches([group("a", Scored(0.1), Scored(0.1)), group("b", Scored(1.0), Scored(0.0))], config)
+    assert set(batch.sequence_ids) == {"b-0/b-0", "b-1/b-1"}
+
+
+def test_token_weights_sum_to_one_for_k3_and_each_sequence_weighs_the_same_for_grpo():
+    groups = [Group("g", "t", (episode("g-0", Scored(1.0), 2), episode("g-1", Scored(0.0), 6)))]
+    [batch] = policy_batches(groups, rl().replace(optimizer_steps=1))
+    np.testing.assert_allclose(batch.weights[batch.loss_mask], 1 / 8)
+    [batch] = policy_batches(groups, grpo().replace(optimizer_steps=1))
+    sums = [batch.weights[a:b].sum() for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
+    np.testing.assert_allclose(sums, [0.5, 0.5])
+
+
+def test_optimizer_steps_share_the_groups_without_splitting_one():
+    groups = [group(f"g{i}", Scored(1.0), Scored(0.0)) for i in range(5)]
+    first, second = policy_batches(groups, rl().replace(optimizer_steps=2))
+    owners = [{name.split("-")[0] for name in batch.sequence_ids} for batch in (first, second)]
+    assert owners[0].isdisjoint(owners[1])
+    assert owners[0] | owners[1] == {f"g{i}" for i in range(5)}
+
+
+def test_distillation_trains_on_every_sampled_token_of_whole_episodes_whatever_their_reward():
+    groups = [group("g", Scored(1.0), Invalid("h", "e"), Failed("x")), group("h", Scored(0.0), Scored(0.0))]
+    [batch], [domains] = distill_batches(groups, distill())
+    assert int(batch.loss_mask.sum()) == 12
+    assert domains == ["list"] * 4
+
+
+def test_shuffled_rewards_are_the_same_rewards_at_other_samples():
+    groups = [group(f"g{i}", *(Scored(float((i + j) % 2)) for j in range(8))) for i in range(8)]
+    mixed = shuffled(groups, seed=0, step=1)
+    before = [e.score.reward for g in groups for e in g.episodes]
+    after = [e.score.reward for g in mixed for e in g.episodes]
+    assert sorted(before) == sorted(after)
+    assert before != after
+    assert [e.id for g in mixed for e in g.episodes] == [e.id for g in groups for e in g.episodes]
+    assert mixed == shuffled(groups, seed=0, step=1)
+
+
+def test_too_many_missing_rewards_stop_the_run_and_name_the_reason():
+    groups = [group("g", Failed("sandbox died"), Failed("sandbox died"), Scored(1.0), Scored(0.0))]
+    check_failures(groups, limit=0.5)
+    with pytest.raises(TooManyFailures, match=r"2 of 4 .*\n.*2 x sandbox died"):
+        check_failures(groups, limit=0.4)
+
+
+def test_metrics_leave_missing_rewards_out_and_count_them():
+    values = rollout_metrics([group("g", Scored(1.0), Failed("x"), Scored(0.0))], "env", version=5.0).values()
+    assert values["reward/env/mean"] == 0.5
+    assert values["env/env/failed"] == pytest.approx(1 / 3)
+    assert values["staleness/max"] == 1.0

@@ -1,0 +1,100 @@
+"""The project's files and imports, as the structure tests see them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKED = ("kernels", "actors", "pipelines", "envs")
+FOLDERS = ("k3rl", *LINKED, "tests", "benchmarks", "examples", ".ci")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: the file it stands in, its line, and the dotted name it loads."""
+
+    file: Path
+    line: int
+    name: str
+    for_types_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.name}"
+
+
+@cache
+def python_files() -> tuple[Path, ...]:
+    """Every Python file of the project, each once: linked folders under their top-level names."""
+    return tuple(
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not (folder == "k3rl" and path.relative_to(ROOT / "k3rl").parts[0] in LINKED)
+    )
+
+
+@cache
+def package_files() -> tuple[Path, ...]:
+    """The files that are part of the package k3rl."""
+    return tuple(path for path in python_files() if path.relative_to(ROOT).parts[0] in ("k3rl", *LINKED))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def module_name(path: Path) -> str:
+    """The dotted name under which a file of the package is imported: kernels/kda.py -> k3rl.kernels.kda."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    parts = parts if parts[0] == "k3rl" else ["k3rl", *parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def module_names() -> frozenset[str]:
+    names = {module_name(path) for path in package_files()}
+    return frozenset(names | {name.rpartition(".")[0] for name in names if "." in name})
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Every import of a file, relative ones resolved, `from a import b` as a.b where that is a module."""
+    tree = tree_of(path)
+    type_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and _is_type_checking(node)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(path, node.lineno, alias.name, node in type_only)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base_of(path, node)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield Import(path, node.lineno, inner if inner in module_names() else base, node in type_only)
+
+
+def _base_of(path: Path, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    package = package[: len(package) - node.level + 1]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def _is_type_checking(node: ast.If) -> bool:
+    return "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def is_sandboxed(path: Path) -> bool:
+    """Files that run only inside a sandbox."""
+    return "sandboxed" in path.relative_to(ROOT).parts
