@@ -121,9 +121,7 @@ def measure(count: int, call_count: int) -> list[dict[str, Any]]:
     fresh, _ = calls(max(10, call_count // 10), "bwrap", *python)
     peer = "a bubblewrap and a Python each"
     results = [
-        row(
-            "program", "6 lists", f"{workers} worker{'s' * (workers > 1)}", programs(count, workers), peer, fresh, floor
-        )
+        row("program", "6 lists", f"{workers} at a time", programs(count, workers), peer, fresh, floor)
         for workers in (1, 2)
     ]
     results.append(row("first program", "1 call", "cold", first_program(), peer, fresh, None))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from k3rl.config import ConfigError
 from k3rl.envs.base import Environment
 
 GROUP = "k3rl.envs"
@@ -20,7 +21,7 @@ _BUILTIN = {"coding-lists": "k3rl.envs.coding:coding_lists"}
 _registered: dict[str, Factory] = {}
 
 
-class UnknownEnvironment(LookupError):
+class UnknownEnvironment(ConfigError, LookupError):
     """No environment has this name; the message says which there are."""
 
 

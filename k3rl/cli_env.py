@@ -10,8 +10,7 @@ from typing import Any
 from k3rl.cli import unknown
 from k3rl.cli_words import Parser, print_json
 from k3rl.config import ConfigError, MissingResource
-from k3rl.envs import Environment, UnknownEnvironment, make, names
-from k3rl.envs.sandbox import SandboxUnavailable
+from k3rl.envs import Environment, make, names
 from k3rl.run.recorder import score_row
 from k3rl.run.terminal import visible
 from k3rl.types import Failed, Score, Task
@@ -96,7 +95,7 @@ def result_of(score: Score) -> dict[str, Any]:
 def _environment(name: str) -> Environment:
     try:
         return make(name)
-    except (UnknownEnvironment, TypeError) as error:
+    except TypeError as error:
         raise ConfigError(str(error), key="env", got=name, wanted=f"one of {', '.join(names())}") from None
 
 
@@ -123,7 +122,5 @@ def _score(environment: Environment, task: Task, answer: str) -> Score:
     rubric = environment.grader()
     try:
         return rubric.score_batch([(task, answer)])[0]
-    except SandboxUnavailable as error:
-        raise MissingResource(str(error)) from None
     finally:
         rubric.close()

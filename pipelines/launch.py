@@ -9,6 +9,7 @@ from typing import Any
 from k3rl.actors.cluster import ClusterConfig, cluster
 from k3rl.actors.fleet import fleet
 from k3rl.config import Config, ConfigError
+from k3rl.envs.sandbox import provider_named
 from k3rl.pipelines import distill, quickstart, rl, sft
 from k3rl.pipelines.configs import (
     DistillConfig,
@@ -81,6 +82,7 @@ def evaluate(
     if resolve_start(checkpoint) is None:
         raise ConfigError(f"{checkpoint} holds no checkpoint (no config.json)", key="CHECKPOINT", got=checkpoint)
     chosen = EnvConfig(name=env, args=env_args or {})
+    provider_named(chosen.sandbox).check()
     with (
         cluster(cluster_config),
         fleet(

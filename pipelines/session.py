@@ -15,6 +15,7 @@ from k3rl.actors.fleet import Fleet, fleet
 from k3rl.config import Config
 from k3rl.data.trajectories import TrajectoryWriter
 from k3rl.envs import make
+from k3rl.envs.sandbox import provider_named
 from k3rl.pipelines.configs import EnvConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.run import MetricsWriter, Recorder, RunDirectory, RunOptions
@@ -60,6 +61,9 @@ def session(
         )
         progress = stack.enter_context(Progress())
         interrupts = stack.enter_context(Interrupts())
+        provider_named(env.sandbox).check()  # before anything is started: what is missing is said at once
+        if run.changed:
+            progress.note(f"resumed with a changed configuration: {', '.join(run.changed)}")
         progress.note("starting Ray and the actors")
         stack.enter_context(cluster(cluster_config))
         memory = stack.enter_context(MemoryWatch())

@@ -153,7 +153,8 @@ def _gate(cell: Cell) -> str:
         f"{_delays(cell.intrinsic_ns, cell.ohm_ns)}      }}\n"
         for name, sense in zip(cell.inputs, cell.senses, strict=True)
     )
-    output = f'    pin (Y) {{\n      direction : output; function : "{cell.function}"; max_capacitance : 0.5;\n{arcs}    }}\n'
+    head = f'direction : output; function : "{cell.function}"; max_capacitance : 0.5;'
+    output = f"    pin (Y) {{\n      {head}\n{arcs}    }}\n"
     return f"  cell ({cell.name}) {{\n    area : {cell.area:.3f};\n{pins}{output}  }}\n"
 
 

@@ -1,7 +1,8 @@
 """A submission's text: which files it is, and what no submission may contain.
 
 Comments are removed before any tool reads the text, so that no tool obeys one. Then words are looked at one by one:
-what a design has an honest use for passes, what only a trick needs is named as that hack. The list is the first
+what a design has an honest use for passes; what only a trick needs is named as that hack; what breaks a rule and is
+often written in good faith (`initial`, delays, assertions) is worth nothing but is no hack. The list is the first
 guard, and an early one; what counts in the end is the simulation of the gates.
 """
 
@@ -25,22 +26,31 @@ _TOKEN = re.compile(
 
 _FUNCTIONS = frozenset({"$signed", "$unsigned", "$clog2", "$bits"})
 _DIRECTIVES = frozenset({"`default_nettype", "`timescale"})
-_REPORTS = re.compile(
-    r"\$(?:finish|stop|exit|fatal|error|warning|info|f?display\w*|f?write\w*|f?strobe\w*|f?monitor\w*)"
+_REPORTS = re.compile(r"\$(?:finish|stop|exit|f?display\w*|f?write\w*|f?strobe\w*|f?monitor\w*)")
+_FILES = re.compile(r"\$(?:f\w+|readmem\w*|writemem\w*|system|s?w?sformat\w*|sscanf|test|value|dump\w*)")
+_TOOL_MACRO = re.compile(r"SYNTH\w*|SIM\w*|__ICARUS__|YOSYS|VERILATOR|IVERILOG|COCOTB\w*|GATE\w*|GL\w*")
+_TOOL_ATTRIBUTE = re.compile(r"keep|blackbox|whitebox|dont_touch|techmap|abc|lib_|init|gentb|top")
+# Words that only reach into the simulator, and words that are no hardware but that people write in good faith.
+_TRICKS = frozenset(
+    """
+    force release deassign bind defparam import export primitive specify
+    """.split()
 )
-_WORDS = {
-    "simulation_magic": "initial final force release deassign fork join join_any join_none wait event forever real "
-    "realtime shortreal time specify specparam primitive table trireg strong0 strong1 pull0 pull1 pullup pulldown tri "
-    "tri0 tri1 supply0 supply1 weak0 weak1 highz0 highz1 small medium large nmos pmos cmos tran",
-    "simulator_access": "bind defparam import export program class package interface modport clocking chandle config "
-    "string mailbox semaphore randomize dist rand virtual alias",
-    "assertion_magic": "assert assume cover property sequence restrict expect covergroup checker",
-}
-_HACK_OF_WORD = {word: hack for hack, words in _WORDS.items() for word in words.split()}
+_NOT_HARDWARE = frozenset(
+    """
+    initial final fork join join_any join_none wait event forever real realtime shortreal time specparam table
+    trireg strong0 strong1 pull0 pull1 pullup pulldown tri tri0 tri1 supply0 supply1 weak0 weak1 highz0 highz1
+    small medium large nmos pmos cmos tran program class package interface modport clocking chandle config
+    string mailbox semaphore randomize dist rand virtual alias assert assume cover property sequence restrict
+    expect covergroup checker
+    """.split()
+)
 # Words after which `#(` is a delay and not the parameters of an instance.
 _STATEMENT_WORDS = frozenset(
-    {"assign", "always", "always_comb", "always_ff", "begin", "end", "else", "and", "or", "not", "nand", "nor", "xor"}
-    | {"xnor", "buf", "bufif0", "bufif1", "notif0", "notif1", "wire", "reg", "logic", "repeat", "do", "default"}
+    """
+    assign always always_comb always_ff begin end else and or not nand nor xor xnor buf bufif0 bufif1 notif0
+    notif1 wire reg logic repeat do default
+    """.split()
 )
 
 
@@ -98,40 +108,56 @@ def cleaned(files: Mapping[str, str]) -> dict[str, str] | Refused:
 def _forbidden(text: str) -> Refused | None:
     tokens: list[str] = _TOKEN.findall(text)
     library = areas()
+    inside = False
     for place, token in enumerate(tokens):
         before = tokens[place - 1] if place else ""
         after = tokens[place + 1] if place + 1 < len(tokens) else ""
         if token[0] == "$" and token not in _FUNCTIONS:
             return _system_task(token)
         if token[0] == "`" and token not in _DIRECTIVES:
-            hack = "file_access" if token == "`include" else "synthesis_split"
-            return Refused(f"compiler directive {token}: allowed are {', '.join(sorted(_DIRECTIVES))}", hack)
+            return _directive(token, after)
         if token.startswith("(*"):
-            return Refused("attributes `(* ... *)` are not allowed", "attribute")
-        if token[0] == "\\":
-            return Refused(f"escaped identifier {token[:40]!r}", "simulator_access")
-        if token[0] == '"':
-            return Refused(f"string {token[:40]} has no use in hardware", "file_access")
-        if token == "#" and (after != "(" or not _is_name(before)):
-            return Refused("delays (`#`) are not hardware", "simulation_magic")
-        if token == "." and (_is_name(before) or before in ("]", "$root", "$unit")):
-            return Refused(f"hierarchical name {before}.{after}: signals pass through ports only", "hierarchical_name")
-        if token in _HACK_OF_WORD:
-            if token == "import" and after[:1] == '"':
-                return Refused(f"foreign function: import {after[:40]}", "file_access")
-            return Refused(f"`{token}` is not allowed", _HACK_OF_WORD[token])
+            hack = "attribute" if _TOOL_ATTRIBUTE.match(after) else None
+            return Refused(f"attributes are not allowed: (* {after} ... *)", hack)
+        if token in _TRICKS:
+            hack = "file_access" if token == "import" and after[:1] == '"' else "simulator_access"
+            return Refused(f"`{token} {after[:40]}` is not allowed", hack)
         if token in library:
             return Refused(f"`{token}` is a name of the cell library", "library_cell")
+        if not inside and not _between_modules(token):
+            return Refused(f"there is text outside of modules: {token[:40]!r}")
+        inside = token == "module" or (inside and token != "endmodule")
+        if token[0] in '\\"':
+            return Refused(f"escaped names and strings are not allowed: {token[:40]}")
+        if token == "#" and (after != "(" or not _is_name(before)):
+            return Refused("delays (`#`) are not hardware")
+        if token == "." and (_is_name(before) or before in ("]", "$root", "$unit")):
+            return Refused(f"hierarchical name {before}.{after}: signals pass through ports only", "hierarchical_name")
+        if token in _NOT_HARDWARE:
+            return Refused(f"`{token}` is not allowed")
     return None
 
 
+def _between_modules(token: str) -> bool:
+    """Whether a token may stand outside of modules: a module's beginning or end, and parts of directives."""
+    return token in ("module", "endmodule", "none", "wire", "/", ";") or token in _DIRECTIVES or token[0].isdigit()
+
+
+def _directive(token: str, after: str) -> Refused:
+    reason = f"compiler directive {token} {after}: allowed are {', '.join(sorted(_DIRECTIVES))}"
+    if token == "`include":
+        return Refused(reason, "file_access")
+    split = token in ("`ifdef", "`ifndef", "`elsif") and _TOOL_MACRO.fullmatch(after)
+    return Refused(reason, "synthesis_split" if split else None)
+
+
 def _system_task(token: str) -> Refused:
-    allowed = ", ".join(sorted(_FUNCTIONS))
-    if _REPORTS.fullmatch(token):
-        return Refused(f"system task {token}: a design reports nothing; allowed are {allowed}", "forged_report")
+    reason = f"system task {token}: allowed are {', '.join(sorted(_FUNCTIONS))}"
     if token in ("$root", "$unit"):
-        return Refused(f"hierarchical name {token}", "hierarchical_name")
-    return Refused(f"system task {token}: allowed are {allowed}", "file_access")
+        return Refused(reason, "hierarchical_name")
+    if _REPORTS.fullmatch(token):
+        return Refused(reason, "forged_report")
+    return Refused(reason, "file_access" if _FILES.fullmatch(token) else None)
 
 
 def _is_name(token: str) -> bool:

@@ -154,14 +154,16 @@ def _memory_declaration(interface: Interface) -> str:
 def _memory_sample(interface: Interface, key: str) -> str:
     if interface.memory_bits is None:
         return ""
-    return f'write_ = mem_we; address_ = mem_addr; word_ = mem_wdata; if (!rst && mem_we === 1\'bx) $display("{key} X %0d", now);'
+    unknown = f"if (!rst && mem_we !== 1'b0 && mem_we !== 1'b1) $display(\"{key} X %0d\", now);"
+    return f"write_ = mem_we; address_ = mem_addr; word_ = mem_wdata; {unknown}"
 
 
 def _memory_drive(interface: Interface) -> str:
     """One port: a cycle writes or reads; the read word is there in the next cycle."""
     if interface.memory_bits is None:
         return ""
-    return "if (write_ === 1'b1) memory[address_] = word_; mem_rdata = write_ === 1'b0 ? memory[address_] : $random(noise);"
+    read = "mem_rdata = write_ === 1'b0 ? memory[address_] : $random(noise);"
+    return f"if (write_ === 1'b1) memory[address_] = word_; {read}"
 
 
 def _memory_fill(interface: Interface) -> str:

@@ -6,6 +6,7 @@ providers can also hold a program server (`programs.py`): a long-lived process t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -14,14 +15,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from k3rl.config import MissingResource
+
 MEBIBYTE = 2**20
+GONE_S = 5.0  # how long a killed server may take to let go of its socket
 
 
 class SandboxError(RuntimeError):
     """A sandbox did not do what it must: the infrastructure's fault, never a submission's."""
 
 
-class SandboxUnavailable(SandboxError):
+class SandboxUnavailable(SandboxError, MissingResource):
     """This machine cannot make such a sandbox; the message names the package or setting and the command."""
 
 
@@ -143,19 +147,25 @@ class ProgramServerProcess:
         with self._lock:
             if self._ended:
                 return ""
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a closing socket is seen before the exit
+                self.process.wait(1.0)
+            code = self.process.returncode
             size = os.fstat(self._errors).st_size
             text = os.pread(self._errors, 600, max(0, size - 600)).decode("utf-8", "replace").strip()
-            code = self.process.poll()
         return text if code is None else f"{text} (exit status {code})".strip()
 
     def kill(self) -> None:
-        """End the server and all that it runs. Idempotent."""
+        """End the server and all that it runs, and wait until they are gone. Idempotent."""
         with self._lock:
             if self._ended:
                 return
             self._ended = True
             self.process.kill()
             self.process.wait()
+            self.control.settimeout(GONE_S)
+            with contextlib.suppress(OSError):
+                while self.control.recv(65536):
+                    continue
             self.control.close()
             os.close(self._errors)
             self._release()

@@ -106,6 +106,7 @@ class BwrapProvider(SandboxProvider):
                 stdout=errors,
                 stderr=errors,
                 cwd="/",
+                start_new_session=True,
                 pass_fds=[*opened, theirs.fileno()],
                 **slot.popen_arguments(),  # type: ignore[call-overload]
             )

@@ -51,6 +51,7 @@ class SubprocessProvider(SandboxProvider):
             stdout=errors,
             stderr=errors,
             cwd="/",
+            start_new_session=True,
             env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"},
             pass_fds=[theirs.fileno()],
         )

@@ -2,7 +2,8 @@
 
 `Engine` runs a model of this process; `RolloutEngine` is the protocol it keeps. `scheduler.py` decides what a step
 computes, `cache.py` holds the model's states, `rows.py` what is known of each row, `sampler.py` draws, `weights.py`
-receives new versions. Nothing here trains, and nothing knows of actors or environments.
+receives new versions, `diagnose.py` finds where a NaN came from.
+Nothing here trains, and nothing knows of actors or environments.
 """
 
 from k3rl.engine.engine import Engine

@@ -2,7 +2,8 @@
 
 config.py   K3Config, official key names      layout.py    packed rows, chunks, grids
 decoder.py  K3ForCausalLM                     cache.py     recurrent, convolution and latent state per row
-kda.py mla.py moe.py attn_res.py situ.py norm.py   one part of k3.md each      fused.py   joined parameters
+kda.py kda_chunks.py mla.py moe.py attn_res.py situ.py norm.py vision.py    one part of k3.md each
+fused.py    parameters joined in memory       blocks.py    element-wise work in the cache      init.py   fresh weights
 Not here: kernels, optimizers, losses, anything parallel.
 """
 

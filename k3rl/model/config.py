@@ -256,8 +256,12 @@ class K3Config:
                 f"gate_lower_bound is {self.linear_attn_config.gate_lower_bound}; it must be in [-5, 0), or the "
                 "chunked form of KDA overflows float32"
             )
-        if not self.linear_attn_config.use_full_rank_gate:
-            raise ModelConfigError("linear_attn_config.use_full_rank_gate is false; this program computes only true")
+        for key, wanted in (("use_full_rank_gate", True), ("short_conv_kernel_size", 4)):
+            if getattr(self.linear_attn_config, key) != wanted:
+                raise ModelConfigError(
+                    f"linear_attn_config.{key} is {getattr(self.linear_attn_config, key)!r}; "
+                    f"this program computes only {wanted!r}"
+                )
         if self.quantization.weights == "mxfp4":
             for key in ("routed_expert_hidden_size", "moe_intermediate_size"):
                 if getattr(self, key) % MX_BLOCK:

@@ -96,19 +96,45 @@ def _slots_by_head(slots: Tensor, head: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class GridIndex:
+    """Index tensors between (row, head) pairs and cells (sequence, head, column) of a grid.
+
+    gather [b * h * t]: pair of each cell; cells [n * h]: cell of each pair of the
+    grid's members; padding: cells without a token.
+    """
+
+    gather: Tensor
+    cells: Tensor
+    padding: Tensor
+
+
+@dataclass
 class Grid:
     """Some segments of similar length as a padded grid [b, t].
 
-    segments [b]; rows [b, t]: row of each cell, 0 for padding; valid [b, t]; cells [n]: flat cells that hold rows;
-    members [n]: those rows.
+    segments [b], rising; rows [b, t]: row of each cell; padding has the first row of its own sequence, so that no
+    sequence ever reads another, broken ones included; valid [b, t]; members [n]: the rows, rising.
     """
 
     segments: Tensor
     rows: Tensor
     valid: Tensor
-    cells: Tensor
     members: Tensor
-    lengths: Tensor
+    heads: dict[int, GridIndex] = field(default_factory=dict)
+
+    def by_head(self, heads: int) -> GridIndex:
+        """The index tensors for `heads` heads, made once."""
+        if heads not in self.heads:
+            self.heads[heads] = self._by_head(torch.arange(heads, device=self.rows.device))
+        return self.heads[heads]
+
+    def _by_head(self, head: Tensor) -> GridIndex:
+        (b, t), h = self.rows.shape, len(head)
+        gather = self.rows.view(b, 1, t) * h + head.view(1, h, 1)
+        valid = self.valid.view(b, 1, t).expand(b, h, t)
+        every = torch.arange(b * h * t, device=head.device).view(b, h, t)
+        cells = every.transpose(1, 2)[self.valid]  # [n, h]
+        return GridIndex(gather.reshape(-1), cells.reshape(-1), every[~valid])
 
 
 def packed_lengths(cu_seqlens: Tensor, n_rows: int) -> list[int]:
@@ -224,6 +250,5 @@ class Layout:
         width = max(self.lengths[s] for s in group)
         column = torch.arange(width, device=self.device)
         valid = column < lengths.view(-1, 1)
-        rows = torch.where(valid, self.starts[segments].view(-1, 1) + column, 0)
-        cells = torch.nonzero(valid.view(-1)).view(-1)
-        return Grid(segments, rows, valid, cells, rows.view(-1)[cells], lengths)
+        rows = self.starts[segments].view(-1, 1) + torch.where(valid, column, 0)
+        return Grid(segments, rows, valid, rows[valid])

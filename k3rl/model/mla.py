@@ -22,30 +22,40 @@ from k3rl.model.norm import RMSNorm, wide
 from k3rl.types import ForwardObserver
 
 
-def _to_grid(x: Tensor, grid: Grid, heads: int) -> Tensor:
-    """Rows [N, h, D] -> [b * h, t, D]; padding cells hold row 0."""
+def _to_grid(x: Tensor, grid: Grid) -> Tensor:
+    """Rows [N, h, D] -> [b * h, t, D], in float32 or wider; padding cells hold the sequence's first row."""
+    (b, t), h = grid.rows.shape, x.shape[1]
+    cells = x.reshape(-1, x.shape[-1]).index_select(0, grid.by_head(h).gather)
+    return cells.view(b * h, t, -1).to(wide(x.dtype))
+
+
+def _from_grids(results: list[Tensor], grids: list[Grid], like: Tensor) -> Tensor:
+    """[b * h, t, D] of every grid -> rows [N, h, D] in the dtype of `like` [N, h, .]."""
+    n, h = like.shape[:2]
+    pieces = [
+        x.reshape(-1, x.shape[-1]).index_select(0, grid.by_head(h).cells).view(-1, h, x.shape[-1])
+        for x, grid in zip(results, grids, strict=True)
+    ]
+    if len(pieces) == 1:
+        return pieces[0].to(like.dtype)
+    out = torch.empty(n, h, pieces[0].shape[-1], dtype=like.dtype, device=like.device)
+    for piece, grid in zip(pieces, grids, strict=True):
+        out.index_copy_(0, grid.members, piece.to(like.dtype))
+    return out
+
+
+def _largest(logits: Tensor, grid: Grid, heads: int) -> Tensor:
+    """Logits [b * h, t, t] -> the largest of each head [h], padding left out."""
     b, t = grid.rows.shape
-    index = (grid.rows.view(b, 1, t) * heads + torch.arange(heads, device=x.device).view(1, -1, 1)).view(-1)
-    return x.reshape(-1, x.shape[-1]).index_select(0, index).view(b * heads, t, -1)
-
-
-def _from_grid(x: Tensor, grid: Grid, heads: int, out: Tensor) -> None:
-    """[b * h, t, D] -> its rows of out [N, h, D]."""
-    b, t = grid.rows.shape
-    by_cell = x.view(b, heads, t, -1).transpose(1, 2).reshape(b * t, heads, -1)
-    out.index_copy_(0, grid.members, by_cell.index_select(0, grid.cells))
-
-
-def _causal_bias(grid: Grid, heads: int, dtype: torch.dtype) -> Tensor:
-    """[t, t]: 0 on and below the diagonal, -inf above. Padding comes last in a segment, so rows never see it."""
-    t = grid.rows.shape[1]
-    return torch.full((t, t), float("-inf"), dtype=dtype, device=grid.rows.device).triu_(1)
+    rows = logits.view(b, heads, t, t).amax(-1).masked_fill(~grid.valid.view(b, 1, t), float("-inf"))
+    return rows.amax((0, 2))
 
 
 class _CausalAttention(torch.autograd.Function):
     """q, k [N, h, D], v [N, h, V] -> softmax(q k' scale) v [N, h, V] inside each segment, and the largest logit [h].
 
-    Saves the probabilities of each grid; softmax in float32 or wider.
+    Saves the probabilities of each grid; softmax in float32 or wider. Padding comes last in a sequence of a grid, so
+    the causal mask hides it from every token.
     """
 
     @staticmethod
@@ -53,42 +63,36 @@ class _CausalAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, grids: list[Grid], scale: float, watch: bool
     ) -> tuple[Tensor, Tensor]:
         h, kind = q.shape[1], wide(q.dtype)
-        out = torch.empty_like(v)
-        saved: list[Tensor] = []
+        results, saved = [], []
         largest = torch.full((h,), float("-inf"), dtype=kind, device=q.device)
         for grid in grids:
-            qg, kg, vg = (_to_grid(x, grid, h).to(kind) for x in (q, k, v))
-            logits = torch.baddbmm(_causal_bias(grid, h, kind), qg, kg.mT, alpha=scale)
+            t = grid.rows.shape[1]
+            qg, kg, vg = _to_grid(q, grid), _to_grid(k, grid), _to_grid(v, grid)
+            future = torch.full((t, t), float("-inf"), dtype=kind, device=q.device).triu_(1)
+            logits = torch.baddbmm(future, qg, kg.mT, alpha=scale)
             if watch:
-                b, t = grid.rows.shape
-                rows = logits.view(b, h, t, t).amax(-1).masked_fill_(~grid.valid.view(b, 1, t), float("-inf"))
-                largest = torch.maximum(largest, rows.amax((0, 2)))
+                largest = torch.maximum(largest, _largest(logits, grid, h))
             p = torch.softmax(logits, -1)
-            _from_grid(torch.bmm(p, vg).to(out.dtype), grid, h, out)
+            results.append(torch.bmm(p, vg))
             saved += [qg, kg, vg, p]
-        ctx.save_for_backward(out, *saved)
+        ctx.save_for_backward(*saved)
         ctx.grids, ctx.scale = grids, scale
         ctx.mark_non_differentiable(largest)
-        return out, largest
+        return _from_grids(results, grids, v), largest
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        out, *saved = ctx.saved_tensors
-        h, kind = out.shape[1], wide(out.dtype)
-        n, width = out.shape[0], saved[0].shape[-1]
-        grad_q = torch.empty(n, h, width, dtype=out.dtype, device=out.device)
-        grad_k, grad_v = torch.empty_like(grad_q), torch.empty_like(out)
+        grad_q, grad_k, grad_v = [], [], []
         for number, grid in enumerate(ctx.grids):
-            qg, kg, vg, p = saved[4 * number : 4 * number + 4]
-            d_out = _to_grid(grad, grid, h).to(kind)
-            b, t = grid.rows.shape
-            d_out.view(b, h, t, -1).masked_fill_(~grid.valid.view(b, 1, t, 1), 0.0)
-            _from_grid(torch.bmm(p.mT, d_out).to(out.dtype), grid, h, grad_v)
-            d_p = torch.bmm(d_out, vg.mT)
-            d_logits = torch.ops.aten._softmax_backward_data(d_p, p, -1, kind).mul_(ctx.scale)
-            _from_grid(torch.bmm(d_logits, kg).to(out.dtype), grid, h, grad_q)
-            _from_grid(torch.bmm(d_logits.mT, qg).to(out.dtype), grid, h, grad_k)
-        return grad_q, grad_k, grad_v, None, None, None
+            qg, kg, vg, p = ctx.saved_tensors[4 * number : 4 * number + 4]
+            d_out = _to_grid(grad, grid)
+            d_out.view(-1, d_out.shape[-1]).index_fill_(0, grid.by_head(grad.shape[1]).padding, 0.0)
+            grad_v.append(torch.bmm(p.mT, d_out))
+            d_logits = torch.ops.aten._softmax_backward_data(torch.bmm(d_out, vg.mT), p, -1, p.dtype)
+            grad_q.append(torch.bmm(d_logits, kg).mul_(ctx.scale))
+            grad_k.append(torch.bmm(d_logits.mT, qg).mul_(ctx.scale))
+        gathered = (_from_grids(results, ctx.grids, grad) for results in (grad_q, grad_k, grad_v))
+        return (*gathered, None, None, None)
 
 
 class GatedMLA(nn.Module):
@@ -164,7 +168,7 @@ class GatedMLA(nn.Module):
     def _continue(self, q: Tensor, layout: Layout, cache: Cache, past: Tensor) -> Tensor:
         """Several new tokens after cached ones: q [N, h, D] -> [N, h * V]."""
         kind = wide(q.dtype)
-        out = torch.empty(q.shape[0], self.heads, self.value, dtype=q.dtype, device=q.device)
+        results = []
         total = past + layout.lengths_tensor
         latent = cache.latent(self.layer, int(total.max()))
         for grid in layout.grids:
@@ -174,9 +178,8 @@ class GatedMLA(nn.Module):
             b, t = grid.rows.shape
             seen = past[grid.segments].view(-1, 1, 1) + torch.arange(t, device=q.device).view(1, -1, 1)
             hidden = torch.arange(width, device=q.device) > seen
-            queries = _to_grid(q, grid, self.heads).view(b, self.heads, t, -1).to(kind)
+            queries = _to_grid(q, grid).view(b, self.heads, t, -1)
             logits = torch.matmul(queries, k.to(kind).permute(0, 2, 3, 1)).mul_(self.scale)
             p = logits.masked_fill_(hidden.unsqueeze(1), float("-inf")).softmax(-1)
-            o = torch.matmul(p, v.to(kind).transpose(1, 2)).to(q.dtype)
-            _from_grid(o.reshape(b * self.heads, t, -1), grid, self.heads, out)
-        return out.view(-1, self.heads * self.value)
+            results.append(torch.matmul(p, v.to(kind).transpose(1, 2)))
+        return _from_grids(results, layout.grids, q).view(-1, self.heads * self.value)

@@ -20,6 +20,10 @@ from k3rl.model.situ import situ, situ_backward, situ_from_parts, situ_parts
 from k3rl.numerics import mx
 from k3rl.types import ForwardObserver
 
+# Inference batches whose experts get few rows, evenly, do one batched product instead of one for each expert.
+_GRID_ROOM = 64  # rows of the busiest expert, at most
+_GRID_WASTE = 4  # cells for each row that is there, at most
+
 
 class MLP(nn.Module):
     """SiTU-GLU MLP: the dense layer, and the shared experts as one MLP of their summed width."""
@@ -46,9 +50,12 @@ class _Expert(nn.Module):
 
 
 class _Sorted(NamedTuple):
-    """Assignments (token, choice) ordered by expert. order [N * k]; inverse [N * k]; counts: rows of each expert."""
+    """Assignments (token, choice) in expert order, R = N * k. order [R]: assignment of each sorted row; token [R]: its
+    token; inverse [R]: sorted row of each assignment; counts: rows of each expert.
+    """
 
     order: Tensor
+    token: Tensor
     inverse: Tensor
     counts: list[int]
 
@@ -58,23 +65,30 @@ def _sort(ids: Tensor, experts: int) -> _Sorted:
     order = torch.sort(flat, stable=True).indices
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    return _Sorted(order, inverse, torch.bincount(flat, minlength=experts).tolist())
+    token = torch.div(order, ids.shape[1], rounding_mode="floor")
+    return _Sorted(order, token, inverse, torch.bincount(flat, minlength=experts).tolist())
 
 
-def _per_expert(rows: Tensor, matrices: Tensor, counts: list[int], width: int) -> Tensor:
-    """Rows sorted by expert [R, a] times matrices [E, a, width] -> [R, width]."""
-    out = torch.empty(rows.shape[0], width, dtype=rows.dtype, device=rows.device)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            torch.mm(rows[start : start + count], matrices[expert], out=out[start : start + count])
-            start += count
+def _per_expert(rows: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
+    """Rows in expert order [R, a] times matrices [E, a, b] -> [R, b]."""
+    out = torch.empty(rows.shape[0], matrices.shape[2], dtype=rows.dtype, device=rows.device)
+    for given, matrix, result in zip(rows.split(counts), matrices.unbind(), out.split(counts), strict=True):
+        if given.shape[0]:
+            torch.mm(given, matrix, out=result)
     return out
 
 
-def _sum_choices(rows: Tensor, sort: _Sorted, weights: Tensor | None, k: int) -> Tensor:
-    """Sorted rows [N * k, Z] -> sum over each token's choices [N, Z], weighted by [N, k]; float32 or wider."""
-    choices = rows.index_select(0, sort.inverse).view(-1, k, rows.shape[-1])
+def _outer(left: Tensor, right: Tensor, counts: list[int], out: Tensor) -> Tensor:
+    """Per expert left' right: [R, a], [R, b] in expert order -> out [E, a, b]; experts without rows are left out."""
+    for a, b, result in zip(left.split(counts), right.split(counts), out.unbind(), strict=True):
+        if a.shape[0]:
+            torch.mm(a.t(), b, out=result)
+    return out
+
+
+def _sum_choices(rows: Tensor, place: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """Rows [., Z], place [N * k] of each assignment's row -> sum over choices [N, Z], weighted by [N, k]; wide."""
+    choices = rows.index_select(0, place).view(-1, k, rows.shape[-1])
     total = torch.zeros(choices.shape[0], choices.shape[2], dtype=wide(rows.dtype), device=rows.device)
     for choice in range(k):
         if weights is None:
@@ -91,39 +105,29 @@ class _ExpertBank(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, weights: Tensor, ids: Tensor, bank: ExpertBank, *parameters: Tensor) -> Tensor:
         gate_up, down = bank.matrices()
         sort = _sort(ids, bank.experts)
-        out, saved = bank.compute(z, weights, sort, gate_up, down)
-        ctx.save_for_backward(weights, sort.order, sort.inverse, gate_up, down, *saved)
-        ctx.bank, ctx.counts, ctx.dtype = bank, sort.counts, z.dtype
-        return out
+        rows = bank.read(z).index_select(0, sort.token)
+        parts = situ_parts(_per_expert(rows, gate_up.mT, sort.counts), *bank.betas)
+        active = bank.read(situ_from_parts(parts, *bank.betas).to(z.dtype))
+        result = _per_expert(active, down.mT, sort.counts)
+        ctx.save_for_backward(weights, sort.order, sort.token, sort.inverse, gate_up, down, rows, *parts, active)
+        ctx.bank, ctx.counts = bank, sort.counts
+        return _sum_choices(result, sort.inverse, weights, weights.shape[1]).to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights, order, inverse, gate_up, down, rows, sigma_gate, sigma, sigma_up, active = ctx.saved_tensors
-        bank: ExpertBank = ctx.bank
-        sort, k, kind = _Sorted(order, inverse, ctx.counts), weights.shape[1], ctx.dtype
-        spread = grad.to(kind).index_select(0, order // k)
+        weights, order, token, inverse, gate_up, down, rows, *parts, active = ctx.saved_tensors
+        bank, counts, kind = ctx.bank, ctx.counts, rows.dtype
+        spread = grad.to(kind).index_select(0, token)
         weight = weights.reshape(-1, 1).index_select(0, order).to(kind)
-        d_active = _per_expert(spread, down, sort.counts, active.shape[1])
+        d_active = _per_expert(spread, down, counts)
         d_weights = torch.linalg.vecdot(d_active, active).index_select(0, inverse).view_as(weights)
-        spread *= weight
-        d_active *= weight
-        parts = (sigma_gate, sigma, sigma_up)
-        d_hidden = situ_backward(d_active, parts, *bank.betas).to(kind)
-        d_rows = _per_expert(d_hidden, gate_up, sort.counts, rows.shape[1])
-        d_z = _sum_choices(d_rows, sort, None, k).to(kind)
+        d_hidden = situ_backward(d_active.mul_(weight), tuple(parts), *bank.betas).to(kind)
+        d_z = _sum_choices(_per_expert(d_hidden, gate_up, counts), inverse, None, weights.shape[1]).to(kind)
+        d_gate_up = _outer(d_hidden, rows, counts, torch.empty_like(gate_up))
+        d_down = _outer(spread.mul_(weight), active, counts, torch.empty_like(down))
         grads: list[Tensor | None] = []
-        start, width = 0, active.shape[1]
-        joined = torch.empty_like(gate_up)
-        second = torch.empty_like(down)
-        for expert, count in enumerate(sort.counts):
-            if count == 0:
-                grads += [None, None, None]
-                continue
-            here = slice(start, start + count)
-            torch.mm(d_hidden[here].t(), rows[here], out=joined[expert])
-            torch.mm(spread[here].t(), active[here], out=second[expert])
-            grads += [joined[expert, :width], joined[expert, width:], second[expert]]
-            start += count
+        for count, both, second in zip(counts, d_gate_up.unbind(), d_down.unbind(), strict=True):
+            grads += [*both.chunk(2), second] if count else [None, None, None]
         return d_z, d_weights.to(weights.dtype), None, None, *grads
 
 
@@ -152,28 +156,41 @@ class ExpertBank:
         """[E, 2I, Z] and [E, Z, I]; the parameters are views of them."""
         return self._gate_up.tensor(), self._down.tensor()
 
-    def _read(self, x: Tensor) -> Tensor:
+    def read(self, x: Tensor) -> Tensor:
+        """What a product sees of its input [R, n]: the values, or their MXFP8 rounding."""
         if self.quantization.activations == "none":
             return x
         return mx.fake_quantize_mxfp8(x, self.quantization.scale_rule)
-
-    def compute(
-        self, z: Tensor, weights: Tensor, sort: _Sorted, gate_up: Tensor, down: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """-> weighted sums [N, Z] in z's dtype; (rows, tanh gate, sigmoid gate, tanh up, active) in expert order."""
-        k = weights.shape[1]
-        rows = self._read(z).index_select(0, sort.order // k)
-        hidden = _per_expert(rows, gate_up.mT, sort.counts, gate_up.shape[1])
-        parts = situ_parts(hidden, *self.betas)
-        active = self._read(situ_from_parts(parts, *self.betas).to(z.dtype))
-        result = _per_expert(active, down.mT, sort.counts, down.shape[1])
-        return _sum_choices(result, sort, weights, k).to(z.dtype), (rows, *parts, active)
 
     def __call__(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """z [N, Z], weights [N, k] float32 or wider, ids [N, k] int64 -> [N, Z]."""
         if torch.is_grad_enabled():
             return _ExpertBank.apply(z, weights, ids, self, *self._leaves)
-        return self.compute(z, weights, _sort(ids, self.experts), *self.matrices())[0]
+        gate_up, down = self.matrices()
+        sort = _sort(ids, self.experts)
+        room = max(sort.counts)
+        if self.experts * room > _GRID_WASTE * len(sort.order) or room > _GRID_ROOM:
+            rows = self.read(z).index_select(0, sort.token)
+            hidden = self._activate(_per_expert(rows, gate_up.mT, sort.counts))
+            result, place = _per_expert(hidden, down.mT, sort.counts), sort.inverse
+        else:
+            place, grid = self._grid(sort, ids, room)
+            rows = self.read(z).index_select(0, grid).view(self.experts, room, -1)
+            result = torch.bmm(self._activate(torch.bmm(rows, gate_up.mT)), down.mT).view(-1, z.shape[1])
+        return _sum_choices(result, place, weights, weights.shape[1]).to(z.dtype)
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        return self.read(situ_from_parts(situ_parts(hidden, *self.betas), *self.betas).to(hidden.dtype))
+
+    def _grid(self, sort: _Sorted, ids: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Cells [E * room] with `room` rows for each expert -> cell of each assignment [N * k], token of each cell."""
+        counts = torch.tensor(sort.counts, device=ids.device)
+        first = counts.cumsum(0) - counts
+        flat = ids.reshape(-1)
+        place = sort.inverse + (torch.arange(self.experts, device=ids.device) * room - first).index_select(0, flat)
+        grid = torch.zeros(self.experts * room, dtype=torch.int64, device=ids.device)
+        grid[place] = torch.arange(len(flat), device=ids.device).div_(ids.shape[1], rounding_mode="floor")
+        return place, grid
 
 
 class _Gate(nn.Module):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 BLOCK = 32
 RULES = ("ceil", "floor", "even")
+_PIECE = 1 << 16  # elements rounded at a time on a CPU
 
 
 class QuantizationError(ValueError):
@@ -265,21 +266,33 @@ def dequantize_mxfp8(elements: Tensor, scale: Tensor, dtype: torch.dtype = torch
     return values.view(elements.shape).to(dtype)
 
 
-def _fake4(x: Tensor, rule: str) -> Tensor:
-    blocks = _blocks(x, _MXFP4)
+def _decoded4(blocks: Tensor, rule: str) -> Tensor:
     halves, double_scale, _ = _mxfp4_halves(blocks, rule)
-    return halves.mul_(double_scale).copysign_(blocks).reshape(x.shape).to(x.dtype)
+    return halves.mul_(double_scale).copysign_(blocks)
 
 
-def _fake8(x: Tensor, rule: str) -> Tensor:
-    halves, double_scale = _mxfp8_halves(_blocks(x, _MXFP8), rule)
-    return halves.mul_(double_scale).reshape(x.shape).to(x.dtype)
+def _decoded8(blocks: Tensor, rule: str) -> Tensor:
+    halves, double_scale = _mxfp8_halves(blocks, rule)
+    return halves.mul_(double_scale)
+
+
+def _fake(x: Tensor, fmt: _Format, rule: str) -> Tensor:
+    """x [..., n] -> its rounded values. On a CPU large tensors go piece by piece, so that temporaries stay in cache."""
+    decoded = _decoded4 if fmt is _MXFP4 else _decoded8
+    blocks = _blocks(x, fmt)
+    if x.device.type != "cpu" or blocks.numel() <= 2 * _PIECE:
+        return decoded(blocks, rule).reshape(x.shape).to(x.dtype)
+    rows = blocks.reshape(-1, BLOCK)
+    values = torch.empty(rows.shape, dtype=rows.dtype)
+    for piece, target in zip(rows.split(_PIECE // BLOCK), values.split(_PIECE // BLOCK), strict=True):
+        target.copy_(decoded(piece, rule))
+    return values.view(x.shape).to(x.dtype)
 
 
 class _StraightThrough4(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor, rule: str) -> Tensor:
-        return _fake4(x, rule)
+        return _fake(x, _MXFP4, rule)
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
@@ -289,7 +302,7 @@ class _StraightThrough4(torch.autograd.Function):
 class _StraightThrough8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor, rule: str) -> Tensor:
-        return _fake8(x, rule)
+        return _fake(x, _MXFP8, rule)
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
@@ -304,7 +317,7 @@ def fake_quantize_mxfp4(x: Tensor, rule: str = "ceil") -> Tensor:
     """
     if x.requires_grad and torch.is_grad_enabled():
         return cast(Tensor, _StraightThrough4.apply(x, rule))
-    return _fake4(x, rule)
+    return _fake(x, _MXFP4, rule)
 
 
 def fake_quantize_mxfp8(x: Tensor, rule: str = "ceil") -> Tensor:
@@ -315,7 +328,7 @@ def fake_quantize_mxfp8(x: Tensor, rule: str = "ceil") -> Tensor:
     """
     if x.requires_grad and torch.is_grad_enabled():
         return cast(Tensor, _StraightThrough8.apply(x, rule))
-    return _fake8(x, rule)
+    return _fake(x, _MXFP8, rule)
 
 
 @torch.no_grad()
@@ -326,7 +339,7 @@ def project(tensor: Tensor, stored: str, scale_rule: str = "ceil") -> Tensor:
     is, without a copy. Raises QuantizationError for another word or a last axis that is not a multiple of 32.
     """
     if stored == "mxfp4":
-        return _fake4(tensor, scale_rule)
+        return _fake(tensor, _MXFP4, scale_rule)
     if stored == "bf16":
         return tensor.to(torch.bfloat16).to(tensor.dtype)
     if stored == "fp32":

@@ -147,7 +147,8 @@ class Trainer:
         max_logits = statistics.max_logits
         if self.group is not None:
             self.group.sum_gradients(self.optimizer.params.values())
-            heads = torch.empty(self.model.config.num_attention_heads)
+            kind = torch.promote_types(self.model.dtype, torch.float32)  # what attention computes its logits in
+            heads = torch.empty(self.model.config.num_attention_heads, dtype=kind)
             max_logits = self.group.maximum(max_logits, self.model.config.mla_layers, heads)
         norm = self.optimizer.clip_grad_norm_(self.config.grad_clip)
         self.optimizer.step(lr_scale)

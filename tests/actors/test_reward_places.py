@@ -17,6 +17,7 @@ from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Completion, SamplingParams, Scored, StopReason
 
 ENV = "coding-lists"
+TURN_STRIDE = 1_000_003  # a turn's seed is the episode's times this, plus the turn's number
 BAD = (
     "def f(a):\n return 1/0",
     "def f(a):\n while True: pass",
@@ -43,7 +44,7 @@ class ScriptedRollout:
 
     def _complete(self, params: SamplingParams) -> Completion:
         segments = xtml.render(
-            [{"role": "assistant", "content": self._answers[params.seed]}], thinking=False, add_generation_prompt=False
+            [{"role": "assistant", "content": self._answers[params.seed // TURN_STRIDE]}], thinking=False, add_generation_prompt=False
         )
         prefix = xtml.render([], thinking=False, add_generation_prompt=True)
         ids = tuple(self._tokenizer.encode_segments(segments[len(prefix) :]))

@@ -85,7 +85,7 @@ def schedules(draw):
     return draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.lists(actions, max_size=40))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(schedules())
 def test_every_request_starts_once_on_its_own_whole_prompt_and_rows_stay_dense(schedule):
     rows, budget, actions = schedule

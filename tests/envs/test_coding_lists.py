@@ -81,35 +81,34 @@ def test_the_ladder_is_sixteen_operations_six_without_a_constant_eight_of_habit(
     assert len(set(readings)) == len(readings)
 
 
-def test_no_seed_trains_on_a_held_out_prompt_or_program() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_no_seed_trains_on_a_held_out_prompt_or_program(seed: int) -> None:
+    """Over 10,000 training tasks each, 50,000 in all."""
     prompts = {prompt(task) for task in HELD_OUT + FAMILY}
     programs = {normal(hidden(task)["program"]) for task in HELD_OUT + FAMILY}
-    seen_prompts, seen_programs = set(), set()
-    for seed, index in itertools.product(range(5), range(10_000)):
-        drawn, _ = draw_training(index, seed)
-        seen_prompts.add(drawn.prompt)
-        seen_programs.add(program(drawn.right))
-    assert len(seen_prompts) > 15_000
-    assert not prompts & seen_prompts
-    assert not programs & {normal(source) for source in seen_programs}
+    drawn = [draw_training(index, seed)[0] for index in range(10_000)]
+    seen = {item.prompt for item in drawn}
+    assert len(seen) > 5000
+    assert not prompts & seen
+    assert not programs & {normal(source) for source in {program(item.right) for item in drawn}}
 
 
-def test_other_held_out_sets_are_clean_too() -> None:
-    trained = {draw_training(index, 3)[0].prompt for index in range(10_000)}
-    for seed in range(1, 4):
+def test_held_out_sets_of_other_seeds_are_clean_too() -> None:
+    trained = {draw_training(index, 3)[0].prompt for index in range(5000)}
+    for seed in (1, 2):
         assert not trained & {drawn.prompt for drawn in held_out_tasks("heldout", seed)}
 
 
 def test_demonstrations_never_show_a_held_out_program_or_pair() -> None:
     programs = {normal(hidden(task)["program"]) for task in HELD_OUT + FAMILY}
     shown = set()
-    for example in demonstrations(5, 8000):
+    for example in demonstrations(5, 6000):
         for message in example["messages"]:
             for call in message.get("tool_calls", ()):
                 shown.add(json.loads(call["function"]["arguments"])["code"])
             if message["role"] == "assistant" and message["content"]:
                 shown.add(message["content"])
-    assert len(shown) > 4000
+    assert len(shown) > 3000
     assert not programs & {normal(source) for source in shown}
 
 

@@ -137,7 +137,8 @@ import os, sys, tempfile
 def f(a):
     written = []
     places = [p for p in sys.path if p] + ['/', '/tmp', '/dev', '/dev/shm', '/usr', os.getcwd()]
-    for place in places + ['/usr/lib/python3/dist-packages', os.path.expanduser('~'), '/var/tmp', '/root', '/home', '/etc']:
+    places += ['/usr/lib/python3/dist-packages', os.path.expanduser('~'), '/var/tmp', '/root', '/home', '/etc']
+    for place in places:
         for name in ('sitecustomize.py', 'usercustomize.py', 'x.pth'):
             try:
                 open(os.path.join(place, name), 'w').write('import os')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -40,12 +41,14 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_encoding_keeps_values_and_their_types(value: Any) -> None:
     assert same_value(decode(encode(value)), value)
     assert repr(decode(encode(value))) == repr(value)
 
 
+@settings(deadline=None)
 @given(VALUES, VALUES)
 def test_equality_is_that_of_type_and_repr(one: Any, other: Any) -> None:
     if repr(one) == repr(other):
@@ -181,8 +184,15 @@ def test_a_thousand_programs_leave_no_process_mount_or_descriptor() -> None:
         outcomes = programs.run_batch(jobs)
         assert [outcome.calls[0].value for outcome in outcomes[::5]] == [1 + number for number in range(0, 1000, 5)]
         assert ProgramStatus.SANDBOX_DIED not in {outcome.status for outcome in outcomes}
-        assert len(_children() - before[0]) == 4  # two bwraps, each with its server
+        running = _children() - before[0]
+        assert len(running) == 4  # two bwraps, each with its server
     assert _left() == before
+    inside = [line.split()[0] for line in running if "bwrap" not in line]
+    assert len(inside) == 2
+    deadline = time.monotonic() + 5.0  # the kernel reaps what it has killed
+    while any(Path("/proc", pid, "exe").exists() for pid in inside) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(Path("/proc", pid, "exe").exists() for pid in inside)
 
 
 class Fragile(BwrapProvider):
@@ -205,6 +215,9 @@ class Fragile(BwrapProvider):
                 if len(calls) == 1:
                     message = ready()
                     server.process.kill()
+                    watched = select.poll()
+                    watched.register(server.control, select.POLLHUP)
+                    assert watched.poll(10_000)
                     return message
                 return ready()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.envs import Action, Env, EpisodeContext, Observation, StepResult, make
@@ -165,6 +165,7 @@ def test_what_is_not_a_message_ends_the_episode_without_an_answer() -> None:
     assert episode.branches[0].tokens()[1].sum() == len(said)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40))
 def test_any_tokens_at_all_end_an_episode_in_a_typed_way(said: list[int]) -> None:
     episode = play(Script(said))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from k3rl.model.kda import _GatedNorm, _ShortConv, chunked_kda
+from k3rl.model.kda import _GatedNorm, _ShortConv
+from k3rl.model.kda_chunks import chunked_kda
 from k3rl.model.layout import HISTORY, Layout
 
 

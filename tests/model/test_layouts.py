@@ -173,3 +173,27 @@ def test_a_cache_of_another_size_is_refused(nano) -> None:
     model = nano(dtype=torch.float32)
     with pytest.raises(InputError, match=r"cache\.select"):
         model(torch.zeros(2, 3, dtype=torch.int64), cache=model.new_cache(3))
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_sequence_of_nan_breaks_no_other(nano, broken) -> None:
+    """Packed training rows, prefill and decode; token 7 is NaN and stands in one sequence only."""
+    model = nano(activations="mxfp8")
+    lengths = [9, 30, 4]
+    parts = [part.clamp_min(8) for part in sequences(lengths)]
+    clean = [model(part).logits[0] for part in parts]
+    with torch.no_grad():
+        model.language_model.model.embed_tokens.weight[7] = float("nan")
+    parts[broken] = torch.full_like(parts[broken], 7)
+    packed = torch.cat(parts, dim=1)
+    cache = model.new_cache(3)
+    model(torch.cat([part[:, :-2] for part in parts], dim=1), cu_seqlens=bounds([n - 2 for n in lengths]), cache=cache)
+    model(torch.cat([part[:, -2:-1] for part in parts]), cache=cache)
+    last = model(torch.cat([part[:, -1:] for part in parts]), cache=cache).logits
+    out = model(packed, cu_seqlens=bounds(lengths)).logits[0].split(lengths)
+    for index, expected in enumerate(clean):
+        if index == broken:
+            assert bool(out[index].isnan().all())
+        else:
+            assert (out[index] - expected).abs().max() < TOLERANCE
+            assert (last[index, 0] - expected[-1]).abs().max() < TOLERANCE

@@ -25,9 +25,9 @@ class Fifo(Problem):
         return Interface(Stream((("data", p["width"]),), ready=True), Stream((("data", p["width"]),), ready=True))
 
     def behaviour(self, p: Parameters) -> str:
-        return f"""Words leave in the order in which they came, none lost or doubled. While the output is not taken, at least
-{p["depth"]} words must fit. A word that comes into an empty queue is offered at most {LATENCY} cycles later, and a queue that
-is neither full nor empty takes a word and gives a word in every cycle."""
+        return f"""Words leave in the order in which they came, none lost or doubled. While the output is
+not taken, at least {p["depth"]} words must fit. A word that comes into an empty queue is offered at most {LATENCY} cycles
+later, and a queue that is neither full nor empty takes a word and gives a word in every cycle."""
 
     def reference(self, p: Parameters) -> str:
         bits = (p["depth"] - 1).bit_length()
@@ -84,4 +84,4 @@ endmodule
         )
 
     def period_ns(self, p: Parameters) -> float:
-        return 1.0 if p["depth"] <= 4 else 1.2
+        return 0.75 if p["depth"] <= 4 else 0.9

@@ -35,18 +35,20 @@ class Inference(Problem):
     def behaviour(self, p: Parameters) -> str:
         words, bits = p["words"], p["bits"]
         return f"""The chip runs a program: each input is a command, executed as if one after another.
-A memory of {1 << MEMORY_BITS} words of 32 bits is outside (its area is not counted) and has one port: in a cycle with mem_we = 1 the word
-mem_addr becomes mem_wdata at the clock edge; in a cycle with mem_we = 0 the word mem_addr is in mem_rdata in the next
-cycle. After reset its words are arbitrary. Four signed 8-bit numbers are in a word, number i in bits [8*i+7:8*i].
+A memory of {1 << MEMORY_BITS} words of 32 bits is outside (its area is not counted) and has one port: in a cycle with
+mem_we = 1 the word mem_addr becomes mem_wdata at the clock edge; in a cycle with mem_we = 0 the word
+mem_addr is in mem_rdata in the next cycle. After reset its words are arbitrary. Four signed 8-bit numbers
+are in a word, number i in bits [8*i+7:8*i].
   in_op 0 WRITE  memory[in_addr] = in_data
   in_op 1 READ   gives one output, out_data = memory[in_addr]
   in_op 2, 3, 4  set the address X, W or Y to in_addr
-  in_op 5 RUN    runs a layer: n = in_data[7:0] words of input (1 to {words}), m = in_data[15:8] rows (a multiple of 4, 4 to {4 * words}),
-                 s = in_data[19:16], relu = in_data[20]:
+  in_op 5 RUN    runs a layer: n = in_data[7:0] words of input (1 to {words}), m = in_data[15:8] rows
+                 (a multiple of 4, 4 to {4 * words}), s = in_data[19:16], relu = in_data[20]:
       for r = 0 .. m-1:
         base = W + r * (n + 1)
         acc  = memory[base] taken as a bias (its low {bits} bits, signed)
-             + the sum over i < n and the four numbers t of number t of memory[X + i] * number t of memory[base + 1 + i]
+             + the sum over i < n and t < 4 of
+               number t of memory[X + i] * number t of memory[base + 1 + i]
         y[r] = (acc + (2^s / 2 rounded down)) >> s, rounded down, then held to -128 .. 127; with relu 0 if negative
       y[r] is number r mod 4 of memory[Y + r / 4]. acc never leaves {bits} bits. Layers do not write what they read.
 in_op 6 and 7 do not occur. X, W and Y keep their values after RUN.
@@ -61,13 +63,14 @@ all commands up to it: 2 for WRITE and for setting an address, 4 for READ, and m
         )
         return (
             self.interface(p).header(("mem_we", "mem_addr", "mem_wdata", "out_data"))
-            + f"""  localparam IDLE = 0, FETCH = 1, GIVE = 2, BIAS = 3, LOADX = 4, LOADW = 5, LAST = 6, QUANT = 7, STORE = 8;
+            + f"""  localparam IDLE = 0, FETCH = 1, GIVE = 2, BIAS = 3, LOADX = 4;
+  localparam LOADW = 5, LAST = 6, QUANT = 7, STORE = 8;
   reg [3:0] state;
   reg [{MEMORY_BITS - 1}:0] x_base, w_base, y_base, xp, wp, yp;
   reg [3:0] words, word, shift;
   reg [5:0] rows;
   reg relu;
-  reg [31:0] x, packed;
+  reg [31:0] x, gathered;
   reg signed [{bits - 1}:0] acc;
   wire signed [17:0] dot = {products};
   wire signed [{bits}:0] rounded = acc + $signed({{1'b0, (16'd1 << shift) >> 1}});
@@ -80,7 +83,7 @@ all commands up to it: 2 for WRITE and for setting an address, 4 for READ, and m
   assign out_valid = state == GIVE;
   always @* begin
     mem_we = state == STORE | take & in_op == {WRITE};
-    mem_wdata = state == IDLE ? in_data : packed;
+    mem_wdata = state == IDLE ? in_data : gathered;
     case (state)
       IDLE: mem_addr = in_addr;
       STORE: mem_addr = yp;
@@ -130,7 +133,7 @@ all commands up to it: 2 for WRITE and for setting an address, 4 for READ, and m
     if (state == LOADX & word == 1) acc <= mem_rdata[{bits - 1}:0];
     else if (state == LOADX | state == LAST) acc <= acc + dot;
     if (state == QUANT) begin
-      packed <= {{y, packed[31:8]}};
+      gathered <= {{y, gathered[31:8]}};
       rows <= rows - 1;
     end
     if (state == STORE) yp <= yp + 1;
@@ -142,7 +145,7 @@ endmodule
     def segments(self, p: Parameters, rng: random.Random) -> list[Segment]:
         return [
             self._segment(p, rng, 1, cut=45),
-            self._segment(p, rng, 2, stall=True),
+            self._segment(p, rng, 1 + 6 // p["words"], stall=True),
             self._segment(p, rng, 1, timed=True),
         ]
 
@@ -163,7 +166,7 @@ endmodule
         spent = 0
         for _ in range(programs):
             for command in program(p["words"], rng, largest=timed):
-                operation, address, data = command
+                operation, _, data = command
                 spent += {READ: 4, RUN: (data >> 8 & 255) * (3 * (data & 255) + 6) + 8}.get(operation, 2)
                 commands.append(command)
                 if operation == READ:

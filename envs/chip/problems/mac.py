@@ -27,10 +27,11 @@ class Mac(Problem):
         )
 
     def behaviour(self, p: Parameters) -> str:
-        return f"""in_a and in_b each hold {p["lanes"]} signed 8-bit numbers, number i in bits [8*i+7:8*i]. Each input adds the sum over i of
-a[i] * b[i] to an accumulator of {p["bits"]} bits (two's complement, wrapping), which is 0 after reset. An input with
-in_last = 1 ends a dot product: one output follows with out_sum = the accumulator with that input added, and the
-accumulator begins at 0 again with the next input. Inputs without in_last give no output.
+        return f"""in_a and in_b each hold signed 8-bit numbers, {p["lanes"]} of them, number i in bits [8*i+7:8*i].
+Each input adds the sum over i of a[i] * b[i] to an accumulator of {p["bits"]} bits (two's complement, wrapping),
+which is 0 after reset. An input with in_last = 1 ends a dot product: one output follows with out_sum = the
+accumulator with that input added, and the accumulator begins at 0 again with the next input. Inputs
+without in_last give no output.
 An output comes at most {LATENCY} cycles after its input. Inputs can come in every cycle and cannot be refused."""
 
     def reference(self, p: Parameters) -> str:
@@ -80,7 +81,7 @@ endmodule
         )
 
     def period_ns(self, p: Parameters) -> float:
-        return 1.6 + 0.2 * (p["lanes"] - 1).bit_length()
+        return round(1.7 + 0.2 * (p["lanes"] - 1).bit_length(), 1)
 
 
 def _byte(rng: random.Random) -> int:

@@ -1,0 +1,31 @@
+"""The rules of `chip`: one answer, which is the design."""
+
+from __future__ import annotations
+
+from k3rl.envs.base import Action, Env, EpisodeContext, Observation, StepResult
+from k3rl.types import StopReason, Task
+
+
+class ChipEnv(Env):
+    """One episode: the request, and the final message as the answer."""
+
+    def __init__(self) -> None:
+        self._task: Task | None = None
+
+    async def reset(self, task: Task, context: EpisodeContext) -> Observation:
+        """The request."""
+        if self._task is not None:
+            raise RuntimeError("an environment is single use; make a new one for each episode")
+        self._task = task
+        return Observation(task.messages, task.tools, task.tool_choice)
+
+    async def step(self, action: Action) -> StepResult:
+        """Take the turn as the answer."""
+        if self._task is None:
+            raise RuntimeError("call reset before step")
+        if action.message is None:
+            return StepResult(done=True, stop_reason=StopReason.PARSE_ERROR)
+        content = action.message.content
+        return StepResult(
+            done=True, stop_reason=StopReason.COMPLETED, answer=content if isinstance(content, str) else ""
+        )

@@ -1,0 +1,31 @@
+"""The rules of `compiler`: one turn, whose text is the submission."""
+
+from __future__ import annotations
+
+from k3rl.envs.base import Action, Env, EpisodeContext, Observation, StepResult
+from k3rl.types import StopReason, Task
+
+
+class CompilerEnv(Env):
+    """One episode: the specification and one milestone are asked, one JSON object of files is the answer."""
+
+    def __init__(self) -> None:
+        self._task: Task | None = None
+
+    async def reset(self, task: Task, context: EpisodeContext) -> Observation:
+        """The request."""
+        if self._task is not None:
+            raise RuntimeError("an environment is single use; make a new one for each episode")
+        self._task = task
+        return Observation(task.messages)
+
+    async def step(self, action: Action) -> StepResult:
+        """Take the turn's text as the submission."""
+        if self._task is None:
+            raise RuntimeError("call reset before step")
+        if action.message is None:
+            return StepResult(done=True, stop_reason=StopReason.PARSE_ERROR)
+        content = action.message.content
+        return StepResult(
+            done=True, stop_reason=StopReason.COMPLETED, answer=content if isinstance(content, str) else ""
+        )

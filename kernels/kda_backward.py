@@ -1,0 +1,224 @@
+"""Chunked KDA backward on Hopper: three Triton kernels over the tiles that the forward left (see kda_forward).
+
+With R = v - k_in S (before the solve), u = solve R, Z = dR = solve^T du, and dS the gradient of the state a chunk leaves:
+
+    `reverse_scan` (per sequence, head and tile of V, serial, state transposed in registers, as in the forward)
+        du = A^T do + k_out dS;   dv = Z = solve^T du;   dS <- diag(decay) dS + q_in^T do - k_in^T Z
+    `state_gradients` (one program per chunk and head, all in parallel)
+        dq_in = do S^T;  dk_in = -Z S^T;  dk_out = u dS^T;  dA = do u^T;  dP = -Z u^T;  dbeta = Z . u / beta
+    `input_gradients` (likewise): from those to the raw q, k, gate; apart, since together they do not fit in registers.
+
+(I + L) u = beta R makes dL = -(I + L)^-T du u^T, so the inverse itself needs no gradient. q enters only as
+q exp(G), k as k exp(G) in rows and k exp(-G) in columns, hence dG = q dq + k (dk of rows - dk of columns), whose reverse
+running sum inside the chunk, with the decay of the state, is the gradient of the log decay. The pair (i, i) is kept out
+of it: its two terms cancel exactly. Every exponential is anchored as in the forward. Sums over chunks (dA_log,
+ddt_bias) leave one row per chunk, added up by torch, so that a repeated run is bit-identical.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from k3rl.kernels.kda_forward import block_vectors, flatten, load_rows, split_pairs, tile_offsets
+from k3rl.kernels.triton_ops import LOG2E, dot, exp2, sigmoid, to_bf16_rne
+
+
+@triton.jit
+def reverse_scan_kernel(
+    q_in, k_in, k_out, A, solve, decay, do, dv, dS_end, dS0, dstates, chunk_offset, chunk_start, chunk_len,
+    do_t, do_h, dv_t, dv_h, H,
+    HAS_DS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    first = tl.load(chunk_offset + sequence)
+    last = tl.load(chunk_offset + sequence + 1)
+    rows = tl.arange(0, C)
+    keys = tl.arange(0, K)
+    values = tl.program_id(0) * BV + tl.arange(0, BV)
+    state_at = (sequence * H + head).to(tl.int64) * K * V + keys[None, :] * V + values[:, None]
+    if HAS_DS:
+        dS = tl.load(dS_end + state_at).to(tl.float32)
+    else:
+        dS = tl.zeros([BV, K], tl.float32)
+    square = rows[:, None] * C + rows[None, :]
+    flat = rows[:, None] * K + keys[None, :]
+    t0 = tl.load(chunk_start + first, mask=first < last, other=0)
+    end = t0
+    if first < last:
+        end = tl.load(chunk_start + last - 1) + tl.load(chunk_len + last - 1)
+    fade = tl.load(decay + ((last - 1) * H + head).to(tl.int64) * K + keys, mask=keys < K * (first < last), other=0.0)
+    for step in tl.range(0, last - first, num_stages=STAGES):
+        chunk = last - 1 - step
+        tile = (chunk * H + head).to(tl.int64)
+        following = (tl.maximum(chunk - 1, first) * H + head).to(tl.int64)
+        fade_next = tl.load(decay + following * K + keys)
+        token = t0 + (chunk - first) * C + rows
+        inside = (token < end)[:, None]
+        at = token.to(tl.int64)[:, None]
+        do_tile = tl.trans(tl.load(do + at * do_t + head * do_h + values[None, :], mask=inside, other=0.0))
+        A_tile = tl.load(A + tile * C * C + square)
+        k_out_tile = tl.load(k_out + tile * C * K + flat)
+        solve_tile = tl.load(solve + tile * C * C + square)
+        q_in_tile = tl.load(q_in + tile * C * K + flat)
+        k_in_tile = tl.load(k_in + tile * C * K + flat)
+        dS16 = to_bf16_rne(dS)
+        tl.store(dstates + tile * K * V + values[:, None] * K + keys[None, :], dS16)
+        du = dot(dS16, tl.trans(k_out_tile), dot(do_tile, A_tile))
+        Z = dot(to_bf16_rne(du), solve_tile)
+        tl.store(dv + at * dv_t + head * dv_h + values[None, :], tl.trans(to_bf16_rne(Z)), mask=inside)
+        dS = dot(do_tile, q_in_tile, dS * fade[None, :])
+        dS = dot(to_bf16_rne(-Z), k_in_tile, dS)
+        fade = fade_next
+    tl.store(dS0 + state_at, dS)
+
+
+@triton.jit
+def unflatten(x, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """[C, K] as the block form [C // BLOCK, K, BLOCK] of kda_forward."""
+    return tl.permute(tl.reshape(x, [C // BLOCK, BLOCK, K]), (0, 2, 1))
+
+
+@triton.jit
+def pair_gradients(q, k, inside, total, dA, dP, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradients of q, of k in rows and of k in columns, [blocks, K, BLOCK], from dA and dP [C, C] bf16 off the diagonal."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    same = (i // BLOCK == j // BLOCK) & (j < i)
+    rise = exp2(inside)
+    fall = exp2(-inside)
+    columns = flatten(to_bf16_rne(k * fall), K, C, BLOCK)
+    nothing = to_bf16_rne(tl.zeros([C, C], tl.float32))
+    dA_same = tl.where(same, dA, nothing)
+    dP_same = tl.where(same, dP, nothing)
+    dq = unflatten(dot(dA_same, columns), K, C, BLOCK) * rise
+    dk_row = unflatten(dot(dP_same, columns), K, C, BLOCK) * rise
+    dk_col = dot(tl.trans(dA_same), flatten(to_bf16_rne(q * rise), K, C, BLOCK))
+    dk_col = dot(tl.trans(dP_same), flatten(to_bf16_rne(k * rise), K, C, BLOCK), dk_col)
+    dk_col = unflatten(dk_col, K, C, BLOCK) * fall
+    second = tl.arange(0, C // BLOCK)[:, None, None] % 2 == 1
+    pairs = split_pairs(i, j, BLOCK)
+    across = exp2(tl.where(second, inside, total[:, :, None] - inside))
+    columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
+    dA_pair = tl.where(pairs, dA, nothing)
+    dP_pair = tl.where(pairs, dP, nothing)
+    dq += unflatten(dot(dA_pair, columns), K, C, BLOCK) * across
+    dk_row += unflatten(dot(dP_pair, columns), K, C, BLOCK) * across
+    turned = dot(tl.trans(dA_pair), flatten(to_bf16_rne(q * across), K, C, BLOCK))
+    dk_col += unflatten(dot(tl.trans(dP_pair), columns, turned), K, C, BLOCK) * across
+    return dq, dk_row, dk_col
+
+
+@triton.jit
+def norm_backward(y, norm, dy):
+    """Gradient of x = y / norm for the normalised y, norm = (sum x^2 + 1e-6)^-1/2, over axis 1 of [blocks, K, BLOCK]."""
+    return (dy - y * tl.sum(y * dy, axis=1)[:, None, :]) * norm[:, None, :]
+
+
+@triton.jit
+def state_gradients_kernel(
+    beta, do, updates, dv, states, dstates, decay, chunk_start, chunk_len,
+    dq_in, dk_in, dk_out, dA_out, dP_out, dbeta, fading,
+    b_t, b_h, do_t, do_h, dv_t, dv_h, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    n = tl.load(chunk_len + chunk)
+    if n == 0:
+        return
+    tile = (chunk * H + head).to(tl.int64)
+    columns = tl.arange(0, K)
+    rows = tl.arange(0, C)
+    at = (tl.load(chunk_start + chunk) + rows).to(tl.int64)
+    value = tl.arange(0, V)
+    valid = (rows < n)[:, None]
+    state = tile * K * V + value[:, None] * K + columns[None, :]
+    do_tile = tl.load(do + at[:, None] * do_t + head * do_h + value[None, :], mask=valid, other=0.0)
+    Z = tl.load(dv + at[:, None] * dv_t + head * dv_h + value[None, :], mask=valid, other=0.0)
+    u = tl.load(updates + tile * C * V + rows[:, None] * V + value[None, :])
+    S = tl.load(states + state)
+    dS = tl.load(dstates + state)
+    flat = tile * C * K + rows[:, None] * K + columns[None, :]
+    tl.store(dq_in + flat, tl.trans(to_bf16_rne(dot(tl.trans(S), tl.trans(do_tile)))))
+    tl.store(dk_in + flat, tl.trans(to_bf16_rne(-dot(tl.trans(S), tl.trans(Z)))))
+    tl.store(dk_out + flat, tl.trans(to_bf16_rne(dot(tl.trans(dS), tl.trans(u)))))
+    square = tile * C * C + rows[:, None] * C + rows[None, :]
+    tl.store(dA_out + square, to_bf16_rne(dot(do_tile, tl.trans(u))))
+    tl.store(dP_out + square, to_bf16_rne(-dot(Z, tl.trans(u))))
+    faded = tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0)
+    tl.store(fading + tile * K + columns, faded * tl.load(decay + tile * K + columns))
+
+    b_raw = tl.load(beta + at * b_t + head * b_h, mask=rows < n, other=0.0).to(tl.float32)
+    b = sigmoid(b_raw)
+    db = tl.sum(Z.to(tl.float32) * u.to(tl.float32), axis=1) * sigmoid(-b_raw)
+    # u is proportional to beta, so the quotient has the limit 0 where beta underflows.
+    tl.store(dbeta + at * H + head, tl.where(b > 1e-30, db / tl.maximum(b, 1e-30), 0.0), mask=rows < n)
+
+
+@triton.jit
+def input_gradients_kernel(
+    q, k, gate, A_log, dt_bias, dq_in, dk_in, dk_out, dA_in, dP_in, fading, chunk_start, chunk_len,
+    dq, dk, dgate, dbias_rows, drate_rows,
+    q_t, q_h, k_t, k_h, g_t, g_h, H, lower_bound, scale,
+    K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    n = tl.load(chunk_len + chunk)
+    tile = (chunk * H + head).to(tl.int64)
+    columns = tl.arange(0, K)
+    if n == 0:
+        tl.store(dbias_rows + tile * K + columns, tl.zeros([K], tl.float32))
+        tl.store(drate_rows + tile * K + columns, tl.zeros([K], tl.float32))
+        return
+    t0 = tl.load(chunk_start + chunk)
+    rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    bias = tl.load(dt_bias + head * K + columns).to(tl.float32)
+    z = load_rows(gate, t0, n, head, g_t, g_h, -float("inf"), K, C, BLOCK).to(tl.float32) + bias[None, :, None]
+    g = sigmoid(z * rate) * (lower_bound * LOG2E)
+    inside = tl.cumsum(g, axis=2)
+    total = tl.sum(g, axis=2)
+    before, after, _, _ = block_vectors(total, C, BLOCK)
+    qn = load_rows(q, t0, n, head, q_t, q_h, 0.0, K, C, BLOCK).to(tl.float32)
+    kn = load_rows(k, t0, n, head, k_t, k_h, 0.0, K, C, BLOCK).to(tl.float32)
+    q_norm = tl.rsqrt(tl.sum(qn * qn, axis=1) + 1e-6)
+    k_norm = tl.rsqrt(tl.sum(kn * kn, axis=1) + 1e-6)
+    qn = qn * (q_norm * scale)[:, None, :]
+    kn = kn * k_norm[:, None, :]
+
+    rows = tl.arange(0, C)
+    square = tile * C * C + rows[:, None] * C + rows[None, :]
+    dA = tl.load(dA_in + square)
+    dq_n, dk_row, dk_col = pair_gradients(qn, kn, inside, total, dA, tl.load(dP_in + square), K, C, BLOCK)
+    _, flat = tile_offsets(K, K, C, BLOCK)
+    flat += tile * C * K
+    since_start = exp2(inside + before[:, :, None])
+    dq_n += tl.load(dq_in + flat).to(tl.float32) * since_start
+    dk_row += tl.load(dk_in + flat).to(tl.float32) * since_start
+    from_out = tl.load(dk_out + flat).to(tl.float32) * exp2((after + total)[:, :, None] - inside)
+    dk_col += from_out
+
+    # The decay of the whole chunk, then the reverse running sum inside it.
+    dG = qn * dq_n + kn * (dk_row - dk_col)
+    block_sum = tl.sum(dG, axis=2)
+    later = tl.sum(block_sum, axis=0)[None, :] - tl.cumsum(block_sum, axis=0)
+    whole = tl.load(fading + tile * K + columns) + tl.sum(tl.sum(kn * from_out, axis=2), axis=0)
+    dg = (block_sum + later + whole[None, :])[:, :, None] - tl.cumsum(dG, axis=2) + dG
+    # 1 - s from the other side: near saturation the difference would keep no digit.
+    slope = lower_bound * sigmoid(z * rate) * sigmoid(-z * rate)
+    dz = dg * slope * rate
+    row, to = tile_offsets(H * K, K, C, BLOCK)
+    to += t0.to(tl.int64) * H * K + head * K
+    tl.store(dgate + to, to_bf16_rne(dz), mask=row < n)
+    # A row past the end has z = -inf and slope 0.
+    tl.store(drate_rows + tile * K + columns, tl.sum(tl.sum(tl.where(row < n, dz * z, 0.0), axis=2), axis=0))
+    tl.store(dbias_rows + tile * K + columns, tl.sum(tl.sum(dz, axis=2), axis=0))
+
+    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dA.to(tl.float32), 0.0), axis=1)
+    diagonal = tl.reshape(diagonal, [C // BLOCK, BLOCK])[:, None, :]
+    dq_n = (dq_n + diagonal * kn) * scale
+    dk_n = dk_row + dk_col + diagonal * qn
+    tl.store(dq + to, to_bf16_rne(norm_backward(qn * (1.0 / scale), q_norm, dq_n)), mask=row < n)
+    tl.store(dk + to, to_bf16_rne(norm_backward(kn, k_norm, dk_n)), mask=row < n)

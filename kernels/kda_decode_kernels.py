@@ -1,0 +1,122 @@
+"""The Triton kernel of `kda_decode`: one program per row and head holds the whole 128 x 128 fp32 state in registers.
+
+The state is loaded first, before anything it will be combined with is known. Both reductions over K, S^T (alpha k) and
+S^T (alpha q), come from that one copy, since o = S_new^T q = S^T (alpha q) + (k . q) delta with
+delta = beta (v - S^T (alpha k)), S_new = diag(alpha) S + k delta^T. A lane owns 4 neighbouring values of V and a warp
+whole rows, so that the sums over K stay in a thread until one exchange between warps.
+Traffic: 128 KiB per row and head, all else is below 3 KiB.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from k3rl.kernels.triton_ops import LOG2E, exp2, sigmoid, to_bf16_rne
+
+
+@triton.jit
+def _round(x, BF16: tl.constexpr):
+    """To the precision in which prefill hands a tensor on, kept in fp32."""
+    if BF16:
+        x = to_bf16_rne(x).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _store(pointer, value, mask, BF16: tl.constexpr):
+    if BF16:
+        tl.store(pointer, to_bf16_rne(value), mask=mask)
+    else:
+        tl.store(pointer, value, mask=mask)
+
+
+@triton.jit
+def _convolve(x_pointer, weight, conv_pool, read, write, at, first, width, store, BF16: tl.constexpr, POOL_BF16: tl.constexpr):
+    """SiLU of the convolution at channels `at` [D] of one stream; shifts its history from the read to the write slot."""
+    x = tl.load(x_pointer).to(tl.float32)
+    old = conv_pool + read * 3 * width + first + at
+    new = conv_pool + write * 3 * width + first + at
+    h3 = tl.load(old).to(tl.float32)
+    h2 = tl.load(old + width).to(tl.float32)
+    h1 = tl.load(old + 2 * width).to(tl.float32)
+    w = weight + at * 4
+    c = tl.load(w).to(tl.float32) * h3 + tl.load(w + 1).to(tl.float32) * h2
+    c += tl.load(w + 2).to(tl.float32) * h1 + tl.load(w + 3).to(tl.float32) * x
+    _store(new, h2, store, POOL_BF16)
+    _store(new + width, h1, store, POOL_BF16)
+    _store(new + 2 * width, x, store, POOL_BF16)
+    return _round(c * sigmoid(c), BF16)
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, gate, beta, out_gate, wq, wk, wv, A_log, dt_bias, norm_weight, conv_pool, state_pool,
+    read_index, write_index, y,
+    q_t, k_t, v_t, g_t, b_t, z_t, read_stride, write_stride, H, lower_bound, scale, eps,
+    D: tl.constexpr, BF16: tl.constexpr, POOL_BF16: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, D)
+    at = head * D + column
+    read = tl.load(read_index + row * read_stride).to(tl.int64)
+    write = tl.load(write_index + row * write_stride).to(tl.int64)
+    out = y + row * H * D + at
+    if read < 0:
+        _store(out, tl.zeros([D], tl.float32), column < D, BF16)
+        return
+    square = column[:, None] * D + column[None, :]
+    S = tl.load(state_pool + (read * H + head) * D * D + square)
+    keep = (column < D) & (write >= 0)
+    write = tl.maximum(write, 0)
+    width = 3 * H * D
+    qc = _convolve(q + row * q_t + at, wq, conv_pool, read, write, at, 0, width, keep, BF16, POOL_BF16)
+    kc = _convolve(k + row * k_t + at, wk, conv_pool, read, write, at, H * D, width, keep, BF16, POOL_BF16)
+    vc = _convolve(v + row * v_t + at, wv, conv_pool, read, write, at, 2 * H * D, width, keep, BF16, POOL_BF16)
+    rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    z = tl.load(gate + row * g_t + at).to(tl.float32) + tl.load(dt_bias + at).to(tl.float32)
+    alpha = exp2(sigmoid(z * rate) * (lower_bound * LOG2E))
+    b = sigmoid(tl.load(beta + row * b_t + head).to(tl.float32))
+    qn = qc * (tl.rsqrt(tl.sum(qc * qc, axis=0) + 1e-6) * scale)
+    kn = kc * tl.rsqrt(tl.sum(kc * kc, axis=0) + 1e-6)
+
+    S = S * alpha[:, None]
+    predicted = tl.sum(S * kn[:, None], axis=0)
+    o = tl.sum(S * qn[:, None], axis=0)
+    delta = b * (vc - predicted)
+    o += tl.sum(kn * qn, axis=0) * delta
+    S += kn[:, None] * delta[None, :]
+    tl.store(state_pool + (write * H + head) * D * D + square, S, mask=keep[:, None])
+    o = _round(o, BF16)
+    o = o * tl.rsqrt(tl.sum(o * o, axis=0) / D + eps) * tl.load(norm_weight + column).to(tl.float32)
+    _store(out, o * sigmoid(tl.load(out_gate + row * z_t + at).to(tl.float32)), column < D, BF16)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, D] whose rows are contiguous (a slice of a wider matrix is), copied only otherwise."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def kda_decode(
+    q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool,
+    read_index, write_index, lower_bound, eps, num_warps: int = 8, **options,
+):  # fmt: skip
+    """`k3rl.kernels.kda_decode.kda_decode` by the kernel: D = 128, fp32 contiguous pools."""
+    B, H, D = q.shape
+    if state_pool.dtype != torch.float32 or not state_pool.is_contiguous() or not conv_pool.is_contiguous():
+        raise ValueError(f"kda_decode: the kernel wants contiguous pools and a float32 state_pool, got {state_pool.dtype}, "
+                         f"strides {state_pool.stride()} and {conv_pool.stride()}")  # fmt: skip
+    q, k, v, gate, out_gate = (_rows(x) for x in (q, k, v, gate, out_gate))
+    beta = beta if beta.stride(1) == 1 else beta.contiguous()
+    y = torch.empty(B, H, D, dtype=v.dtype, device=v.device)
+    decode_kernel[(H, B)](
+        q, k, v, gate, beta, out_gate, *(w.contiguous() for w in conv_weights), A_log, dt_bias, norm_weight,
+        conv_pool, state_pool, read_index, write_index, y,
+        *(x.stride(0) for x in (q, k, v, gate, beta, out_gate)), read_index.stride(0), write_index.stride(0),
+        H, lower_bound, D**-0.5, eps,
+        D=D, BF16=v.dtype == torch.bfloat16, POOL_BF16=conv_pool.dtype == torch.bfloat16,
+        num_warps=num_warps, **options,
+    )  # fmt: skip
+    return y

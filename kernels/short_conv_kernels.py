@@ -1,0 +1,216 @@
+"""Triton kernels of `short_conv`: strips of STRIP tokens by COLUMNS channels, the last rows kept in registers.
+
+A program walks down its strip and reads every row once (3 rows of halo aside), so that forward moves 2 and backward 3
+elements per input element. Backward recomputes the pre-activation from x, row by row; the weight's gradient leaves one
+row per strip, added up by torch, so that a repeated run is bit-identical.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from k3rl.kernels.kda_autograd import fixed_chunks, packed_chunks
+from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
+
+STRIP = 64
+COLUMNS = 1024
+
+
+@triton.jit
+def _pick(stream, a, b, c):
+    """The pointer of stream 0, 1 or 2."""
+    chosen = a
+    if stream == 1:
+        chosen = b
+    if stream == 2:
+        chosen = c
+    return chosen
+
+
+@triton.jit
+def _before(x, history, t0, back, at_start, slot, column, valid, stride_t, width, HAS_HISTORY: tl.constexpr):
+    """Row t0 - back of a strip: from the sequence, or from the history if the strip starts it (fp32)."""
+    past = tl.load(x + (t0 - back) * stride_t + column, mask=valid & (at_start == 0), other=0.0).to(tl.float32)
+    if HAS_HISTORY:
+        past += tl.load(history + (slot * 3 + 3 - back) * width + column, mask=valid & (at_start == 1), other=0.0).to(
+            tl.float32
+        )
+    return past
+
+
+@triton.jit
+def forward_kernel(
+    xa, xb, xc, wa, wb, wc, ya, yb, yc, history, chunk_start, chunk_len, chunk_sequence, chunk_first,
+    x_t, channels, width,
+    HAS_HISTORY: tl.constexpr, STRIP: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    strip = tl.program_id(1)
+    stream = tl.program_id(2)
+    n = tl.load(chunk_len + strip)
+    if n == 0:
+        return
+    x, w, y = _pick(stream, xa, xb, xc), _pick(stream, wa, wb, wc), _pick(stream, ya, yb, yc)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = column < channels
+    t0 = tl.load(chunk_start + strip).to(tl.int64)
+    at_start = tl.load(chunk_first + strip)
+    slot = tl.load(chunk_sequence + strip).to(tl.int64)
+    w0 = tl.load(w + column * 4, mask=valid, other=0.0).to(tl.float32)
+    w1 = tl.load(w + column * 4 + 1, mask=valid, other=0.0).to(tl.float32)
+    w2 = tl.load(w + column * 4 + 2, mask=valid, other=0.0).to(tl.float32)
+    w3 = tl.load(w + column * 4 + 3, mask=valid, other=0.0).to(tl.float32)
+    past = history + stream * channels
+    x3 = _before(x, past, t0, 3, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
+    x2 = _before(x, past, t0, 2, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
+    x1 = _before(x, past, t0, 1, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
+    for row in tl.range(0, n, num_stages=STAGES):
+        x0 = tl.load(x + (t0 + row) * x_t + column, mask=valid, other=0.0).to(tl.float32)
+        c = w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+        out = c * sigmoid(c)
+        to = y + (t0 + row) * channels + column
+        if BF16:
+            tl.store(to, to_bf16_rne(out), mask=valid)
+        else:
+            tl.store(to, out, mask=valid)
+        x3, x2, x1 = x2, x1, x0
+
+
+@triton.jit
+def backward_kernel(
+    xa, xb, xc, wa, wb, wc, dya, dyb, dyc, dxa, dxb, dxc, dweight_rows, history,
+    chunk_start, chunk_len, chunk_sequence, chunk_first, chunk_rest,
+    x_t, dy_t, channels, width,
+    HAS_HISTORY: tl.constexpr, STRIP: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    strip = tl.program_id(1)
+    stream = tl.program_id(2)
+    n = tl.load(chunk_len + strip)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = column < channels
+    x, w, dy, dx = _pick(stream, xa, xb, xc), _pick(stream, wa, wb, wc), _pick(stream, dya, dyb, dyc), _pick(stream, dxa, dxb, dxc)
+    t0 = tl.load(chunk_start + strip).to(tl.int64)
+    at_start = tl.load(chunk_first + strip)
+    slot = tl.load(chunk_sequence + strip).to(tl.int64)
+    # Tokens of the same sequence after this strip: their dy reaches back into it, 3 rows at most.
+    rest = tl.load(chunk_rest + strip)
+    w0 = tl.load(w + column * 4, mask=valid, other=0.0).to(tl.float32)
+    w1 = tl.load(w + column * 4 + 1, mask=valid, other=0.0).to(tl.float32)
+    w2 = tl.load(w + column * 4 + 2, mask=valid, other=0.0).to(tl.float32)
+    w3 = tl.load(w + column * 4 + 3, mask=valid, other=0.0).to(tl.float32)
+    nothing = tl.zeros([COLUMNS], tl.float32)
+    x3, x2, x1, d3, d2, d1 = nothing, nothing, nothing, nothing, nothing, nothing
+    g0, g1, g2, g3 = nothing, nothing, nothing, nothing
+    if n > 0:
+        past = history + stream * channels
+        x3 = _before(x, past, t0, 3, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
+        x2 = _before(x, past, t0, 2, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
+        x1 = _before(x, past, t0, 1, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
+    for row in tl.range(0, tl.where(n > 0, n + 3, 0), num_stages=STAGES):
+        read = valid & (row < n + rest)
+        x0 = tl.load(x + (t0 + row) * x_t + column, mask=read, other=0.0).to(tl.float32)
+        up = tl.load(dy + (t0 + row) * dy_t + column, mask=read, other=0.0).to(tl.float32)
+        c = w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
+        s = sigmoid(c)
+        d0 = up * s * (1.0 + c * (1.0 - s))
+        mine = tl.where(row < n, d0, 0.0)
+        g0 += mine * x3
+        g1 += mine * x2
+        g2 += mine * x1
+        g3 += mine * x0
+        out = w3 * d3 + w2 * d2 + w1 * d1 + w0 * d0
+        to = dx + (t0 + row - 3) * channels + column
+        if BF16:
+            tl.store(to, to_bf16_rne(out), mask=valid & (row >= 3))
+        else:
+            tl.store(to, out, mask=valid & (row >= 3))
+        x3, x2, x1, d3, d2, d1 = x2, x1, x0, d2, d1, d0
+    to = dweight_rows + (strip * 3 + stream).to(tl.int64) * 4 * channels + column
+    tl.store(to, g0, mask=valid)
+    tl.store(to + channels, g1, mask=valid)
+    tl.store(to + 2 * channels, g2, mask=valid)
+    tl.store(to + 3 * channels, g3, mask=valid)
+
+
+def _strips(B, T, cu_seqlens, device, strip):
+    chunks = fixed_chunks(B, T, device, strip) if cu_seqlens is None else packed_chunks(cu_seqlens, T, strip)
+    index = torch.arange(chunks.count, dtype=torch.int32, device=device)
+    sequence = torch.searchsorted(chunks.offset[1:], index, right=True, out_int32=True).clamp_(max=chunks.sequences - 1)
+    first = (index == chunks.offset[sequence]).int()
+    if cu_seqlens is None:
+        ends = (sequence + 1) * T
+    else:
+        ends = cu_seqlens.to(torch.int32)[sequence + 1]
+    rest = (ends - chunks.start - chunks.length).clamp(0, 3)
+    return chunks, sequence.int(), first, rest.int()
+
+
+def _three(tensors):
+    return [tensors[min(s, len(tensors) - 1)] for s in range(3)]
+
+
+def _rows(tensors):
+    """Each [B, T, C] as rows [B * T, C] with one common row stride and contiguous channels."""
+    flat = [x.flatten(0, 1) for x in tensors]
+    if any(x.stride(1) != 1 or x.stride(0) != flat[0].stride(0) for x in flat):
+        flat = [x.contiguous() for x in flat]
+    return flat, flat[0].stride(0)
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, history, cu_seqlens, count, *tensors):
+        xs, weights = tensors[:count], [w.contiguous() for w in tensors[count:]]
+        B, T, C = xs[0].shape
+        strips = _strips(B, T, cu_seqlens, xs[0].device, STRIP)
+        rows, stride = _rows(xs)
+        make = torch.empty if cu_seqlens is None else torch.zeros
+        ys = [make(B, T, C, dtype=x.dtype, device=x.device) for x in xs]
+        launch_forward(rows, stride, weights, ys, history, strips)
+        ctx.save_for_backward(history, *xs, *weights)
+        ctx.count, ctx.strips, ctx.packed = count, strips, cu_seqlens is not None
+        return tuple(ys)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *dys):
+        history, *tensors = ctx.saved_tensors
+        xs, weights = tensors[: ctx.count], tensors[ctx.count :]
+        rows, stride = _rows(xs)
+        make = torch.zeros_like if ctx.packed else torch.empty_like
+        dxs = [make(x, memory_format=torch.contiguous_format) for x in xs]
+        dws = launch_backward(rows, stride, weights, _rows(dys), dxs, history, ctx.strips)
+        return None, None, None, *dxs, *(dw.to(w.dtype) for dw, w in zip(dws, weights, strict=True))
+
+
+def launch_forward(rows, stride, weights, ys, history, strips, columns: int = COLUMNS, num_warps: int = 4, stages: int = 2):
+    """Fill ys from rows [tokens, C]."""
+    chunks, sequence, first, _ = strips
+    C = rows[0].shape[-1]
+    forward_kernel[(triton.cdiv(C, columns), chunks.count, len(rows))](
+        *_three(rows), *_three(weights), *_three(ys), rows[0] if history is None else history,
+        chunks.start, chunks.length, sequence, first, stride, C, C * len(rows),
+        HAS_HISTORY=history is not None, STRIP=STRIP, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
+        STAGES=stages, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def launch_backward(rows, stride, weights, dys, dxs, history, strips, columns: int = COLUMNS, num_warps: int = 4, stages: int = 2):
+    """Fill dxs; returns the weights' gradients [C, 4] fp32."""
+    chunks, sequence, first, rest = strips
+    C = rows[0].shape[-1]
+    parts = torch.zeros(chunks.count, 3, 4, C, dtype=torch.float32, device=rows[0].device)
+    backward_kernel[(triton.cdiv(C, columns), chunks.count, len(rows))](
+        *_three(rows), *_three(weights), *_three(dys[0]), *_three(dxs), parts,
+        rows[0] if history is None else history, chunks.start, chunks.length, sequence, first, rest,
+        stride, dys[1], C, C * len(rows),
+        HAS_HISTORY=history is not None, STRIP=STRIP, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
+        STAGES=stages, num_warps=num_warps,
+    )  # fmt: skip
+    return [parts[:, s].sum(0).t().contiguous() for s in range(len(rows))]
+
+
+def short_conv(xs, weights, history, cu_seqlens):
+    """The outputs of `k3rl.kernels.short_conv.short_conv` by the kernels: up to 3 streams, bf16 or fp32."""
+    return list(_ShortConv.apply(history, cu_seqlens, len(xs), *xs, *weights))

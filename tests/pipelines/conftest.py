@@ -1,0 +1,77 @@
+"""Runs of the real command, small: a real Ray, real sandboxes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = """
+[cluster]
+object_store_mb = 200
+[sft]
+max_steps = 6
+check_every = 2
+decay_steps = 2
+batch_size = 16
+demonstrations = 400
+heldout_examples = 16
+save_every = 2
+[rl]
+steps = 2
+batch_size = 16
+group_size = 4
+[distill]
+steps = 1
+batch_size = 8
+[evaluation]
+n = 16
+n_family = 4
+"""
+
+
+class Command:
+    """The `k3rl` command in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+        self.environment.pop("RAY_ADDRESS", None)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "k3rl.cli", *words],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *words: str, code: int = 0, timeout: float = 110) -> tuple[str, str]:
+        """(standard output, standard error) of a command that must end with `code`."""
+        process = self.start(*words)
+        out, err = process.communicate(timeout=timeout)
+        assert process.returncode == code, f"exit {process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
+        return out, err
+
+    def json(self, *words: str) -> dict:
+        out, _ = self.run(*words, "--json")
+        return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Path:
+    """A TOML file that makes the quickstart small."""
+    path = tmp_path_factory.mktemp("config") / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory) -> Command:
+    return Command(tmp_path_factory.mktemp("runs"))

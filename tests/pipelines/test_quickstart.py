@@ -1,0 +1,86 @@
+"""The main job end to end, small: what it leaves, and that every figure can be had again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from k3rl.checkpoint import load_checkpoint, official_tensors
+from k3rl.data.trajectories import read_all
+from k3rl.pipelines.batches import reward_of
+from k3rl.run.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def finished(command, small):
+    """(what --json printed, the run directory) of one quickstart."""
+    report = command.json("rl", "quickstart", "@", str(small), "--seed", "3", "--out", "quick")
+    return report, command.folder / "quick"
+
+
+def test_the_report_has_its_keys_and_the_checkpoints_are_there(finished):
+    report, run = finished
+    wanted = "reward_before reward_rl reward_after sft_checkpoint rl_checkpoint export env n seconds peak_rss_mb run"
+    assert set(wanted.split()) <= report.keys()
+    assert report["env"] == "coding-lists"
+    assert report["n"] == 16
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    for key in ("sft_checkpoint", "rl_checkpoint", "export"):
+        model = load_checkpoint(run.parent / report[key])
+        assert sum(1 for name, _ in official_tensors(model) if name.endswith("weight_packed")) > 0
+
+
+def test_the_same_checkpoint_gives_the_same_figure_again(finished, command, small):
+    report, _ = finished
+    again = command.json("eval", report["rl_checkpoint"], report["env"], "--n", "16", "--n-family", "4")
+    assert again["pass_at_1"] == report["reward_rl"]
+    first = report["evaluations"]["rl"]
+    assert {key: again[key] for key in first} == json.loads(json.dumps(first))
+
+
+def test_metrics_hold_a_row_a_step_and_the_curve_is_drawn(finished):
+    _, run = finished
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["source"] == "rl"] == [0, 1]
+    assert all("reward/coding-lists/mean" in row for row in rows if row["source"] == "rl")
+    assert {row["source"] for row in rows} == {"sft", "rl", "more_sft", "distill"}
+    assert (run / "reward.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_every_rollout_is_in_the_trajectories_with_tokens_that_extend_each_other(finished):
+    _, run = finished
+    groups = list(read_all(run / "traces" / "trajectories"))
+    episodes = [episode for group in groups for episode in group.episodes]
+    assert len(episodes) == 2 * 16 + 8  # two RL steps and one of distillation
+    assert len({episode.id for episode in episodes}) == len(episodes)
+    for episode in episodes:
+        assert reward_of(episode) is not None
+        for branch in episode.branches:
+            _, mask, logprobs = branch.tokens()
+            assert mask.sum() == sum(len(turn.sampled_ids) for turn in branch.turns)
+            assert (logprobs[mask] <= 0).all()
+
+
+def test_the_stream_shows_the_same_episodes_and_tail_prints_them(finished, command):
+    _, run = finished
+    rows = [json.loads(line) for line in (run / "traces" / "stream.jsonl").read_text().splitlines()]
+    assert sum(row["kind"] == "episode" for row in rows) == 40
+    out, _ = command.run("tail", "quick", "--no-follow")
+    assert "list:" in out
+
+
+def test_a_used_name_is_refused_and_a_finished_run_resumes_to_the_same_figures(finished, command, small):
+    report, _ = finished
+    _, error = command.run("rl", "quickstart", "@", str(small), "--seed", "3", "--out", "quick", code=2)
+    assert "--resume" in error
+    assert "--clean" in error
+    again = command.json("rl", "quickstart", "@", str(small), "--seed", "3", "--out", "quick", "--resume")
+    assert [again[f"reward_{key}"] for key in ("before", "rl", "after")] == [
+        report[f"reward_{key}"] for key in ("before", "rl", "after")
+    ]
+
+
+def test_rl_refuses_to_start_from_random_weights(command):
+    _, error = command.run("rl", "--out", "random", code=2)
+    assert "k3rl sft" in error
