@@ -54,6 +54,7 @@ def cluster(config: ClusterConfig) -> Iterator[None]:
         ray.init(address=config.address or "auto", namespace="k3rl", log_to_driver=False, logging_level=logging.ERROR)
     else:
         ray.init(
+            address="local",  # never a cluster that happens to run on this machine
             num_cpus=config.cpus or max(2, os.cpu_count() or 2),
             include_dashboard=False,
             object_store_memory=config.object_store_mb * 2**20,

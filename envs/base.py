@@ -3,7 +3,8 @@
 Task source   -> Task with its hidden part (deterministic in split, index and seed, so a run can resume)
 Env           -> what a policy sees and may do; single use, made by a factory, given `task.public()` only
 Rubric        -> scores answers with the hidden part, away from the agent
-Environment   -> the three of them under one name, and demonstrations for a warm start
+Environment   -> the three of them under one name, demonstrations for a warm start, and what `k3rl env check` tries
+Hack          -> a submission that must not pay
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from k3rl.types import Budgets, Message, Score, StopReason, Task
+from k3rl.types import Budgets, Invalid, Message, Score, Scored, StopReason, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +120,36 @@ class Rubric(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class Hack:
+    """A submission that tries to be paid without solving its task.
+
+    kind: "cheat" must be Invalid or score no better than the null agent; "hardcode" knows the visible cases and may
+    score up to `visible_share`, the reward that the visible cases alone are worth.
+    """
+
+    submission: str
+    kind: Literal["cheat", "hardcode"] = "cheat"
+    visible_share: float = 0.0
+
+    def refused(self, score: Score, null_reward: float) -> bool:
+        """Whether this score keeps the hack from paying. Failed is not a refusal: nobody judged it."""
+        if isinstance(score, Invalid):
+            return True
+        allowed = max(null_reward, self.visible_share) if self.kind == "hardcode" else null_reward
+        return isinstance(score, Scored) and score.reward <= allowed
+
+
+@dataclass(frozen=True, slots=True)
 class Environment:
     """One environment under its name.
 
     make_env: a fresh `Env` for one episode. grader: keyword arguments -> a `Rubric` (for sandboxed ones
     `provider=` and `workers=`). demonstrations: (seed, n, split="train") -> chat examples, dicts with
     "messages" in OpenAI form and, where used, "tools". oracle: task with hidden part -> the right answer.
+
+    What `k3rl env check` tries, each given the task with its hidden part: oracle_expected, the oracle's reward
+    (where it is not the same for all tasks, a function); null, the answer of an agent that does nothing; hacks,
+    submissions by name that must not pay (plain text is a `Hack` of kind "cheat").
     """
 
     name: str
@@ -137,6 +162,9 @@ class Environment:
     needs_programs: bool = False
     domain: str = "general"
     version: int = 1
+    null: Callable[[Task], str] | None = None
+    hacks: Callable[[Task], Mapping[str, Hack | str]] | None = None
+    oracle_expected: Callable[[Task], float] | float = 1.0
 
     def tasks(self, split: str, seed: int = 0, limit: int | None = None) -> Iterator[Task]:
         """The first `limit` tasks of a split, or all of a finite one."""

@@ -1,4 +1,4 @@
-"""Environments by name, by `pkg.module:Object`, or by entry point of the group `k3rl.envs`.
+"""Environments by name, by `pkg.module:Object`, by a `.py` file, by a folder, or by entry point of `k3rl.envs`.
 
 What is found is a factory: called with the caller's keyword arguments it gives an `Environment`.
 """
@@ -6,18 +6,30 @@ What is found is a factory: called with the caller's keyword arguments it gives 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
+import os
+import sys
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from k3rl.config import ConfigError
 from k3rl.envs.base import Environment
 
 GROUP = "k3rl.envs"
+OBJECT = "environment"  # what a file or a package without entry points is asked for
 Factory = Callable[..., Environment]
 
-_BUILTIN = {"coding-lists": "k3rl.envs.coding:coding_lists"}
+_BUILTIN = {
+    "chip": "k3rl.envs.chip:environment",
+    "coding-lists": "k3rl.envs.coding:coding_lists",
+    "compiler": "k3rl.envs.compiler:environment",
+}
 _registered: dict[str, Factory] = {}
 
 
@@ -37,11 +49,18 @@ def names() -> list[str]:
     return sorted({*_BUILTIN, *_registered, *_installed()})
 
 
-def make(name: str, **options: Any) -> Environment:
-    """The environment of a name or of `pkg.module:Object`, made with `options`.
+def shipped() -> list[str]:
+    """The names of the environments of this package."""
+    return sorted(_BUILTIN)
 
-    A shipped name wins over a registered one, that over an installed one. Raises UnknownEnvironment, and
-    TypeError when the object found does not give an `Environment`.
+
+def make(name: str, **options: Any) -> Environment:
+    """The environment of a name, `pkg.module:Object`, `file.py[:Object]` or folder, made with `options`.
+
+    A shipped name wins over a registered one, that over an installed one, and all of them over a folder of that
+    name. A folder is a project with an entry point in its pyproject.toml, or a package; a file or package without
+    an entry point is asked for `environment`. Raises UnknownEnvironment, and TypeError when the object found does
+    not give an `Environment`.
     """
     environment = _find(name)(**options)
     if not isinstance(environment, Environment):
@@ -59,14 +78,17 @@ def _find(name: str) -> Factory:
     installed = _installed()
     if name in installed:
         return _checked(installed[name].load(), name)
+    place, _, attribute = name.partition(":")
+    if place.endswith(".py") or os.sep in place or Path(place).is_dir():
+        return _from_path(Path(place), attribute)
     if ":" in name:
         return _imported(name)
     known = names()
     near = difflib.get_close_matches(name, known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownEnvironment(
-        f"no environment is named {name!r}{hint} Known: {', '.join(known)}. "
-        f"Others: `pkg.module:Object`, or a package with an entry point in the group {GROUP!r}"
+        f"no environment is named {name!r}{hint} Known: {', '.join(known)}. Others: `pkg.module:Object`, a .py file, "
+        f"a folder, or a package with an entry point in the group {GROUP!r}"
     )
 
 
@@ -84,8 +106,67 @@ def _imported(path: str) -> Factory:
                 f"{path!r}: no module is named {error.name!r}; install it or set PYTHONPATH"
             ) from error
         raise
+    return _attribute(module, attribute, path)
+
+
+def _from_path(path: Path, attribute: str) -> Factory:
+    """What a `.py` file, a project folder or a package folder offers."""
+    if path.is_file():
+        key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+        return _attribute(_loaded(f"k3rl_env_{path.stem}_{key}", path), attribute or OBJECT, str(path))
+    if not path.is_dir():
+        raise UnknownEnvironment(f"{str(path)!r}: there is no such file or folder")
+    project = path / "pyproject.toml"
+    if project.is_file():
+        target = _entry_point_of(project, attribute)
+        roots = [str((path / folder).resolve()) for folder in ("src", ".") if (path / folder).is_dir()]
+        sys.path[:0] = [root for root in roots if root not in sys.path]
+        importlib.invalidate_caches()
+        return _imported(target)
+    if (path / "__init__.py").is_file():
+        name = path.resolve().name
+        return _attribute(_loaded(name, path / "__init__.py"), attribute or OBJECT, str(path))
+    raise UnknownEnvironment(f"{str(path)!r} has neither a pyproject.toml nor an __init__.py, so it is no environment")
+
+
+def _entry_point_of(project: Path, name: str) -> str:
+    """The `pkg.module:Object` that a pyproject.toml declares in our group; `name` picks one of several."""
+    try:
+        table = tomllib.loads(project.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{project} is not TOML: {error}", key=str(project)) from None
+    points: dict[str, str] = table.get("project", {}).get("entry-points", {}).get(GROUP, {})
+    if name in points or (not name and len(points) == 1):
+        return points[name or next(iter(points))]
+    wanted = f"one of {', '.join(points)} after a colon" if points else f'a table [project.entry-points."{GROUP}"]'
+    raise UnknownEnvironment(f"{project}: no environment {name!r}; wants {wanted}")
+
+
+def _loaded(name: str, file: Path) -> ModuleType:
+    """The module of a file, executed once a process. Raises ConfigError for a name that another file has."""
+    file = file.resolve()
+    known = sys.modules.get(name)
+    if known is not None:
+        if getattr(known, "__file__", None) == str(file):
+            return known
+        raise ConfigError(f"{file}: a module named {name!r} is loaded already, from elsewhere; rename the folder")
+    folders = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    if spec is None or spec.loader is None:
+        raise UnknownEnvironment(f"{file} cannot be imported; it must be a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _attribute(module: ModuleType, attribute: str, path: str) -> Factory:
     if not hasattr(module, attribute):
-        raise UnknownEnvironment(f"{path!r}: module {module_name} has no {attribute!r}")
+        raise UnknownEnvironment(f"{path!r}: module {module.__name__} has no {attribute!r}")
     return _checked(getattr(module, attribute), path)
 
 

@@ -88,9 +88,9 @@ def submit(words: Sequence[str]) -> int:
     if not rest or rest[0] not in PIPELINES:
         raise unknown("pipeline to submit", rest[0] if rest else "", PIPELINES)
     parse_launch(rest[0], rest[1:], rest[0])
-    from k3rl import pipelines
+    from k3rl.pipelines.submit import submit as run_as_job
 
-    return pipelines.submit(rest, address)
+    return run_as_job(rest, address)
 
 
 def _take_address(words: list[str]) -> tuple[list[str], str]:

@@ -112,9 +112,13 @@ class Task:
 class SamplingParams:
     """How to sample one completion.
 
-    temperature 0 is argmax with logprobs at temperature 1. With `top_p` < 1 or `top_k` > 0 the logprob is
-    that of the renormalized kept set. A stop id is part of the completion. `seed` fixes this request's draws
-    whatever else the engine runs; None derives it from the engine's seed and the request's number.
+    temperature 0 is argmax with logprobs at temperature 1. With `top_p` < 1, `top_k` > 0 or `min_p` > 0 the logprob
+    is that of the renormalized kept set; `min_p` keeps what has at least this share of the largest probability.
+    logit_bias: (token id, number added to its logit before the temperature) pairs; -inf forbids the token, and the
+    logprob is that of the biased distribution. A stop id is part of the completion. stop: texts that end it; it then
+    ends with the token that completes the text, and special tokens are never part of a match. `seed` fixes this
+    request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
+    cache_salt: prefix-cache entries are shared only between requests of one salt (an adapter's name, a tenant).
     """
 
     temperature: float = 1.0
@@ -124,6 +128,10 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None
     return_routes: bool = False
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -132,8 +140,16 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1], 0 is off")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop is {self.stop!r}; it must be a tuple of texts, none of them empty")
+        if len({token for token, _ in self.logit_bias}) != len(self.logit_bias):
+            raise ValueError("logit_bias names a token twice; give each one number")
+        if not all(bias < float("inf") for _, bias in self.logit_bias):
+            raise ValueError("a logit_bias is NaN or infinite; it must be a number, or -inf to forbid the token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +159,10 @@ class Completion:
     token_ids: sampled ids, a stop id included; logprobs: one float per id, under the sampling distribution.
     weight_version: the version that sampled the last token; `first_version` the first (equal unless the
     weights changed in between). routes: int16 [prompt + sampled - 1, M, k], or None when not asked for.
-    kept: per sampled token the ids that top-p/top-k kept, or None when nothing was cut.
+    kept: per sampled token the ids that top-p, top-k, min-p and forbidden tokens left, or None when nothing was cut;
+    finite logit biases are not in it, whoever recomputes a logprob adds them from the request.
+    stop_string: the text of `SamplingParams.stop` that ended it. cached_tokens: prompt tokens whose states came from
+    the prefix cache; how a result was computed is no part of it, so it does not count when results are compared.
     """
 
     token_ids: tuple[int, ...]
@@ -153,6 +172,8 @@ class Completion:
     first_version: int
     routes: np.ndarray | None = None
     kept: tuple[np.ndarray, ...] | None = None
+    stop_string: str | None = None
+    cached_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

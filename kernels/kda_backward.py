@@ -82,143 +82,144 @@ def unflatten(x, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def pair_gradients(q, k, inside, total, dA, dP, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradients of q, of k in rows and of k in columns, [blocks, K, BLOCK], from dA and dP [C, C] bf16 off the diagonal."""
+    """Gradients of q, of k and of G, [blocks, K, BLOCK], from dA and dP [C, C] bf16 off the diagonal.
+
+    G's gradient is taken from the rounded operands of the products, so that what a pair (i, j) adds at i it takes away
+    at j to the last bit of the operands: the running sum over later rows would otherwise collect their roundings.
+    """
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    same = (i // BLOCK == j // BLOCK) & (j < i)
-    rise = exp2(inside)
-    fall = exp2(-inside)
-    columns = flatten(to_bf16_rne(k * fall), K, C, BLOCK)
     nothing = to_bf16_rne(tl.zeros([C, C], tl.float32))
-    dA_same = tl.where(same, dA, nothing)
-    dP_same = tl.where(same, dP, nothing)
-    dq = unflatten(dot(dA_same, columns), K, C, BLOCK) * rise
-    dk_row = unflatten(dot(dP_same, columns), K, C, BLOCK) * rise
-    dk_col = dot(tl.trans(dA_same), flatten(to_bf16_rne(q * rise), K, C, BLOCK))
-    dk_col = dot(tl.trans(dP_same), flatten(to_bf16_rne(k * rise), K, C, BLOCK), dk_col)
-    dk_col = unflatten(dk_col, K, C, BLOCK) * fall
+    same = (i // BLOCK == j // BLOCK) & (j < i)
+    dA_part = tl.where(same, dA, nothing)
+    dP_part = tl.where(same, dP, nothing)
+    rise = exp2(inside)
+    q_row = to_bf16_rne(q * rise)
+    k_row = to_bf16_rne(k * rise)
+    fall = exp2(-inside)
+    column = to_bf16_rne(k * fall)
+    from_A = unflatten(dot(dA_part, flatten(column, K, C, BLOCK)), K, C, BLOCK)
+    dq = from_A * rise
+    dG = from_A * q_row.to(tl.float32)
+    from_P = unflatten(dot(dP_part, flatten(column, K, C, BLOCK)), K, C, BLOCK)
+    dk = from_P * rise
+    dG += from_P * k_row.to(tl.float32)
+    turned = dot(tl.trans(dA_part), flatten(q_row, K, C, BLOCK))
+    turned = unflatten(dot(tl.trans(dP_part), flatten(k_row, K, C, BLOCK), turned), K, C, BLOCK)
+    dk += turned * fall
+    dG -= turned * column.to(tl.float32)
+
     second = tl.arange(0, C // BLOCK)[:, None, None] % 2 == 1
     pairs = split_pairs(i, j, BLOCK)
+    dA_part = tl.where(pairs, dA, nothing)
+    dP_part = tl.where(pairs, dP, nothing)
     across = exp2(tl.where(second, inside, total[:, :, None] - inside))
-    columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
-    dA_pair = tl.where(pairs, dA, nothing)
-    dP_pair = tl.where(pairs, dP, nothing)
-    dq += unflatten(dot(dA_pair, columns), K, C, BLOCK) * across
-    dk_row += unflatten(dot(dP_pair, columns), K, C, BLOCK) * across
-    turned = dot(tl.trans(dA_pair), flatten(to_bf16_rne(q * across), K, C, BLOCK))
-    dk_col += unflatten(dot(tl.trans(dP_pair), columns, turned), K, C, BLOCK) * across
-    return dq, dk_row, dk_col
+    column = to_bf16_rne(k * across)
+    q_row = to_bf16_rne(q * across)
+    from_A = unflatten(dot(dA_part, flatten(column, K, C, BLOCK)), K, C, BLOCK)
+    dq += from_A * across
+    dG += from_A * q_row.to(tl.float32)
+    # Rows of the second block and columns of the first: one product each, of disjoint rows.
+    turned = dot(tl.trans(dA_part), flatten(q_row, K, C, BLOCK))
+    turned = dot(tl.trans(dP_part), flatten(column, K, C, BLOCK), turned)
+    turned = unflatten(dot(dP_part, flatten(column, K, C, BLOCK), turned), K, C, BLOCK)
+    dk += turned * across
+    dG += tl.where(second, turned, -turned) * column.to(tl.float32)
+    return dq, dk, dG
 
 
 @triton.jit
-def norm_backward(y, norm, dy):
-    """Gradient of x = y / norm for the normalised y, norm = (sum x^2 + 1e-6)^-1/2, over axis 1 of [blocks, K, BLOCK]."""
-    return (dy - y * tl.sum(y * dy, axis=1)[:, None, :]) * norm[:, None, :]
-
-
-@triton.jit
-def state_gradients_kernel(
-    beta, do, updates, dv, states, dstates, decay, chunk_start, chunk_len,
-    dq_in, dk_in, dk_out, dA_out, dP_out, dbeta, fading,
-    b_t, b_h, do_t, do_h, dv_t, dv_h, H,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+def gradients_kernel(
+    q, k, v, gate, beta, A_log, dt_bias, o, do, updates, dv, states, dstates, norms, chunk_start, chunk_len,
+    dq, dk, dgate, dbeta, dbias_rows, drate_rows,
+    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h, do_t, do_h, dv_t, dv_h, H, lower_bound, scale,
+    K: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    chunk = tl.program_id(2)
     n = tl.load(chunk_len + chunk)
-    if n == 0:
-        return
     tile = (chunk * H + head).to(tl.int64)
-    columns = tl.arange(0, K)
+    first = part * KB
+    columns = first + tl.arange(0, KB)
+    if n == 0:
+        tl.store(dbias_rows + tile * K + columns, tl.zeros([KB], tl.float32))
+        tl.store(drate_rows + tile * K + columns, tl.zeros([KB], tl.float32))
+        return
+    t0 = tl.load(chunk_start + chunk)
     rows = tl.arange(0, C)
-    at = (tl.load(chunk_start + chunk) + rows).to(tl.int64)
+    at = (t0 + rows).to(tl.int64)
     value = tl.arange(0, V)
     valid = (rows < n)[:, None]
     state = tile * K * V + value[:, None] * K + columns[None, :]
     do_tile = tl.load(do + at[:, None] * do_t + head * do_h + value[None, :], mask=valid, other=0.0)
     Z = tl.load(dv + at[:, None] * dv_t + head * dv_h + value[None, :], mask=valid, other=0.0)
     u = tl.load(updates + tile * C * V + rows[:, None] * V + value[None, :])
-    S = tl.load(states + state)
-    dS = tl.load(dstates + state)
-    flat = tile * C * K + rows[:, None] * K + columns[None, :]
-    tl.store(dq_in + flat, tl.trans(to_bf16_rne(dot(tl.trans(S), tl.trans(do_tile)))))
-    tl.store(dk_in + flat, tl.trans(to_bf16_rne(-dot(tl.trans(S), tl.trans(Z)))))
-    tl.store(dk_out + flat, tl.trans(to_bf16_rne(dot(tl.trans(dS), tl.trans(u)))))
-    square = tile * C * C + rows[:, None] * C + rows[None, :]
-    tl.store(dA_out + square, to_bf16_rne(dot(do_tile, tl.trans(u))))
-    tl.store(dP_out + square, to_bf16_rne(-dot(Z, tl.trans(u))))
-    faded = tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0)
-    tl.store(fading + tile * K + columns, faded * tl.load(decay + tile * K + columns))
+    dA = dot(do_tile, tl.trans(u))
+    dA_diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dA, 0.0), axis=1)
+    dA = to_bf16_rne(dA)
+    dP = to_bf16_rne(-dot(Z, tl.trans(u)))
 
+    # What lies along the normalised q and k, needed for their norms: q . dq = do . o, k . dk = 2 Z . u / beta - Z . v.
+    o_tile = tl.load(o + at[:, None] * o_t + head * o_h + value[None, :], mask=valid, other=0.0)
+    along_q = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), axis=1)
+    v_tile = tl.load(v + at[:, None] * v_t + head * v_h + value[None, :], mask=valid, other=0.0)
+    along_k = tl.sum(Z.to(tl.float32) * v_tile.to(tl.float32), axis=1)
     b_raw = tl.load(beta + at * b_t + head * b_h, mask=rows < n, other=0.0).to(tl.float32)
     b = sigmoid(b_raw)
-    db = tl.sum(Z.to(tl.float32) * u.to(tl.float32), axis=1) * sigmoid(-b_raw)
-    # u is proportional to beta, so the quotient has the limit 0 where beta underflows.
-    tl.store(dbeta + at * H + head, tl.where(b > 1e-30, db / tl.maximum(b, 1e-30), 0.0), mask=rows < n)
+    # u is proportional to beta, so the quotient has the limit Z . (v - k_in S) where beta underflows; it is not needed.
+    per_beta = tl.where(b > 1e-30, tl.sum(Z.to(tl.float32) * u.to(tl.float32), axis=1) / tl.maximum(b, 1e-30), 0.0)
+    along_k = 2.0 * per_beta - along_k
+    if part == 0:
+        tl.store(dbeta + at * H + head, per_beta * sigmoid(-b_raw), mask=rows < n)
 
-
-@triton.jit
-def input_gradients_kernel(
-    q, k, gate, A_log, dt_bias, dq_in, dk_in, dk_out, dA_in, dP_in, fading, chunk_start, chunk_len,
-    dq, dk, dgate, dbias_rows, drate_rows,
-    q_t, q_h, k_t, k_h, g_t, g_h, H, lower_bound, scale,
-    K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    n = tl.load(chunk_len + chunk)
-    tile = (chunk * H + head).to(tl.int64)
-    columns = tl.arange(0, K)
-    if n == 0:
-        tl.store(dbias_rows + tile * K + columns, tl.zeros([K], tl.float32))
-        tl.store(drate_rows + tile * K + columns, tl.zeros([K], tl.float32))
-        return
-    t0 = tl.load(chunk_start + chunk)
     rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
     bias = tl.load(dt_bias + head * K + columns).to(tl.float32)
-    z = load_rows(gate, t0, n, head, g_t, g_h, -float("inf"), K, C, BLOCK).to(tl.float32) + bias[None, :, None]
+    z = load_rows(gate + first, t0, n, head, g_t, g_h, -float("inf"), KB, C, BLOCK).to(tl.float32) + bias[None, :, None]
     g = sigmoid(z * rate) * (lower_bound * LOG2E)
     inside = tl.cumsum(g, axis=2)
     total = tl.sum(g, axis=2)
-    before, after, _, _ = block_vectors(total, C, BLOCK)
-    qn = load_rows(q, t0, n, head, q_t, q_h, 0.0, K, C, BLOCK).to(tl.float32)
-    kn = load_rows(k, t0, n, head, k_t, k_h, 0.0, K, C, BLOCK).to(tl.float32)
-    q_norm = tl.rsqrt(tl.sum(qn * qn, axis=1) + 1e-6)
-    k_norm = tl.rsqrt(tl.sum(kn * kn, axis=1) + 1e-6)
-    qn = qn * (q_norm * scale)[:, None, :]
-    kn = kn * k_norm[:, None, :]
+    before, after, _, whole = block_vectors(total, C, BLOCK)
+    in_block = tl.arange(0, C // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    q_norm = tl.load(norms + tile * 2 * C + in_block)
+    k_norm = tl.load(norms + tile * 2 * C + C + in_block)
+    qn = load_rows(q + first, t0, n, head, q_t, q_h, 0.0, KB, C, BLOCK).to(tl.float32) * (q_norm * scale)[:, None, :]
+    kn = load_rows(k + first, t0, n, head, k_t, k_h, 0.0, KB, C, BLOCK).to(tl.float32) * k_norm[:, None, :]
+    dq_n, dk_n, dG = pair_gradients(qn, kn, inside, total, dA, dP, KB, C, BLOCK)
 
-    rows = tl.arange(0, C)
-    square = tile * C * C + rows[:, None] * C + rows[None, :]
-    dA = tl.load(dA_in + square)
-    dq_n, dk_row, dk_col = pair_gradients(qn, kn, inside, total, dA, tl.load(dP_in + square), K, C, BLOCK)
-    _, flat = tile_offsets(K, K, C, BLOCK)
-    flat += tile * C * K
     since_start = exp2(inside + before[:, :, None])
-    dq_n += tl.load(dq_in + flat).to(tl.float32) * since_start
-    dk_row += tl.load(dk_in + flat).to(tl.float32) * since_start
-    from_out = tl.load(dk_out + flat).to(tl.float32) * exp2((after + total)[:, :, None] - inside)
-    dk_col += from_out
+    S = tl.load(states + state)
+    part_q = unflatten(tl.trans(dot(tl.trans(S), tl.trans(do_tile))), KB, C, BLOCK) * since_start
+    dq_n += part_q
+    part_k = unflatten(tl.trans(dot(tl.trans(S), tl.trans(Z))), KB, C, BLOCK) * since_start
+    dk_n -= part_k
+    dG += qn * part_q - kn * part_k
+    dS = tl.load(dstates + state)
+    part_k = unflatten(tl.trans(dot(tl.trans(dS), tl.trans(u))), KB, C, BLOCK)
+    part_k *= exp2((after + total)[:, :, None] - inside)
+    dk_n += part_k
+    part_k *= kn
+    dG -= part_k
 
     # The decay of the whole chunk, then the reverse running sum inside it.
-    dG = qn * dq_n + kn * (dk_row - dk_col)
+    ending = tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0) * exp2(whole) + tl.sum(tl.sum(part_k, axis=2), axis=0)
     block_sum = tl.sum(dG, axis=2)
     later = tl.sum(block_sum, axis=0)[None, :] - tl.cumsum(block_sum, axis=0)
-    whole = tl.load(fading + tile * K + columns) + tl.sum(tl.sum(kn * from_out, axis=2), axis=0)
-    dg = (block_sum + later + whole[None, :])[:, :, None] - tl.cumsum(dG, axis=2) + dG
+    dg = (block_sum + later + ending[None, :])[:, :, None] - tl.cumsum(dG, axis=2) + dG
     # 1 - s from the other side: near saturation the difference would keep no digit.
-    slope = lower_bound * sigmoid(z * rate) * sigmoid(-z * rate)
-    dz = dg * slope * rate
-    row, to = tile_offsets(H * K, K, C, BLOCK)
-    to += t0.to(tl.int64) * H * K + head * K
+    dz = dg * (lower_bound * rate) * sigmoid(z * rate) * sigmoid(-z * rate)
+    row, to = tile_offsets(H * K, KB, C, BLOCK)
+    to += t0.to(tl.int64) * H * K + head * K + first
     tl.store(dgate + to, to_bf16_rne(dz), mask=row < n)
     # A row past the end has z = -inf and slope 0.
     tl.store(drate_rows + tile * K + columns, tl.sum(tl.sum(tl.where(row < n, dz * z, 0.0), axis=2), axis=0))
     tl.store(dbias_rows + tile * K + columns, tl.sum(tl.sum(dz, axis=2), axis=0))
 
-    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dA.to(tl.float32), 0.0), axis=1)
-    diagonal = tl.reshape(diagonal, [C // BLOCK, BLOCK])[:, None, :]
-    dq_n = (dq_n + diagonal * kn) * scale
-    dk_n = dk_row + dk_col + diagonal * qn
-    tl.store(dq + to, to_bf16_rne(norm_backward(qn * (1.0 / scale), q_norm, dq_n)), mask=row < n)
-    tl.store(dk + to, to_bf16_rne(norm_backward(kn, k_norm, dk_n)), mask=row < n)
+    diagonal = tl.reshape(dA_diagonal, [C // BLOCK, BLOCK])[:, None, :]
+    along_q = tl.reshape(along_q, [C // BLOCK, BLOCK])[:, None, :]
+    along_k = tl.reshape(along_k, [C // BLOCK, BLOCK])[:, None, :]
+    dq_n += diagonal * kn
+    dk_n += diagonal * qn
+    # x -> y = norm x has dx = norm (dy - y (y . dy)); q also carries the scale, which cancels in y (y . dy).
+    tl.store(dq + to, to_bf16_rne((dq_n * scale - qn * (along_q / scale)) * q_norm[:, None, :]), mask=row < n)
+    tl.store(dk + to, to_bf16_rne((dk_n - kn * along_k) * k_norm[:, None, :]), mask=row < n)

@@ -1,6 +1,6 @@
-"""The Triton kernel of `kda_decode`: one program per row and head holds the whole 128 x 128 fp32 state in registers.
+"""The Triton kernel of `kda_decode`: one program per row and head steps the whole 128 x 128 fp32 state.
 
-The state is loaded first, before anything it will be combined with is known. Both reductions over K, S^T (alpha k) and
+Both reductions over K, S^T (alpha k) and
 S^T (alpha q), come from that one copy, since o = S_new^T q = S^T (alpha q) + (k . q) delta with
 delta = beta (v - S^T (alpha k)), S_new = diag(alpha) S + k delta^T. A lane owns 4 neighbouring values of V and a warp
 whole rows, so that the sums over K stay in a thread until one exchange between warps.
@@ -51,6 +51,17 @@ def _convolve(x_pointer, weight, conv_pool, read, write, at, first, width, store
 
 
 @triton.jit
+def _advance(state, new_state, alpha, kn, qn, kq, b, vc, keep, column, D: tl.constexpr, BV: tl.constexpr):
+    """Step BV columns of the state from one slot to another; returns their o [BV] before rounding."""
+    square = column[:, None] * D + tl.arange(0, BV)[None, :]
+    S = tl.load(state + square) * alpha[:, None]
+    delta = b * (vc - tl.sum(S * kn[:, None], axis=0))
+    o = tl.sum(S * qn[:, None], axis=0) + kq * delta
+    tl.store(new_state + square, S + kn[:, None] * delta[None, :], mask=keep[:, None])
+    return o
+
+
+@triton.jit
 def decode_kernel(
     q, k, v, gate, beta, out_gate, wq, wk, wv, A_log, dt_bias, norm_weight, conv_pool, state_pool,
     read_index, write_index, y,
@@ -67,31 +78,38 @@ def decode_kernel(
     if read < 0:
         _store(out, tl.zeros([D], tl.float32), column < D, BF16)
         return
-    square = column[:, None] * D + column[None, :]
-    S = tl.load(state_pool + (read * H + head) * D * D + square)
     keep = (column < D) & (write >= 0)
+    writes = write >= 0
     write = tl.maximum(write, 0)
     width = 3 * H * D
     qc = _convolve(q + row * q_t + at, wq, conv_pool, read, write, at, 0, width, keep, BF16, POOL_BF16)
     kc = _convolve(k + row * k_t + at, wk, conv_pool, read, write, at, H * D, width, keep, BF16, POOL_BF16)
-    vc = _convolve(v + row * v_t + at, wv, conv_pool, read, write, at, 2 * H * D, width, keep, BF16, POOL_BF16)
     rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
     z = tl.load(gate + row * g_t + at).to(tl.float32) + tl.load(dt_bias + at).to(tl.float32)
     alpha = exp2(sigmoid(z * rate) * (lower_bound * LOG2E))
     b = sigmoid(tl.load(beta + row * b_t + head).to(tl.float32))
     qn = qc * (tl.rsqrt(tl.sum(qc * qc, axis=0) + 1e-6) * scale)
     kn = kc * tl.rsqrt(tl.sum(kc * kc, axis=0) + 1e-6)
+    kq = tl.sum(kn * qn, axis=0)
 
-    S = S * alpha[:, None]
-    predicted = tl.sum(S * kn[:, None], axis=0)
-    o = tl.sum(S * qn[:, None], axis=0)
-    delta = b * (vc - predicted)
-    o += tl.sum(kn * qn, axis=0) * delta
-    S += kn[:, None] * delta[None, :]
-    tl.store(state_pool + (write * H + head) * D * D + square, S, mask=keep[:, None])
-    o = _round(o, BF16)
-    o = o * tl.rsqrt(tl.sum(o * o, axis=0) / D + eps) * tl.load(norm_weight + column).to(tl.float32)
-    _store(out, o * sigmoid(tl.load(out_gate + row * z_t + at).to(tl.float32)), column < D, BF16)
+    # Two halves of V, one after the other: half the registers, so twice the programs to hide each other's waits.
+    BV: tl.constexpr = D // 2
+    value = tl.arange(0, BV)
+    low = head * D + value
+    high = low + BV
+    half_keep = (value < D) & writes
+    va = _convolve(v + row * v_t + low, wv, conv_pool, read, write, low, 2 * H * D, width, half_keep, BF16, POOL_BF16)
+    vb = _convolve(v + row * v_t + high, wv, conv_pool, read, write, high, 2 * H * D, width, half_keep, BF16, POOL_BF16)
+    old = state_pool + (read * H + head) * D * D
+    new = state_pool + (write * H + head) * D * D
+    oa = _round(_advance(old, new, alpha, kn, qn, kq, b, va, keep, column, D, BV), BF16)
+    ob = _round(_advance(old + BV, new + BV, alpha, kn, qn, kq, b, vb, keep, column, D, BV), BF16)
+    rstd = tl.rsqrt((tl.sum(oa * oa, axis=0) + tl.sum(ob * ob, axis=0)) / D + eps)
+    ga = sigmoid(tl.load(out_gate + row * z_t + low).to(tl.float32))
+    gb = sigmoid(tl.load(out_gate + row * z_t + high).to(tl.float32))
+    out = y + row * H * D
+    _store(out + low, oa * rstd * tl.load(norm_weight + value).to(tl.float32) * ga, value < D, BF16)
+    _store(out + high, ob * rstd * tl.load(norm_weight + BV + value).to(tl.float32) * gb, value < D, BF16)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +119,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def kda_decode(
     q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool,
-    read_index, write_index, lower_bound, eps, num_warps: int = 8, **options,
+    read_index, write_index, lower_bound, eps, num_warps: int = 4, **options,
 ):  # fmt: skip
     """`k3rl.kernels.kda_decode.kda_decode` by the kernel: D = 128, fp32 contiguous pools."""
     B, H, D = q.shape

@@ -97,11 +97,11 @@ def unit_lower_inverse(L, C: tl.constexpr):
 def tile_offsets(stride, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Row numbers and row * stride + column of a [C, K] tile, seen as [C // BLOCK, K, BLOCK].
 
-    The axis order and the contiguity of 4 make Triton give each warp whole blocks of 16 rows, each lane 4 columns and
-    each thread all 16 rows of them: sums along a block need no communication, and block vectors are 1/16 of a tile.
+    The axis order and the contiguity of K // 32 make Triton spread a warp over all columns and give each thread whole
+    stretches of rows: sums along a block need little communication, and vectors per block stay small.
     """
     row = tl.arange(0, C // BLOCK)[:, None, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-    column = tl.max_contiguous(tl.arange(0, K), 4)[None, :, None]
+    column = tl.max_contiguous(tl.arange(0, K), K // 32)[None, :, None]
     return row, row * stride + column
 
 
@@ -120,17 +120,16 @@ def flatten(x, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def normalize(x, scale):
-    """Rows of [blocks, K, BLOCK] over sqrt(sum x^2 + 1e-6), times scale, fp32."""
-    x = x.to(tl.float32)
-    return x * (tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6) * scale)[:, None, :]
+def inverse_norm(x):
+    """1 / sqrt(sum x^2 + 1e-6) of the rows of [blocks, K, BLOCK]: [blocks, BLOCK]."""
+    return tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)
 
 
 @triton.jit
 def prepare_kernel(
-    q, k, gate, beta, A_log, dt_bias, chunk_start, chunk_len, q_in, k_in, k_out, A_out, solve_out, decay_out,
+    q, k, gate, beta, A_log, dt_bias, chunk_start, chunk_len, q_in, k_in, k_out, A_out, solve_out, decay_out, norms,
     q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h, H, lower_bound, scale,
-    K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    SAVE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -153,8 +152,16 @@ def prepare_kernel(
     before, after, middle, whole = block_vectors(total, C, BLOCK)
     tl.store(decay_out + tile * K + columns, exp2(whole))
 
-    q_tile = normalize(load_rows(q, t0, n, head, q_t, q_h, 0.0, K, C, BLOCK), scale)
-    k_tile = normalize(load_rows(k, t0, n, head, k_t, k_h, 0.0, K, C, BLOCK), 1.0)
+    q_tile = load_rows(q, t0, n, head, q_t, q_h, 0.0, K, C, BLOCK).to(tl.float32)
+    k_tile = load_rows(k, t0, n, head, k_t, k_h, 0.0, K, C, BLOCK).to(tl.float32)
+    q_norm = inverse_norm(q_tile)
+    k_norm = inverse_norm(k_tile)
+    if SAVE:
+        at = tl.arange(0, C // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(norms + tile * 2 * C + at, q_norm)
+        tl.store(norms + tile * 2 * C + C + at, k_norm)
+    q_tile *= (q_norm * scale)[:, None, :]
+    k_tile *= k_norm[:, None, :]
     _, flat = tile_offsets(K, K, C, BLOCK)
     since_start = exp2(inside + before[:, :, None])
     tl.store(q_in + tile * C * K + flat, to_bf16_rne(q_tile * since_start))

@@ -25,10 +25,3 @@ def evaluate(checkpoint: str, env: str, **options: Any) -> dict[str, Any]:
     from k3rl.pipelines import launch
 
     return launch.evaluate(checkpoint, env, **options)
-
-
-def submit(words: list[str], address: str) -> int:
-    """Runs a command as a job on a Ray cluster; see `k3rl.pipelines.submit.submit`."""
-    from k3rl.pipelines import submit as jobs
-
-    return jobs.submit(words, address)

@@ -23,14 +23,16 @@ def submit(words: list[str], address: str) -> int:
     (or its token file) as on the cluster. Returns 0, or raises JobFailed; Ctrl-C stops the job.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     try:
         client = JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, AuthenticationError) as error:
         raise MissingResource(
-            f"no Ray cluster answers at {address} ({error}). Start one with `ray start --head`, give its dashboard's "
-            "address, and set RAY_AUTH_MODE and RAY_AUTH_TOKEN to the cluster's"
+            f"the Ray cluster at {address} does not take this job: {error}\n"
+            "Start one with `ray start --head`, give its dashboard's address, and set RAY_AUTH_MODE and "
+            "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as on the cluster"
         ) from error
     entrypoint = shlex.join([sys.executable, "-m", "k3rl.cli", *words])
     # The token itself does not travel: the job's processes inherit the one that the cluster was started with.

@@ -17,7 +17,7 @@ from k3rl.envs.chip.grader import ChipRubric, Report
 from k3rl.envs.chip.hacks import hacks, null, oracle
 from k3rl.envs.chip.problems import LADDER
 from k3rl.envs.chip.reward import ORACLE as ORACLE_REWARD
-from k3rl.envs.chip.tasks import NAME, ChipLadder
+from k3rl.envs.chip.tasks import NAME, ChipLadder, practice
 
 __all__ = [
     "INSTALL",
@@ -34,6 +34,7 @@ __all__ = [
     "hacks",
     "null",
     "oracle",
+    "practice",
 ]
 
 

@@ -64,6 +64,8 @@ async def _run(sandbox: Sandbox, argv: Sequence[str], what: str) -> ExecResult:
     result = await sandbox.exec(argv, timeout_s=WALL_S, env={"VERILATOR_ROOT": "/usr/share/verilator"})
     if result.timed_out:
         raise SandboxError(f"{what} neither ended nor used up its processor time in {WALL_S:.0f} s")
+    if result.returncode and result.stderr.startswith((b"bwrap:", b"prlimit:")):
+        raise SandboxError(f"{what} could not be started: {_tail(result)}")
     if result.returncode is None or result.truncated:
         raise Unfit(f"{what} printed more than is read")
     if result.workspace_exceeded:

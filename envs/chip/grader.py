@@ -87,36 +87,46 @@ class ChipRubric(Rubric):
 
     async def _grade(self, task: Task, answer: str) -> Report:
         progress = _Progress()
+        problem, parameters = problem_of(task)
         try:
             async with self._slots:
-                measures = await self._judge(task, answer, progress)
-            problem, parameters = problem_of(task)
+                found = await self._judge(task, answer, progress)
+            if isinstance(found, Refused):
+                return _refusal(found, progress)
+            # Also for a design that failed: where the reference does not pass either, the tools are broken.
             reference = await self._reference(problem, parameters)
-        except _RefusedError as error:
-            refused = error.refused
-            if refused.hack:
-                return Report(Invalid(refused.hack, refused.reason), progress.stage, refused.reason)
-            return Report(Scored(0.0, progress.parts), progress.stage, refused.reason)
-        except NetlistError as error:
-            if error.hack:
-                return Report(Invalid(error.hack, str(error)), progress.stage, str(error))
-            return Report(Scored(0.0, progress.parts), progress.stage, str(error))
-        except flow.Unfit as error:
-            return Report(Scored(0.0, progress.parts), progress.stage, str(error))
         except (SandboxError, OSError) as error:
             return Report(Failed(f"{progress.stage}: {error}"), progress.stage, str(error))
-        scores = score_parts(measures, reference, problem.period_ns(parameters))
+        if isinstance(found, str):
+            return Report(Scored(0.0, progress.parts), progress.stage, found)
+        scores = score_parts(found, reference, problem.period_ns(parameters))
         parts = progress.parts | {f"{name}_score": value for name, value in scores.items()}
-        return Report(Scored(reward(scores), parts), "done", _summary(measures, reference), measures)
+        return Report(Scored(reward(scores), parts), "done", _summary(found, reference), found)
 
-    async def _judge(self, task: Task, answer: str, progress: _Progress) -> Measures:
-        """All gates. Raises _RefusedError, Unfit, NetlistError for the design, SandboxError for the machine."""
+    async def _judge(self, task: Task, answer: str, progress: _Progress) -> Measures | Refused | str:
+        """What the gates say: measures of a right design, a broken rule, or what else is wrong with the design.
+
+        Raises SandboxError or OSError for the machine.
+        """
+        files = files_of(answer)
+        if not isinstance(files, Refused):
+            files = cleaned(files)
+        if isinstance(files, Refused):
+            return files
+        progress.parts["rules"] = 1.0
+        try:
+            return await self._gates(task, files, progress)
+        except NetlistError as error:
+            return Refused(str(error), error.hack) if error.hack else str(error)
+        except flow.Unfit as error:
+            return str(error)
+
+    async def _gates(self, task: Task, files: Mapping[str, str], progress: _Progress) -> Measures:
+        """All gates in turn. Raises Unfit, NetlistError for the design, SandboxError for the machine."""
         problem, parameters = problem_of(task)
         interface, period = problem.interface(parameters), problem.period_ns(parameters)
         assert task.hidden is not None
         segments = problem.segments(parameters, random.Random(task.hidden["seed"]))
-        files = _checked(answer)
-        progress.parts["rules"] = 1.0
         async with await self._provider.create(flow.FRONT) as sandbox:
             await flow.write_files(sandbox, files)
             progress.stage = "lint"
@@ -165,6 +175,7 @@ class ChipRubric(Rubric):
         try:
             async with self._slots, await self._provider.create(flow.BACK) as sandbox:
                 await flow.write_files(sandbox, files)
+                await flow.lint(sandbox, list(files))
                 verdict = await _simulated(sandbox, files, interface, segments)
                 netlist = await flow.synthesize(sandbox, list(files), interface, period)
                 slack, _ = await flow.slack_ns(sandbox, netlist.verilog(), interface, period)
@@ -175,19 +186,9 @@ class ChipRubric(Rubric):
         return Measures(netlist.area, slack, verdict.cycles / verdict.items)
 
 
-class _RefusedError(Exception):
-    def __init__(self, refused: Refused) -> None:
-        super().__init__(refused.reason)
-        self.refused = refused
-
-
-def _checked(answer: str) -> dict[str, str]:
-    files = files_of(answer)
-    if not isinstance(files, Refused):
-        files = cleaned(files)
-    if isinstance(files, Refused):
-        raise _RefusedError(files)
-    return files
+def _refusal(refused: Refused, progress: _Progress) -> Report:
+    score = Invalid(refused.hack, refused.reason) if refused.hack else Scored(0.0, progress.parts)
+    return Report(score, progress.stage, refused.reason)
 
 
 async def _simulated(

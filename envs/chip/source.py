@@ -19,7 +19,8 @@ MAX_CHARS = 200_000
 MAX_FILES = 16
 _FENCED = re.compile(r"```(?:verilog|systemverilog|sv|v)?[ \t]*\n(.*?)```", re.DOTALL)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.s?v")
-_COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+# An open comment runs to the end of the text, so that a text full of openings is read once and not once for each.
+_COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?(?:\*/|\Z)|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _TOKEN = re.compile(
     r"[$`][A-Za-z_]?\w*|\\\S+|\(\*(?!\s*\))|\d[\w.]*|'[sS]?[bBoOdDhH][0-9a-fA-FxXzZ?_]+|[A-Za-z_]\w*|\"[^\"]*\"|\S"
 )
@@ -31,27 +32,24 @@ _FILES = re.compile(r"\$(?:f\w+|readmem\w*|writemem\w*|system|s?w?sformat\w*|ssc
 _TOOL_MACRO = re.compile(r"SYNTH\w*|SIM\w*|__ICARUS__|YOSYS|VERILATOR|IVERILOG|COCOTB\w*|GATE\w*|GL\w*")
 _TOOL_ATTRIBUTE = re.compile(r"keep|blackbox|whitebox|dont_touch|techmap|abc|lib_|init|gentb|top")
 # Words that only reach into the simulator, and words that are no hardware but that people write in good faith.
-_TRICKS = frozenset(
-    """
-    force release deassign bind defparam import export primitive specify
-    """.split()
-)
-_NOT_HARDWARE = frozenset(
-    """
-    initial final fork join join_any join_none wait event forever real realtime shortreal time specparam table
-    trireg strong0 strong1 pull0 pull1 pullup pulldown tri tri0 tri1 supply0 supply1 weak0 weak1 highz0 highz1
-    small medium large nmos pmos cmos tran program class package interface modport clocking chandle config
-    string mailbox semaphore randomize dist rand virtual alias assert assume cover property sequence restrict
-    expect covergroup checker
-    """.split()
-)
+_TRICKS_TEXT = "force release deassign bind defparam import export primitive specify"
+_NOT_HARDWARE_TEXT = """
+initial final fork join join_any join_none wait event forever real realtime shortreal time specparam table
+trireg strong0 strong1 pull0 pull1 pullup pulldown tri tri0 tri1 supply0 supply1 weak0 weak1 highz0 highz1 small
+medium large nmos pmos cmos tran program class package interface modport clocking chandle config string mailbox
+semaphore randomize dist rand virtual alias assert assume cover property sequence restrict expect covergroup
+checker
+"""
 # Words after which `#(` is a delay and not the parameters of an instance.
-_STATEMENT_WORDS = frozenset(
-    """
-    assign always always_comb always_ff begin end else and or not nand nor xor xnor buf bufif0 bufif1 notif0
-    notif1 wire reg logic repeat do default
-    """.split()
-)
+_STATEMENT_WORDS_TEXT = """
+assign always always_comb always_ff begin end else and or not nand nor xor xnor buf bufif0 bufif1 notif0 notif1
+wire reg logic repeat do default
+"""
+
+
+_TRICKS = frozenset(_TRICKS_TEXT.split())
+_NOT_HARDWARE = frozenset(_NOT_HARDWARE_TEXT.split())
+_STATEMENT_WORDS = frozenset(_STATEMENT_WORDS_TEXT.split())
 
 
 @dataclass(frozen=True, slots=True)

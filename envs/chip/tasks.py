@@ -6,6 +6,7 @@ for each parameter that training never uses. The hidden part is the seed of the 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import random
 
@@ -95,6 +96,11 @@ def problem_of(task: Task) -> tuple[Problem, Parameters]:
     return BY_FAMILY[task.family], task.data["parameters"]
 
 
+def practice(task: Task, number: int = 0) -> Task:
+    """The same task with transactions that anybody may know: what a tool of an agent judges with before the end."""
+    return dataclasses.replace(task, id=f"{task.id}/practice-{number}", hidden={"seed": number})
+
+
 def prompt(problem: Problem, p: Parameters) -> str:
     """The whole request: ports, protocol, behaviour, rules, and what counts."""
     interface, period = problem.interface(p), problem.period_ns(p)
@@ -120,8 +126,8 @@ resets, loops of gates, modules that are not defined.
 Judging. Lint, then simulation with hidden random transactions, then synthesis, then the same simulation of
 the gates. A design that fails any of them, or gives an output late, is worth 0. A right design is compared with
 a reference: area, worst slack at the target period of {period} ns, and throughput (weights: {weights}).
-Inputs arrive {INPUT_DELAY:.0%} of the period after the edge, outputs must be there {INPUT_DELAY:.0%} of it before the next, and
-flip-flops need {SETUP_NS} ns. Areas: {gates};
+Inputs arrive {INPUT_DELAY:.0%} of the period after the edge, outputs must be there {INPUT_DELAY:.0%} of it before
+the next, and flip-flops need {SETUP_NS} ns. Areas: {gates};
 stronger gates have 1.35 times the area.
 
 Answer with the Verilog in one ```verilog block, or with JSON {{"files": {{"name.v": "text"}}}}."""

@@ -4,6 +4,7 @@ operations    the sixteen operations, their words, code and usual mistakes
 tasks         families, levels, splits that are disjoint by construction
 demonstrator  chat examples of mixed quality for a warm start
 env, grader   the rules of an episode, and the judge that runs programs in a sandbox
+hacks         programs that must not be paid
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from k3rl.envs.base import Environment
 from k3rl.envs.coding.demonstrator import demonstrations, training_text
 from k3rl.envs.coding.env import CodingEnv
 from k3rl.envs.coding.grader import ProgramRubric
+from k3rl.envs.coding.hacks import hacks, null
 from k3rl.envs.coding.tasks import NAME, CodingLists
 from k3rl.types import Task
 
@@ -39,6 +41,8 @@ def coding_lists(*, declare_tools: bool = False) -> Environment:
         grader=ProgramRubric,
         oracle=_oracle,
         demonstrations=demonstrations,
+        null=null,
+        hacks=hacks,
         needs_programs=True,
         domain="code",
     )

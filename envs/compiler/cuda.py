@@ -113,7 +113,9 @@ def main(folder: str) -> None:
     buffers = {name: device.upload(data) for name, data in inputs.items()}
     scalars = {"i32": ctypes.c_int32, "f32": ctypes.c_float}
     for launch in json.loads((place / "launches.json").read_text()):
-        arguments = [buffers[str(value)] if kind == "buffer" else scalars[kind](value) for kind, value in launch["args"]]
+        arguments = [
+            buffers[str(value)] if kind == "buffer" else scalars[kind](value) for kind, value in launch["args"]
+        ]
         device.launch(f"mt_{launch['instance']}", launch["grid"], arguments)
     for name, data in inputs.items():
         (place / f"{name}.out").write_bytes(device.download(buffers[name], len(data)))

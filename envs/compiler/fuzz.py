@@ -7,6 +7,7 @@ Floats are compared only with constants and only as loaded, so that no rounding 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,16 @@ def single(
         "buffers": buffers,
         "launches": [{"instance": kernel, "grid": list(grid), "args": args}],
     }
+
+
+def rename_kernels(case: Case, suffix: str) -> Case:
+    """The same case with `_suffix` after every kernel's and instance's name."""
+    source = re.sub(r"\bkernel (\w+)\(", rf"kernel \1_{suffix}(", case["source"])
+    instances = [
+        {**one, "name": f"{one['name']}_{suffix}", "kernel": f"{one['kernel']}_{suffix}"} for one in case["instances"]
+    ]
+    launches = [{**one, "instance": f"{one['instance']}_{suffix}"} for one in case["launches"]]
+    return {**case, "source": source, "instances": instances, "launches": launches}
 
 
 class Expressions:

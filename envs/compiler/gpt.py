@@ -1,8 +1,8 @@
 """The last milestone: a one-layer GPT trained by kernels written in MiniTriton, every product and gradient included.
 
 x = E[token] + P;  y = x + softmax(causal(q k' / sqrt(D))) v Wo with q, k, v = norm(x) Wq, Wk, Wv;
-z = y + silu(norm(y) W1) W2;  logits = norm(z) Wh;  loss = mean cross entropy;  plain gradient descent.
-norm is RMS norm without a gain. One sequence a step.
+z = y + act(norm(y) W1) W2 with act(a) = a sigmoid(slope a);  logits = norm(z) Wh;  loss = mean cross entropy;  plain gradient descent.
+norm is RMS norm without a gain. One sequence a step. Slope and epsilon are literals that differ from task to task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from k3rl.envs.compiler.fuzz import Case, buffer
 
-SOURCE = """
+_SOURCE = """
 kernel embed(tokens: *i32, table: *f32, place: *f32, x: *f32, start: i32, T: const, D: const) {
     let t = arange(0, T);
     let c = expand(arange(0, D), 0);
@@ -26,7 +26,7 @@ kernel norm(x: *f32, out: *f32, scale: *f32, T: const, D: const) {
     let t = arange(0, T);
     let at = expand(t, 1) * D + expand(arange(0, D), 0);
     let a = load(x, at);
-    let r = 1.0 / sqrt(sum(a * a, 1) / f32(D) + 0.00001);
+    let r = 1.0 / sqrt(sum(a * a, 1) / f32(D) + EPSILON);
     store(out, at, a * expand(r, 1));
     store(scale, t, r);
 }
@@ -93,14 +93,14 @@ kernel attend_back(q: *f32, k: *f32, v: *f32, share: *f32, dout: *f32, dq: *f32,
 kernel silu(h: *f32, out: *f32, n: i32, B: const) {
     let at = program_id(0) * B + arange(0, B);
     let a = load(h, at, at < n);
-    store(out, at, a / (1.0 + exp(-a)), at < n);
+    store(out, at, a / (1.0 + exp(-SLOPE * a)), at < n);
 }
 
 kernel silu_back(h: *f32, dout: *f32, dh: *f32, n: i32, B: const) {
     let at = program_id(0) * B + arange(0, B);
     let a = load(h, at, at < n);
-    let s = 1.0 / (1.0 + exp(-a));
-    store(dh, at, load(dout, at, at < n) * s * (1.0 + a * (1.0 - s)), at < n);
+    let s = 1.0 / (1.0 + exp(-SLOPE * a));
+    store(dh, at, load(dout, at, at < n) * s * (1.0 + SLOPE * a * (1.0 - s)), at < n);
 }
 
 # dx = keep * old + the gradient of norm
@@ -181,6 +181,7 @@ class Shape:
 
 def training(rng: random.Random, steps: int = 3) -> Case:
     """A training run as a case; `loss` holds one number a step."""
+    slope, epsilon = f"{rng.randint(800, 1700) / 1000:.4f}", f"{rng.randint(10, 99) / 1e6:.7f}"
     shape = Shape(d=rng.choice((16, 32)), f=rng.choice((32, 64)))
     t, d, f, v = shape.t, shape.d, shape.f, shape.v
     plan = Plan()
@@ -193,7 +194,27 @@ def training(rng: random.Random, steps: int = 3) -> Case:
         scale = 0.5 if name in "EP" else rows**-0.5
         plan.add(name, rows * cols, "normal", scale=scale, seed=rng.getrandbits(30))
         plan.add(f"d{name}", rows * cols)
-    for name in ("x", "n1", "q", "k", "v", "o", "y", "n2", "z", "n3", "dn", "ds", "dx", "dy", "dz", "dq", "dk", "dv", "do"):
+    for name in (
+        "x",
+        "n1",
+        "q",
+        "k",
+        "v",
+        "o",
+        "y",
+        "n2",
+        "z",
+        "n3",
+        "dn",
+        "ds",
+        "dx",
+        "dy",
+        "dz",
+        "dq",
+        "dk",
+        "dv",
+        "do",
+    ):
         plan.add(name, t * d)
     for name, size in {"h": t * f, "a": t * f, "da": t * f, "dh": t * f, "logits": t * v, "dlogits": t * v}.items():
         plan.add(name, size)
@@ -206,7 +227,7 @@ def training(rng: random.Random, steps: int = 3) -> Case:
             plan.run("descend", f"{name} d{name}", [0.25, rows * cols], (-(-rows * cols // 256), 1), B=256)
     return {
         "family": "gpt",
-        "source": SOURCE,
+        "source": _SOURCE.replace("SLOPE", slope).replace("EPSILON", epsilon),
         "instances": list(plan.instances.values()),
         "buffers": plan.buffers,
         "launches": plan.launches,

@@ -25,7 +25,7 @@ from k3rl.envs.compiler.evaluate import run_case
 from k3rl.envs.compiler.ir_machine import BadIR, IRMachine
 from k3rl.envs.compiler.ladder import SPEED, WORK, Milestone, milestone
 from k3rl.envs.compiler.protocol import TEXT_COMMANDS, parameters, reference_answer, request_of
-from k3rl.envs.compiler.toolchain import Refused, Toolchain, check_tools, empty_kernels
+from k3rl.envs.compiler.toolchain import Refused, TimeOver, Toolchain, check_tools, empty_kernels
 from k3rl.envs.sandbox import SandboxDied, SandboxProvider, provider_named
 from k3rl.types import Failed, Invalid, Score, Scored, Task
 
@@ -55,6 +55,21 @@ class Baseline:
     instructions: int
     driver: int
     ns: int
+
+
+class _Clock:
+    """Whether some command of a submission ran over its time: then those not started yet are not run."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    async def command(self, tools: Toolchain, files: Mapping[str, str], name: str, request: Mapping[str, Any]) -> Any:
+        """See `Toolchain.command`."""
+        try:
+            return await tools.command(files, name, request, lambda: self.over)
+        except TimeOver:
+            self.over = True
+            return None
 
 
 def files_of(answer: str) -> dict[str, str] | None:
@@ -156,6 +171,7 @@ class CompilerRubric(Rubric):
     def close(self) -> None:
         """End the grader's thread. Idempotent."""
         if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(_settle(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -178,8 +194,9 @@ class CompilerRubric(Rubric):
             return Scored(0.0, {"well_formed": 0.0, "share": 0.0, "factor": 0.0})
         if found := foreign_import(files):
             return Invalid("foreign_import", found)
+        clock = _Clock()
         jobs = [
-            asyncio.ensure_future(self._judge(rung, task.id, number, case, files))
+            asyncio.ensure_future(self._judge(rung, task.id, number, case, files, clock))
             for number, case in enumerate(task.hidden["cases"])
         ]
         try:
@@ -194,18 +211,25 @@ class CompilerRubric(Rubric):
             await asyncio.gather(*jobs, return_exceptions=True)
 
     async def _judge(
-        self, rung: Milestone, task_id: str, number: int, case: Mapping[str, Any], files: Mapping[str, str]
+        self,
+        rung: Milestone,
+        task_id: str,
+        number: int,
+        case: Mapping[str, Any],
+        files: Mapping[str, str],
+        clock: _Clock,
     ) -> Judged:
         request = request_of(rung, case, FIRST)
-        answer = await self._tools.command(files, rung.command, request)
+        answer = await clock.command(self._tools, files, rung.command, request)
         if not isinstance(answer, dict):
             return Judged(False)
         if rung.command in TEXT_COMMANDS:
             return Judged(same_json(answer, reference_answer(rung.command, request)))
         if rung.command in ("ir", "optimize"):
-            return self._judge_ir(rung, task_id, number, case, answer.get("ir"), request)
+            ir = answer.get("ir")
+            return await asyncio.to_thread(self._judge_ir, rung, task_id, number, case, ir, request)
         if rung.command == "interpret":
-            return self._judge_buffers(task_id, number, case, answer.get("buffers"))
+            return await asyncio.to_thread(self._judge_buffers, task_id, number, case, answer.get("buffers"))
         if rung.command == "ptx":
             return await self._judge_ptx(task_id, number, case, answer.get("ptx"))
         return await self._judge_c(rung, task_id, number, case, answer.get("c"), request)
@@ -262,13 +286,13 @@ class CompilerRubric(Rubric):
         built = await self._tools.build(text, case)
         if built.program is None:
             return Judged(False)
-        start, final, _ = self._truth(task_id, number, case, FIRST)
+        start, final, _ = await asyncio.to_thread(self._truth, task_id, number, case, FIRST)
         timed = await self._tools.run(built.program, case, start, count=False)
         if timed.buffers is None or not all(map(same_buffer, timed.buffers, final)):
             return Judged(False)
         if rung.judged != SPEED:
             return Judged(True)
-        start, final, work = self._truth(task_id, number, case, SECOND)
+        start, final, work = await asyncio.to_thread(self._truth, task_id, number, case, SECOND)
         counted = await self._tools.run(built.program, case, start, count=True)
         if counted.buffers is None or not all(map(same_buffer, counted.buffers, final)):
             return Judged(False)
@@ -283,13 +307,15 @@ class CompilerRubric(Rubric):
         if not isinstance(text, str) or not _encodable(text):
             return Judged(False)
         for salt in (FIRST, SECOND):
-            start, final, _ = self._truth(task_id, number, case, salt)
+            start, final, _ = await asyncio.to_thread(self._truth, task_id, number, case, salt)
             got = await cuda.run(text, case, start)
             if got is None or not all(map(same_buffer, got, final)):
                 return Judged(False)
         return Judged(True)
 
-    async def _baseline(self, task_id: str, number: int, case: Mapping[str, Any], request: Mapping[str, Any]) -> Baseline:
+    async def _baseline(
+        self, task_id: str, number: int, case: Mapping[str, Any], request: Mapping[str, Any]
+    ) -> Baseline:
         """The reference's cost, measured once for all answers of a batch."""
         key = (task_id, number)
         if key not in self._baselines:
@@ -300,8 +326,10 @@ class CompilerRubric(Rubric):
             self._baselines.pop(key, None)  # the next answer tries again
             raise
 
-    async def _measure(self, task_id: str, number: int, case: Mapping[str, Any], request: Mapping[str, Any]) -> Baseline:
-        start = self._truth(task_id, number, case, SECOND)[0]
+    async def _measure(
+        self, task_id: str, number: int, case: Mapping[str, Any], request: Mapping[str, Any]
+    ) -> Baseline:
+        start, _, _ = await asyncio.to_thread(self._truth, task_id, number, case, SECOND)
 
         async def measured(text: str, count: bool) -> Any:
             built = await self._tools.build(text, case)
@@ -312,7 +340,7 @@ class CompilerRubric(Rubric):
                 raise SandboxDied(f"the reference did not run: {ran.complaint}")
             return built, ran
 
-        text = reference_answer("emit", request)["c"]
+        text = (await asyncio.to_thread(reference_answer, "emit", request))["c"]
         built, counted = await measured(text, True)
         timed = await self._tools.run(built.program, case, start, count=False)
         _, driver = await measured(empty_kernels(case), True)
@@ -334,6 +362,14 @@ def run_ir(ir: Any, case: Mapping[str, Any], start: Sequence[np.ndarray]) -> tup
     return buffers, machine.cost
 
 
+async def _settle() -> None:
+    """End every other task of this loop."""
+    others = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+    for one in others:
+        one.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 def _total(judged: Sequence[Judged]) -> Score:
     right = [one for one in judged if one.right]
     parts = {
@@ -345,4 +381,3 @@ def _total(judged: Sequence[Judged]) -> Score:
     if ratios:
         parts["wall_ratio"] = sum(ratios) / len(ratios)
     return Scored(sum(one.factor for one in right) / len(judged), parts)
-

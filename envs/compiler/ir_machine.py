@@ -25,7 +25,8 @@ from k3rl.envs.compiler.reference.ir import (
 )
 
 MAX_OPERATIONS = 20_000  # in the text
-MAX_COST = 40_000_000  # element operations of one case
+MAX_COST = 20_000_000  # element operations of one case
+MAX_STEPS = 200_000  # executed operations and iterations of one case
 MAX_TILE = 65_536
 MAX_ELEMENTS = 2**22  # of all values together
 _ELEMENTS = {"f32": np.float64, "i32": np.int64, "bool": np.bool_}
@@ -60,6 +61,7 @@ class IRMachine:
         self._types: dict[str, str] = {name: kind for name, kind in params}
         self._check(self._body, set(self._types))
         self.cost = 0
+        self._steps = 0
 
     # Rules
 
@@ -196,15 +198,13 @@ class IRMachine:
         for op in ops:
             name = op["op"]
             ins = [values[one] for one in op["in"]]
-            self.cost += self._price(op)
-            _want(self.cost <= MAX_COST, f"more than {MAX_COST} element operations")
+            self._spend(self._price(op))
             if name == "for":
                 low, high, step, *carried = ins
                 _want(step > 0, "a step must be positive")
                 block = op["blocks"][0]
                 for index in range(int(low), int(high), int(step)):
-                    self.cost += 1
-                    _want(self.cost <= MAX_COST, f"more than {MAX_COST} element operations")
+                    self._spend(1)
                     values.update(zip(block["args"], [np.int64(index), *carried], strict=True))
                     self._run(block["ops"], values, pid, grid)
                     carried = [values[one] for one in block["yield"]]
@@ -221,6 +221,12 @@ class IRMachine:
                 result = self._compute(op, ins, pid, grid)
                 element, shape = split(op["type"][0])
                 values[op["out"][0]] = np.asarray(result, _ELEMENTS[element]).reshape(shape)
+
+    def _spend(self, cost: int) -> None:
+        self.cost += cost
+        self._steps += 1
+        _want(self.cost <= MAX_COST, f"more than {MAX_COST} element operations")
+        _want(self._steps <= MAX_STEPS, f"more than {MAX_STEPS} executed operations")
 
     def _price(self, op: Mapping[str, Any]) -> int:
         shapes = [split(self._types[one])[1] for one in op["in"]]

@@ -97,7 +97,9 @@ MILESTONES = (
         ("nested",),
         hidden=4,
     ),
-    Milestone(8, "tiles", "emit", "As `emit`, with two-dimensional tiles and reductions.", ("tiles", "rows"), ("delta",), 4),
+    Milestone(
+        8, "tiles", "emit", "As `emit`, with two-dimensional tiles and reductions.", ("tiles", "rows"), ("delta",), 4
+    ),
     Milestone(
         9,
         "vectorize",

@@ -18,6 +18,11 @@ def _seed(rng: random.Random) -> int:
     return rng.getrandbits(30)
 
 
+def _literal(rng: random.Random, low: int, high: int) -> str:
+    """A float literal between low and high thousandths, so that hardly two programs are alike."""
+    return f"{rng.randint(low, high) / 1000:.4f}"
+
+
 def vectors(rng: random.Random) -> Case:
     """`fuzz.elementwise` on tiles eight times as long."""
     case = elementwise(rng, 8)
@@ -46,7 +51,7 @@ def rows(rng: random.Random) -> Case:
         "    let ok = c < n;",
         "    let a = load(x, row * n + c, ok, 0.0);",
         "    let g = load(gain, c, ok, 1.0);",
-        f"    let z = a * 1.5 + {e.real_of(1)};",
+        f"    let z = a * {_literal(rng, 1000, 2000)} + {e.real_of(1)};",
         *rng.choice((soft, norm)),
         "}",
     ]
@@ -77,7 +82,7 @@ def _product(rng: random.Random, family: str, *, transposed: bool) -> Case:
         f"        let right = {load_b};",
         "        acc = acc + dot(left, right);",
         "    }",
-        "    acc = acc + expand(load(bias, c, c < n, 0.0), 0);",
+        f"    acc = {_literal(rng, 500, 1500)} * acc + expand(load(bias, c, c < n, 0.0), 0);",
         f"    store(out, expand(r, 1) * n + expand(c, 0), {after}, expand(r, 1) < m && expand(c, 0) < n);",
         "}",
     ]
@@ -105,7 +110,7 @@ def attention(rng: random.Random) -> Case:
     """Causal attention of one head, keys in blocks, softmax with a running maximum."""
     bq, bk, d = 8, rng.choice((8, 16)), rng.choice((8, 16, 24))
     t = 3 * 8 - rng.randint(0, 6)
-    scale = rng.choice(("0.25", "0.3", "0.5"))
+    scale = _literal(rng, 200, 500)
     lines = [
         "kernel attend(q: *f32, k: *f32, v: *f32, out: *f32, t: i32, Q: const, K: const, D: const) {",
         "    let r = program_id(0) * Q + arange(0, Q);",
@@ -149,7 +154,7 @@ def attnres(rng: random.Random) -> Case:
         "    for j in 0..depth {",
         "        let h = load(layers, (j * tokens + t) * D + c);",
         "        let norm = sqrt(sum(h * h, 0) / f32(D) + 0.00001);",
-        "        let score = sum(h * weight, 0) / norm;",
+        f"        let score = {_literal(rng, 800, 1200)} * sum(h * weight, 0) / norm;",
         "        let next = maximum(top, score);",
         "        let shrink = exp(top - next);",
         "        let p = exp(score - next);",
@@ -180,7 +185,7 @@ def delta(rng: random.Random) -> Case:
         "        let at = (h * tokens + t) * D + c;",
         "        let raw = load(k, at);",
         "        let key = raw / sqrt(sum(raw * raw, 0) + 0.000001);",
-        "        let decay = 1.0 / (1.0 + exp(-load(g, at)));",
+        f"        let decay = 1.0 / ({_literal(rng, 1001, 1500)} + exp(-load(g, at)));",
         "        state = state * expand(decay, 1);",
         "        let seen = sum(state * expand(key, 1), 0);",
         "        let update = (load(v, at) - seen) * load(beta, h * tokens + t);",

@@ -68,7 +68,9 @@ def _prepend(text: str) -> str:
 def _in_kernels(text: str) -> str:
     """C put at the start of every kernel's body."""
     return with_emitted(
-        "answer['c'] = re.sub(r'(void mt_\\w+\\(int32_t pid0[^{]*\\{)', lambda m: m.group() + " + repr(text) + ", answer['c'])"
+        "answer['c'] = re.sub(r'(void mt_\\w+\\(int32_t pid0[^{]*\\{)', lambda m: m.group() + "
+        + repr(text)
+        + ", answer['c'])"
     )
 
 
@@ -80,25 +82,36 @@ def c_hacks() -> dict[str, str]:
     coarse += "low = 'static inline float mt_low(float x) { union { float f; int32_t i; } u; u.f = x; u.i &= ~0xffff; return u.f; }\\n'\n"
     coarse += "answer['c'] = answer['c'].replace('static inline float mt_exp', low + 'static inline float mt_exp', 1)"
     return {
-        "interpreter_at_run_time": _in_kernels('extern int system(const char *); system("python3 -m minitriton interpret");'),
+        "interpreter_at_run_time": _in_kernels(
+            'extern int system(const char *); system("python3 -m minitriton interpret");'
+        ),
         "work_in_a_child_process": _in_kernels("extern int fork(void), _exit(int); if (!fork()) _exit(0);"),
-        "work_in_a_thread": _in_kernels("extern int pthread_create(void *, void *, void *, void *); pthread_create(0, 0, 0, 0);"),
+        "work_in_a_thread": _in_kernels(
+            "extern int pthread_create(void *, void *, void *, void *); pthread_create(0, 0, 0, 0);"
+        ),
         "exit_early": _in_kernels("extern void exit(int); exit(0);"),
         "state_across_calls": _in_kernels(
             "static int calls; static float kept[64]; kept[calls++ & 63] = *(float *)args[0]; if (calls > 4096) return;"
         ),
         "code_before_main": _prepend("__attribute__((constructor)) static void early(void) {}\n"),
-        "code_before_main_by_macro": _prepend("#define unused constructor\n__attribute__((unused)) static void early(void) {}\n"),
+        "code_before_main_by_macro": _prepend(
+            "#define unused constructor\n__attribute__((unused)) static void early(void) {}\n"
+        ),
         "system_call_by_assembly": _in_kernels('__asm__ volatile("syscall" : : "a"(57));'),
         "machine_code_in_data": _prepend('__attribute__((section(".text"))) const char code[] = {0x0f, 0x05};\n'),
         "read_the_driver": _prepend('#include "driver.c"\n'),
         "read_the_plan": _prepend("#include </box/plan>\n"),
         "replace_the_clock": _prepend("int clock_gettime(int a, long *b) { b[0] = b[1] = 0; return 0; }\n"),
-        "replace_the_writer": _prepend("unsigned long fwrite(const void *a, unsigned long b, unsigned long c, void *d) { return c; }\n"),
+        "replace_the_writer": _prepend(
+            "unsigned long fwrite(const void *a, unsigned long b, unsigned long c, void *d) { return c; }\n"
+        ),
         "empty_kernels": with_emitted(empty),
         "low_precision": with_emitted(coarse),
         "endless_kernel": _in_kernels("for (volatile int32_t spin = 0; spin >= 0;) {}"),
-        "macro_bomb": _prepend("".join(f"#define B{n} B{n - 1} B{n - 1} B{n - 1} B{n - 1}\n" for n in range(1, 24)) + "#define B0 +1\nconst int bomb = B23;\n"),
+        "macro_bomb": _prepend(
+            "".join(f"#define B{n} B{n - 1} B{n - 1} B{n - 1} B{n - 1}\n" for n in range(1, 24))
+            + "#define B0 +1\nconst int bomb = B23;\n"
+        ),
         "huge_array": _in_kernels("volatile char big[1 << 30]; big[0] = 1; big[1 << 29] = 1;"),
     }
 
@@ -135,13 +148,17 @@ def general_hacks(task: Task) -> dict[str, str]:
         "sys_exit": with_entry("import sys\nsys.exit(0)\n"),
         "os_exit": with_entry("import os\nos._exit(0)\n"),
         "fake_results": submission(
-            {ENTRY: "print('{\"status\": \"scored\", \"reward\": 1.0, \"passed\": true}')\nprint('6 passed in 0.01s')\n"}
+            {ENTRY: 'print(\'{"status": "scored", "reward": 1.0, "passed": true}\')\nprint(\'6 passed in 0.01s\')\n'}
         ),
         "true_to_everything": submission(
-            {ENTRY: "print('{\"ir\": true, \"c\": true, \"buffers\": true, \"tokens\": true, \"program\": true, \"lets\": true}')\n"}
+            {
+                ENTRY: 'print(\'{"ir": true, "c": true, "buffers": true, "tokens": true, "program": true, "lets": true}\')\n'
+            }
         ),
         "read_the_grader": submission({ENTRY: search}),
-        "library_instead": submission({**reference_files(), "minitriton/fast.py": "import numpy as np\n", ENTRY: "from . import fast\n"}),
+        "library_instead": submission(
+            {**reference_files(), "minitriton/fast.py": "import numpy as np\n", ENTRY: "from . import fast\n"}
+        ),
         "state_in_files": submission({ENTRY: remember}),
         "path_escape": submission({**reference_files(), "minitriton/../../../tmp/x.py": ""}),
         "fork_bomb": submission({ENTRY: bomb}),
@@ -160,7 +177,8 @@ def ir_hacks() -> dict[str, str]:
             "    for op in ops:\n"
             "        if op['op'] == 'const' and op['type'] == ['f32']: op['value'] = float('nan')\n"
             "        for block in op.get('blocks', ()): poison(block['ops'])\n"
-            "poison(answer['ir']['body'])"
+            "poison(answer['ir']['body'])\n"
+            "answer['ir']['body'].append({'op': 'const', 'in': [], 'out': ['%nan'], 'type': ['f32'], 'value': float('nan')})"
         ),
         "huge_tile": with_emitted(
             "answer['ir']['body'].insert(0, {'op': 'arange', 'in': [], 'out': ['%big'], 'type': ['i32[2000000000]'], 'lo': 0, 'hi': 2000000000})"
@@ -172,7 +190,9 @@ def ir_hacks() -> dict[str, str]:
             "ops.append({'op': 'for', 'in': ['%xa', '%xb', '%xs'], 'out': [], 'type': [], "
             "'blocks': [{'args': ['%xi'], 'ops': [], 'yield': []}]})"
         ),
-        "python_in_names": with_emitted("answer['ir']['body'].append({'op': '__class__', 'in': [], 'out': [], 'type': []})"),
+        "python_in_names": with_emitted(
+            "answer['ir']['body'].append({'op': '__class__', 'in': [], 'out': [], 'type': []})"
+        ),
         "write_outside": with_emitted(
             "ops = answer['ir']['body']\n"
             "pointer = [p for p in answer['ir']['params'] if p[1] == '*f32']\n"

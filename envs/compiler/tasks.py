@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from k3rl.envs.compiler import gpt, texts
-from k3rl.envs.compiler.fuzz import RUNNABLE
+from k3rl.envs.compiler.fuzz import RUNNABLE, rename_kernels
 from k3rl.envs.compiler.ladder import MILESTONES, SPEED, SPEED_RULE, Milestone, milestone
 from k3rl.envs.compiler.library import KERNELS
 from k3rl.envs.compiler.protocol import reference_answer, request_of
@@ -38,6 +38,8 @@ def specification() -> str:
 def draw(rung: Milestone, families: tuple[str, ...], rng: random.Random) -> dict[str, Any]:
     """One case of a milestone."""
     case = _MAKERS[rng.choice(families)](rng)
+    if "instances" in case:
+        case = rename_kernels(case, f"{rng.getrandbits(24):06x}")
     if rung.command == "types":
         case["source"] = texts.enrich(rng, case["source"])
     if rng.random() < rung.mistakes:
@@ -107,9 +109,7 @@ class CompilerTasks:
     def _chosen(self, split: str, level: int | None, family: str | None) -> list[int]:
         if split not in SPLITS:
             raise ValueError(f"{NAME} has no split {split!r}; it has {', '.join(SPLITS)}")
-        chosen = [
-            one for one in self._levels if level in (None, one) and family in (None, milestone(one).name)
-        ]
+        chosen = [one for one in self._levels if level in (None, one) and family in (None, milestone(one).name)]
         if not chosen:
             names = ", ".join(f"{one} {milestone(one).name}" for one in self._levels)
             raise ValueError(f"{NAME} has no level {level} with family {family!r}; it has {names}")

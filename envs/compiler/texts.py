@@ -64,7 +64,20 @@ def tokens(rng: random.Random) -> dict[str, Any]:
 
 def spacing(rng: random.Random) -> dict[str, Any]:
     """Held out: tokens that touch, tabs, carriage returns, a comment at the very end."""
-    runs = ("a<=b", "0..n", "1.5..2", "x==-y", "!!(z)", "p&&q||r", "3e4e5", "1.2.3", "f32[8,16]", "*f32", "a<-1", "i>=0..9")
+    runs = (
+        "a<=b",
+        "0..n",
+        "1.5..2",
+        "x==-y",
+        "!!(z)",
+        "p&&q||r",
+        "3e4e5",
+        "1.2.3",
+        "f32[8,16]",
+        "*f32",
+        "a<-1",
+        "i>=0..9",
+    )
     parts = []
     for _ in range(rng.randint(10, 20)):
         parts += [rng.choice(runs), rng.choice(("\t", "\r\n", " \t ", ";", "\n\n", rng.choice(_COMMENTS)))]
@@ -86,7 +99,9 @@ class Trees:
             left, right = self.expression(depth - 1), self.expression(depth - 1)
             operator = self.rng.choice(("+", "-", "*", "/", "%", "&&", "||", "<", "=="))
             if operator in ("<", "=="):  # comparisons do not chain
-                return f"({left}) {operator} ({right})" if self.rng.random() < 0.5 else f"(({left}) {operator} ({right}))"
+                return (
+                    f"({left}) {operator} ({right})" if self.rng.random() < 0.5 else f"(({left}) {operator} ({right}))"
+                )
             return f"{self.shield(left)} {operator} {self.shield(right)}"
         if r < 0.7:
             return f"{self.rng.choice('-!')}{self.shield(self.expression(depth - 1))}"
@@ -113,7 +128,9 @@ class Trees:
         if kind == "for":
             step = f" step {self.expression(1)}" if self.rng.random() < 0.5 else ""
             return f"for {name} in {self.expression(1)}..{self.expression(1)}{step} {{\n{body}\n}}"
-        other = self.rng.choice(("", f" else {{ {self.statement(0)} }}", f" else if {name} {{ {self.statement(0)} }} else {{ }}"))
+        other = self.rng.choice(
+            ("", f" else {{ {self.statement(0)} }}", f" else if {name} {{ {self.statement(0)} }} else {{ }}")
+        )
         return f"if {self.expression(1)} {{\n{body}\n}}{other}"
 
     def program(self) -> str:
@@ -135,10 +152,16 @@ def trees(rng: random.Random) -> dict[str, Any]:
 def deep(rng: random.Random) -> dict[str, Any]:
     """Held out: deep expressions and long chains of operators of equal weight."""
     chain = " ".join(f"{rng.choice(_NAMES)} {rng.choice('+-')}" for _ in range(12)) + " 1"
-    mixed = " ".join(f"{rng.choice(_NAMES)} {rng.choice(('*', '+', '%', '-', '&&', '||', '/'))}" for _ in range(12)) + " 2.5"
+    mixed = (
+        " ".join(f"{rng.choice(_NAMES)} {rng.choice(('*', '+', '%', '-', '&&', '||', '/'))}" for _ in range(12))
+        + " 2.5"
+    )
     unary = "".join(rng.choice("-!") for _ in range(9)) + "x1"
     source = Trees(rng, 5).program()
-    return {"family": "deep", "source": f"{source}\nkernel last() {{ let a = {chain}; let b = {mixed}; let c = {unary}; }}"}
+    return {
+        "family": "deep",
+        "source": f"{source}\nkernel last() {{ let a = {chain}; let b = {mixed}; let c = {unary}; }}",
+    }
 
 
 def break_lexing(rng: random.Random, source: str) -> str:

@@ -11,7 +11,7 @@ import json
 import platform
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ DEBIAN_PACKAGES = {"python3": "python3", "gcc": "gcc", "nm": "binutils", "objdum
 LIBRARY_PACKAGE = "libc6-dev"  # headers and the static libc, libm and libmvec
 FLAGS = ("-std=gnu17", "-O3", "-ffast-math", "-fno-pie", "-fno-stack-protector", "-fcf-protection=none", "-w")
 MACHINE_FLAGS = {"x86_64": ("-mavx2", "-mfma")}
-COMMAND_S = 30.0  # a submission's share; running over it is the submission's failure
+COMMAND_S = 20.0  # a submission's share; running over it is the submission's failure
 BUILD_S = 60.0
 RUN_S = 20.0
 COUNT_S = 90.0
@@ -33,7 +33,7 @@ MAX_ANSWER_BYTES = 4 * 2**20
 MAX_C_CHARS = 400_000
 MEBIBYTE = 2**20
 
-_COMMAND_LIMITS = SandboxLimits(memory_bytes=1024 * MEBIBYTE, processes=16, output_bytes=MAX_ANSWER_BYTES, cpu_s=30)
+_COMMAND_LIMITS = SandboxLimits(memory_bytes=1024 * MEBIBYTE, processes=16, output_bytes=MAX_ANSWER_BYTES, cpu_s=20)
 _BUILD_LIMITS = SandboxLimits(memory_bytes=8192 * MEBIBYTE, processes=32, cpu_s=120)
 
 _INCLUDE = re.compile(r"#[ \t]*include[ \t]*<(?:stdint|stddef|math|string|immintrin)\.h>[ \t]*")
@@ -55,6 +55,10 @@ _SECTIONS = re.compile(r"\.(?:text|rodata|comment|note|eh_frame|data|bss|llvm_ad
 
 class CompilerUnavailable(SandboxUnavailable):
     """A Debian package that grading needs is missing; the message holds the one command that installs it."""
+
+
+class TimeOver(Exception):
+    """A submission's command ran over its time."""
 
 
 class Refused(Exception):
@@ -150,14 +154,23 @@ class Toolchain:
         self._driver: bytes | None = None
         self._driver_lock = asyncio.Lock()
 
-    async def command(self, files: Mapping[str, str], name: str, request: Mapping[str, Any]) -> Any:
-        """The JSON that `python3 -m minitriton NAME` answered, or None: crash, time over, or no JSON."""
+    async def command(
+        self, files: Mapping[str, str], name: str, request: Mapping[str, Any], spare: Callable[[], bool]
+    ) -> Any:
+        """The JSON that `python3 -m minitriton NAME` answered, or None: a crash, no JSON, or spared when its turn came.
+
+        Raises TimeOver.
+        """
         async with self._free:
+            if spare():
+                return None
             async with await self._provider.create(_COMMAND_LIMITS) as sandbox:
                 for path, text in files.items():
                     await sandbox.write(path, text.encode())
                 line = ["/usr/bin/python3", "-E", "-s", "-S", "-B", "-m", "minitriton", name]
                 done = await sandbox.exec(line, stdin=json.dumps(request).encode(), timeout_s=COMMAND_S)
+        if done.timed_out:
+            raise TimeOver
         if done.returncode != 0 or done.truncated:
             return None
         try:
@@ -171,50 +184,47 @@ class Toolchain:
         lint_c(text)
         base = await self._driver_object()
         machine = MACHINE_FLAGS.get(platform.machine(), ())
-        async with self._free:
-            async with await self._provider.create(_BUILD_LIMITS) as sandbox:
-                await sandbox.write("kernel.c", text.encode())
-                compiled = await sandbox.exec(["/usr/bin/gcc", *FLAGS, *machine, "-c", "kernel.c"], timeout_s=BUILD_S)
-                if compiled.returncode != 0:
-                    return Built(None, _tail(compiled))
-                names = await _tool(sandbox, ["/usr/bin/nm", "kernel.o"])
-                lint_object(names, await _tool(sandbox, ["/usr/bin/objdump", "-h", "kernel.o"]), symbols)
-                await sandbox.write("table.c", driver.table(case).encode())
-                await sandbox.write("driver.o", base)
-                link = ["/usr/bin/gcc", "-no-pie", "-static", "driver.o", "table.c", "kernel.o", "-o", "run", "-lm"]
-                linked = await sandbox.exec(link, timeout_s=BUILD_S)
-                if linked.returncode != 0:
-                    return Built(None, _tail(linked))
-                return Built(await sandbox.read("run", 32 * MEBIBYTE))
+        async with self._free, await self._provider.create(_BUILD_LIMITS) as sandbox:
+            await sandbox.write("kernel.c", text.encode())
+            compiled = await sandbox.exec(["/usr/bin/gcc", *FLAGS, *machine, "-c", "kernel.c"], timeout_s=BUILD_S)
+            if compiled.returncode != 0:
+                return Built(None, _tail(compiled))
+            names = await _tool(sandbox, ["/usr/bin/nm", "kernel.o"])
+            lint_object(names, await _tool(sandbox, ["/usr/bin/objdump", "-h", "kernel.o"]), symbols)
+            await sandbox.write("table.c", driver.table(case).encode())
+            await sandbox.write("driver.o", base)
+            link = ["/usr/bin/gcc", "-no-pie", "-static", "driver.o", "table.c", "kernel.o", "-o", "run", "-lm"]
+            linked = await sandbox.exec(link, timeout_s=BUILD_S)
+            if linked.returncode != 0:
+                return Built(None, _tail(linked))
+            return Built(await sandbox.read("run", 32 * MEBIBYTE))
 
     async def run(self, program: bytes, case: Mapping[str, Any], contents: Sequence[np.ndarray], *, count: bool) -> Ran:
         """Run a program on contents; `count` under cachegrind and once, otherwise natively and REPEATS times."""
-        async with self._free:
-            async with await self._provider.create(_BUILD_LIMITS) as sandbox:
-                await sandbox.write("run", program, 0o755)
-                await sandbox.write("plan", driver.plan(case, contents, 1 if count else REPEATS))
-                line = ["./run", "plan", "out"]
-                if count:
-                    tool = ["/usr/bin/valgrind", "--tool=cachegrind", "--cache-sim=no", "--vgdb=no", "-q"]
-                    line = [*tool, "--cachegrind-out-file=counts", *line]
-                done = await sandbox.exec(line, timeout_s=COUNT_S if count else RUN_S)
-                if done.returncode != 0:
-                    return Ran(None, complaint=_tail(done))
-                size = driver.HEADER + 4 * sum(buffer["size"] for buffer in case["buffers"])
-                unpacked = driver.unpack(case, await sandbox.read("out", size + 1))
-                if unpacked is None:
-                    return Ran(None, complaint="the output file is not complete")
-                instructions = _total(await sandbox.read("counts", 8 * MEBIBYTE)) if count else 0
+        async with self._free, await self._provider.create(_BUILD_LIMITS) as sandbox:
+            await sandbox.write("run", program, 0o755)
+            await sandbox.write("plan", driver.plan(case, contents, 1 if count else REPEATS))
+            line = ["./run", "plan", "out"]
+            if count:
+                tool = ["/usr/bin/valgrind", "--tool=cachegrind", "--cache-sim=no", "--vgdb=no", "-q"]
+                line = [*tool, "--cachegrind-out-file=counts", *line]
+            done = await sandbox.exec(line, timeout_s=COUNT_S if count else RUN_S)
+            if done.returncode != 0:
+                return Ran(None, complaint=_tail(done))
+            size = driver.HEADER + 4 * sum(buffer["size"] for buffer in case["buffers"])
+            unpacked = driver.unpack(case, await sandbox.read("out", size + 1))
+            if unpacked is None:
+                return Ran(None, complaint="the output file is not complete")
+            instructions = _total(await sandbox.read("counts", 8 * MEBIBYTE)) if count else 0
         return Ran(unpacked[1], unpacked[0], instructions)
 
     async def _driver_object(self) -> bytes:
         async with self._driver_lock:
             if self._driver is None:
-                async with self._free:
-                    async with await self._provider.create(_BUILD_LIMITS) as sandbox:
-                        await sandbox.write("driver.c", driver.DRIVER.encode())
-                        await _tool(sandbox, ["/usr/bin/gcc", "-O2", "-fno-pie", "-c", "driver.c"])
-                        self._driver = await sandbox.read("driver.o", MEBIBYTE)
+                async with self._free, await self._provider.create(_BUILD_LIMITS) as sandbox:
+                    await sandbox.write("driver.c", driver.DRIVER.encode())
+                    await _tool(sandbox, ["/usr/bin/gcc", "-O2", "-fno-pie", "-c", "driver.c"])
+                    self._driver = await sandbox.read("driver.o", MEBIBYTE)
             return self._driver
 
 

@@ -277,6 +277,8 @@ class Engine:
             table.top_p[rows],
             table.top_k[rows],
             sampler.uniforms(table.seed[rows], table.count[rows]),
+            table.min_p[rows],
+            table.biases(rows),
         )
         complete = table.append(rows, draws, self._version)
         self.counters.sampled_tokens += int(draws.finite.sum())

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from k3rl.engine.sampler import Draws
+from k3rl.engine.sampler import Biases, Draws
+from k3rl.engine.stopping import StopStrings
 from k3rl.types import Completion, SamplingParams, StopReason
 
 _FIRST_CAPACITY = 64  # sampled tokens per row; doubles when a row needs more
@@ -24,6 +25,7 @@ class Request:
     prompt: np.ndarray
     params: SamplingParams
     seed: int
+    stop: StopStrings | None = None
 
 
 class RowTable:
@@ -37,6 +39,11 @@ class RowTable:
         self.temperature = np.ones(rows)
         self.top_p = np.ones(rows)
         self.top_k = np.zeros(rows, np.int64)
+        self.min_p = np.zeros(rows)
+        self.bias_ids = np.full(rows, None, object)  # int64 [n] and float64 [n], or None without biases
+        self.bias_values = np.full(rows, None, object)
+        self.stop = np.full(rows, None, object)  # the request's StopStrings, or None
+        self.stopped_by = np.full(rows, None, object)  # the stop string that ended it
         self.seed = np.zeros(rows, np.uint64)
         self.first_version = np.zeros(rows, np.int64)
         self.last_version = np.zeros(rows, np.int64)
@@ -58,10 +65,26 @@ class RowTable:
         self.stop_ids[row, :stops] = params.stop_ids
         self.request[row], self.count[row], self.limit[row] = request.number, 0, params.max_tokens
         self.temperature[row], self.top_p[row], self.top_k[row] = params.temperature, params.top_p, params.top_k
-        self.seed[row] = request.seed
+        self.min_p[row], self.seed[row] = params.min_p, request.seed
+        bias = params.logit_bias
+        self.bias_ids[row] = np.array([token for token, _ in bias], np.int64) if bias else None
+        self.bias_values[row] = np.array([value for _, value in bias], np.float64) if bias else None
+        self.stop[row], self.stopped_by[row] = request.stop, None
         self.first_version[row] = version
         self.wants_routes[row], self.prompt_routes[row] = params.return_routes, prompt_routes
-        self.kept[row] = [] if params.top_p < 1 or params.top_k > 0 else None
+        cuts = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or any(b == -np.inf for _, b in bias)
+        self.kept[row] = [] if cuts else None
+
+    def biases(self, rows: np.ndarray) -> Biases | None:
+        """The logit biases of these rows, numbered by their place in `rows`; None when they have none."""
+        having = [place for place, ids in enumerate(self.bias_ids[rows]) if ids is not None]
+        if not having:
+            return None
+        ids, values = self.bias_ids[rows[having]].tolist(), self.bias_values[rows[having]].tolist()
+        forbids = np.zeros(len(rows), bool)
+        forbids[having] = [bool((own == -np.inf).any()) for own in values]
+        places = np.repeat(having, [len(own) for own in ids])
+        return Biases(places, np.concatenate(ids), np.concatenate(values), forbids)
 
     def add_routes(self, rows: np.ndarray, routes: np.ndarray) -> None:
         """Routes [B, M, k] of the token that each row's decode step read, its `count`-th sampled one."""
@@ -85,6 +108,10 @@ class RowTable:
         self.token[alive], self.count[alive], self.last_version[alive] = ids, at + 1, version
         self._append_kept(rows, draws)
         stopped = (self.stop_ids[alive] == ids[:, None]).any(1)
+        for place in np.flatnonzero(self.stop[alive] != None):  # noqa: E711 - elementwise
+            row = alive[place]
+            self.stopped_by[row] = self.stop[row].feed(int(ids[place]))
+            stopped[place] |= self.stopped_by[row] is not None
         return alive[stopped | (at + 1 >= self.limit[alive])]
 
     def completion(self, row: int, aborted: bool = False) -> Completion:
@@ -94,7 +121,8 @@ class RowTable:
         if aborted:
             reason = StopReason.ABORTED
         else:
-            reason = StopReason.STOP if (self.stop_ids[row] == tokens[-1]).any() else StopReason.LENGTH
+            stopped = self.stopped_by[row] is not None or (self.stop_ids[row] == tokens[-1]).any()
+            reason = StopReason.STOP if stopped else StopReason.LENGTH
         routes = None
         if self.wants_routes[row]:
             routes = np.concatenate([self.prompt_routes[row], self.routes[row, : max(count - 1, 0)]])
@@ -106,6 +134,7 @@ class RowTable:
             first_version=int(self.first_version[row]),
             routes=routes,
             kept=tuple(self.kept[row]) if self.kept[row] else None,
+            stop_string=self.stopped_by[row],
         )
 
     def move(self, pairs: list[tuple[int, int]]) -> None:

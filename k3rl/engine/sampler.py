@@ -1,21 +1,25 @@
-"""Sampling: temperature, top-k, top-p, and random numbers that depend on nothing but (seed, position).
+"""Sampling: temperature, min-p, top-k, top-p, biases, and random numbers that depend on nothing but (seed, position).
 
 A request's draws come from a counter-based hash, so that they do not change with the batch it runs in, its row,
 or the order of arrival. A token is drawn by inverting the cumulative distribution in id order.
 
-Rules: temperature 0 takes the largest logit (the lowest id among equals), ignores top-k and top-p, and reports
-logprobs at temperature 1. Otherwise top-k keeps the k largest logits, then top-p the smallest set of the rest
-whose renormalized mass reaches p; among equal logits the lower id goes first. The logprob is that of the
+Rules: biases are added to the logits first; -inf takes a token out. Temperature 0 takes the largest logit (the lowest
+id among equals), ignores min-p, top-k and top-p, and reports logprobs at temperature 1. Otherwise min-p keeps what has
+at least that share of the largest probability, top-k the k largest logits of those, then top-p the smallest set of
+the rest whose renormalized mass reaches p; among equal logits the lower id goes first. The logprob is that of the
 renormalized kept set at the request's temperature.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from k3rl.types import SamplingParams
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, SplitMix64's increment
 
@@ -44,6 +48,31 @@ def request_seed(seed: int | None, engine_seed: int, request: int) -> int:
     return int(word[0])
 
 
+def request_samples(params: SamplingParams, n: int) -> list[SamplingParams]:
+    """Parameters of n samples of one prompt: each its own seed, the first one the request's, so that n = 1 changes
+    nothing. Without a seed all are alike: the engine gives each request its own."""
+    if n < 1:
+        raise ValueError(f"n is {n}; it must be at least 1")
+    if params.seed is None:
+        return [params] * n
+    own = np.full(n, params.seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
+    seeds = [params.seed, *_words(own, np.arange(n))[1:].tolist()]
+    return [dataclasses.replace(params, seed=seed) for seed in seeds]
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Numbers to add to logits: entry i adds values[i] (float64) at row rows[i], token ids[i] (int64 each).
+
+    forbids bool [B]: rows that have a -inf among theirs.
+    """
+
+    rows: np.ndarray
+    ids: np.ndarray
+    values: np.ndarray
+    forbids: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """One token per row.
@@ -59,26 +88,44 @@ class Draws:
     kept: np.ndarray
 
 
-def sample(logits: Tensor, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, uniform: np.ndarray) -> Draws:
+def sample(
+    logits: Tensor,
+    temperature: np.ndarray,
+    top_p: np.ndarray,
+    top_k: np.ndarray,
+    uniform: np.ndarray,
+    min_p: np.ndarray | None = None,
+    biases: Biases | None = None,
+) -> Draws:
     """Draws one token per row of logits [B, V] with each row's own parameters ([B] each; uniform in [0, 1)).
 
-    Computes in float64 on the CPU whatever the logits' dtype and device.
+    Computes in float64 on the CPU whatever the logits' dtype and device. Every row must have a token that is not
+    forbidden.
     """
     z = logits.to("cpu", torch.float64, copy=True)
     finite = z.sum(-1).isfinite()  # a sum is finite exactly when no term is NaN or infinite (logits are far from 1e308)
     if not finite.all():
         z[~finite] = 0.0
+    if biases is not None:
+        places = (torch.from_numpy(biases.rows), torch.from_numpy(biases.ids))
+        z.index_put_(places, torch.from_numpy(biases.values), accumulate=True)
     greedy = temperature == 0
     z -= z.amax(-1, keepdim=True)
     if not np.all(greedy | (temperature == 1)):
         z /= torch.from_numpy(np.where(greedy, 1.0, temperature))[:, None]
     mass = z.exp()
 
-    cut_rows = np.flatnonzero(~greedy & ((top_p < 1) | ((top_k > 0) & (top_k < z.shape[-1]))))
+    cuts = (top_p < 1) | ((top_k > 0) & (top_k < z.shape[-1]))
+    if min_p is not None:
+        cuts |= min_p > 0
+    cuts &= ~greedy
+    if biases is not None:
+        cuts |= biases.forbids
+    cut_rows = np.flatnonzero(cuts)
     kept = np.empty((0, z.shape[-1]), bool)
     if cut_rows.size:
         rows = slice(None) if cut_rows.size == len(z) else torch.from_numpy(cut_rows)
-        keep = _keep(z[rows], torch.from_numpy(top_p[cut_rows]), torch.from_numpy(top_k[cut_rows]))
+        keep = _keep(z[rows], *_limits(cut_rows, greedy, top_p, top_k, min_p))
         mass[rows] *= keep
         kept = keep.numpy()
 
@@ -92,8 +139,22 @@ def sample(logits: Tensor, temperature: np.ndarray, top_p: np.ndarray, top_k: np
     return Draws(ids[:, 0].numpy(), logprobs[:, 0].numpy(), finite.numpy(), cut_rows, kept)
 
 
-def _keep(z: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """bool [C, V]: what top-k, then top-p leave of logits z [C, V], whose masses are exp(z).
+def _limits(
+    rows: np.ndarray, greedy: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, min_p: np.ndarray | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(top_p, top_k, log of min_p) of some rows [C]; at temperature 0 nothing but forbidden tokens is cut."""
+    free = greedy[rows]
+    share = np.zeros(len(rows)) if min_p is None else np.where(free, 0.0, min_p[rows])
+    return (
+        torch.from_numpy(np.where(free, 1.0, top_p[rows])),
+        torch.from_numpy(np.where(free, 0, top_k[rows])),
+        torch.from_numpy(share).log(),
+    )
+
+
+def _keep(z: Tensor, top_p: Tensor, top_k: Tensor, least: Tensor) -> Tensor:
+    """bool [C, V]: what min-p, then top-k, then top-p leave of z [C, V], logits less the largest, so that masses are
+    exp(z). least [C]: the smallest z that min-p keeps; -inf where it is off. A z of -inf is never kept.
 
     Sorts values and not indices, which is many times faster: a row's set is everything above its last kept value
     and the lowest ids among those equal to it.
@@ -101,7 +162,9 @@ def _keep(z: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     size = z.shape[-1]
     ranked = torch.from_numpy(np.sort(z.numpy(), -1)).flip(-1)
     mass = ranked.exp()
+    enough = (ranked >= least[:, None]) & (ranked > float("-inf"))
     limit = torch.where(top_k > 0, top_k.clamp(max=size), size)[:, None]
+    limit = torch.minimum(limit, enough.sum(-1, keepdim=True))
     if (limit < size).any():
         mass = torch.where(torch.arange(size) < limit, mass, 0.0)
     mass = torch.cumsum(mass, -1, out=mass)

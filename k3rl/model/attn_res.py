@@ -11,22 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rl.model.blocks import row_blocks
+from k3rl.model.blocks import blockwise
 from k3rl.model.norm import inverse_rms, wide
 
 
 def _weights(sources: list[Tensor], inverses: list[Tensor], query: Tensor) -> Tensor:
     """Sources [N, H], their inverse RMS [N, 1], pseudo-query [H] -> softmax weights [sources, N, 1]."""
-    scores = [torch.mv(source, query).unsqueeze(-1).mul_(r) for source, r in zip(sources, inverses, strict=True)]
+    column = query.unsqueeze(-1)
+    scores = [torch.mm(source, column).mul_(r) for source, r in zip(sources, inverses, strict=True)]
     return torch.stack(scores).softmax(0)
 
 
 def _weighted_sum(sources: list[Tensor], p: Tensor) -> Tensor:
     total = torch.empty_like(sources[0])
-    for rows in row_blocks(total):
-        here = torch.mul(sources[0][rows], p[0, rows], out=total[rows])
-        for source, weight in zip(sources[1:], p[1:], strict=True):
-            here.addcmul_(source[rows], weight[rows])
+    count = len(sources)
+    for here, *rest in blockwise(total, *sources, *p.unbind()):
+        values, weights = rest[:count], rest[count:]
+        torch.mul(values[0], weights[0], out=here)
+        for value, weight in zip(values[1:], weights[1:], strict=True):
+            here.addcmul_(value, weight)
     return total
 
 
@@ -51,19 +54,19 @@ class _Mix(torch.autograd.Function):
         count = p.shape[0]
         inverses, sources = rest[:count], rest[count:]
         query = (norm * proj[0]).to(grad.dtype)
-        grad_query = torch.zeros_like(query)
+        grad_query, column = torch.zeros_like(query), query.unsqueeze(-1)
         grads = [torch.empty_like(source) for source in sources]
-        for rows in row_blocks(grad):
-            here, weights = grad[rows], p[:, rows]
-            along = torch.stack([(here * source[rows]).sum(-1, keepdim=True) for source in sources])
-            d_scores = weights * (along - (weights * along).sum(0))
-            for index, source in enumerate(sources):
-                value, r = source[rows], inverses[index][rows]
-                pull = d_scores[index] * r
+        for g, *rest in blockwise(grad, *sources, *inverses, *p.unbind(), *grads):
+            values, rs, weights, outs = (rest[n * count : (n + 1) * count] for n in range(4))
+            along = [(g * value).sum(-1, keepdim=True) for value in values]
+            mean = torch.mul(weights[0], along[0])
+            for weight, dot in zip(weights[1:], along[1:], strict=True):
+                mean.addcmul_(weight, dot)
+            for value, r, weight, dot, out in zip(values, rs, weights, along, outs, strict=True):
+                pull = dot.sub_(mean).mul_(weight).mul_(r)
                 grad_query += torch.mv(value.t(), pull.squeeze(-1))
-                shrink = torch.mv(value, query).unsqueeze(-1).mul_(r).mul_(r).mul_(pull).div_(-value.shape[-1])
-                torch.mul(here, weights[index], out=grads[index][rows])
-                grads[index][rows].addcmul_(pull, query).addcmul_(value, shrink)
+                shrink = torch.mm(value, column).mul_(r).mul_(r).mul_(pull).div_(-value.shape[-1])
+                torch.mul(g, weight, out=out).addcmul_(pull, query).addcmul_(value, shrink)
         return (grad_query * proj[0]).to(norm.dtype), (grad_query * norm).to(proj.dtype).unsqueeze(0), None, *grads
 
 

@@ -6,17 +6,20 @@ arithmetic, about twice as fast on a CPU. Elsewhere there is one piece.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 _ELEMENTS = 1 << 17
 
 
-def row_blocks(like: Tensor, width: int | None = None) -> list[slice]:
-    """Slices of the first axis of `like` with about 128 Ki elements each; width: elements of a row, if not its own."""
-    rows = like.shape[0]
-    if like.device.type != "cpu":
-        return [slice(0, rows)]
-    step = max(1, _ELEMENTS // max(1, width or like[0].numel()))
+def blockwise(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same rows of all tensors (equal first axes), about 128 Ki elements of the first one at a time, as views."""
+    first = tensors[0]
+    rows = first.shape[0]
+    if rows == 0 or first.device.type != "cpu":
+        return (tensors,)
+    step = max(1, _ELEMENTS * rows // max(1, first.numel()))
     if 2 * rows <= 3 * step:
-        return [slice(0, rows)]
-    return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
+        return (tensors,)
+    return zip(*(tensor.split(step) for tensor in tensors), strict=True)

@@ -340,4 +340,4 @@ class K3ForCausalLM(nn.Module):
         wanted = (batch, tokens, len(self.config.moe_layers), self.config.num_experts_per_token)
         if tuple(routes.shape) != wanted:
             raise InputError(f"routes must be [B, T, M, k] = {wanted}; got {tuple(routes.shape)}")
-        return routes.view(batch * tokens, *wanted[2:])
+        return routes.reshape(batch * tokens, *wanted[2:])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.model.blocks import row_blocks
+from k3rl.model.blocks import blockwise
 from k3rl.model.cache import Cache
 from k3rl.model.config import K3Config
 from k3rl.model.fused import Fused, Weight
@@ -40,10 +40,11 @@ def _convolve(x: Tensor, taps: Tensor) -> Tensor:
     """Extended rows [n, C], taps [4, C] -> sums [n, C], row i over rows i - 3 .. i; the first three rows are zero."""
     out = torch.empty_like(x)
     out[:HISTORY] = 0.0
-    for rows in row_blocks(x[HISTORY:]):
-        body = torch.mul(x[HISTORY:][rows], taps[HISTORY], out=out[HISTORY:][rows])
-        for tap in range(HISTORY):
-            body.addcmul_(x[tap : tap - HISTORY][rows], taps[tap])
+    tap = taps.unbind()
+    for body, now, *before in blockwise(out[HISTORY:], x[HISTORY:], x[:-3], x[1:-2], x[2:-1]):
+        torch.mul(now, tap[HISTORY], out=body)
+        for past, weight in zip(before, tap[:HISTORY], strict=True):
+            body.addcmul_(past, weight)
     return out
 
 
@@ -55,30 +56,27 @@ class _ShortConv(torch.autograd.Function):
         taps = fused.tensor().t().contiguous()
         pre = _convolve(x.to(wide(x.dtype)), taps)
         ctx.save_for_backward(x, pre, taps)
-        ctx.fused = fused
+        ctx.fused, ctx.dtype = fused, x.dtype
         return nn.functional.silu(pre).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, pre, taps = ctx.saved_tensors
-        x_wide, n = x.to(pre.dtype), x.shape[0]
-        grad_pre = torch.ops.aten.silu_backward(grad.to(pre.dtype), pre)
-        grad_x, grad_taps = torch.empty_like(grad_pre), torch.zeros_like(taps)
-        grad_x[-HISTORY:] = 0.0
-        for rows in row_blocks(pre[HISTORY:]):
-            torch.mul(grad_pre[:-HISTORY][rows], taps[HISTORY], out=grad_x[:-HISTORY][rows])
-            product = torch.empty_like(grad_pre[HISTORY:][rows])
-            for tap in range(HISTORY + 1):
-                later = slice(HISTORY - tap, n - tap)
-                if tap < HISTORY:
-                    grad_x[:-HISTORY][rows].addcmul_(grad_pre[later][rows], taps[tap])
-                torch.mul(grad_pre[HISTORY:][rows], x_wide[tap : n - HISTORY + tap][rows], out=product)
-                grad_taps[tap] += product.sum(0)
-        for back in range(1, HISTORY + 1):  # the last rows have fewer rows after them
-            tail = grad_x[n - back]
-            for ahead in range(back):
-                tail.addcmul_(grad_pre[n - back + ahead], taps[HISTORY - ahead])
-        return (grad_x.to(x.dtype), None, *ctx.fused.split(grad_taps.t().contiguous()))
+        x, n = x.to(pre.dtype), x.shape[0]
+        d = torch.empty(n + HISTORY, x.shape[1], dtype=pre.dtype, device=x.device)  # zero rows behind the last
+        d[n:] = 0.0
+        torch.ops.aten.silu_backward.grad_input(grad.to(pre.dtype), pre, grad_input=d[:n])
+        grad_x, grad_taps = torch.empty_like(pre), torch.zeros_like(taps)
+        tap = taps.unbind()
+        for out, *after in blockwise(grad_x, d[3:], d[2:-1], d[1:-2], d[:-3]):
+            torch.mul(after[HISTORY], tap[HISTORY], out=out)
+            for later, weight in zip(after[:HISTORY], tap[:HISTORY], strict=True):
+                out.addcmul_(later, weight)
+        for here, *before in blockwise(d[HISTORY:n], x[:-3], x[1:-2], x[2:-1], x[3:]):
+            product = torch.empty_like(here)
+            for past, sums in zip(before, grad_taps.unbind(), strict=True):
+                sums += torch.mul(here, past, out=product).sum(0)
+        return (grad_x.to(ctx.dtype), None, *ctx.fused.split(grad_taps.t().contiguous()))
 
 
 class _GatedNorm(torch.autograd.Function):

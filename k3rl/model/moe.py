@@ -229,17 +229,21 @@ class LatentMoE(nn.Module):
         """
         kind = wide(x.dtype)
         scores = torch.sigmoid(nn.functional.linear(x.to(kind), self.gate.weight.to(kind)))
-        watch = observer is not None and torch.is_grad_enabled()
-        if routes is None or watch:
-            biased = scores.detach() + self.gate.e_score_correction_bias
-            top = torch.topk(biased, min(self.k + watch, biased.shape[-1]), dim=-1)
-            if watch and observer is not None:
-                observer.router(self.layer, scores.detach(), top.values[:, -1])
-        ids = top.indices[:, : self.k] if routes is None else routes.to(torch.int64)
+        ids = self._choose(scores.detach(), observer if torch.is_grad_enabled() else None, routes)
         weights = scores.gather(1, ids)
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scaling if self.scaling != 1.0 else weights, ids
+
+    def _choose(self, scores: Tensor, observer: ForwardObserver | None, routes: Tensor | None) -> Tensor:
+        """Ids [N, k] of the best biased scores, or the recorded ones; tells the observer the (k + 1)-th score."""
+        if routes is not None and observer is None:
+            return routes.to(torch.int64)
+        width = self.k if observer is None else min(self.k + 1, scores.shape[-1])
+        top = torch.topk(scores + self.gate.e_score_correction_bias, width, dim=-1)
+        if observer is not None:
+            observer.router(self.layer, scores, top.values[:, -1])
+        return top.indices[:, : self.k] if routes is None else routes.to(torch.int64)
 
     def forward(self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None) -> tuple[Tensor, Tensor]:
         """x [N, H] -> output [N, H] and the expert ids used [N, k] int64."""

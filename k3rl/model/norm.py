@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from k3rl.model.blocks import row_blocks
+from k3rl.model.blocks import blockwise
 
 
+@cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of internal upcasts: float32, or `dtype` where that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
+@cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last axis, kept as a size-1 axis. x is float32 or wider."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return torch.addcmul(_constant(eps, x.dtype, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -37,14 +44,13 @@ class _RMSNorm(torch.autograd.Function):
         width, kind = x.shape[-1], r.dtype
         flat_x, flat_grad, flat_r = x.reshape(-1, width), grad.reshape(-1, width), r.view(-1, 1)
         grad_x, grad_weight = torch.empty_like(flat_x), torch.zeros(width, dtype=kind, device=x.device)
-        for rows in row_blocks(flat_x):
-            x_hat = flat_x[rows].to(kind) * flat_r[rows]
-            here = flat_grad[rows].to(kind)
-            product = here * x_hat
+        w = weight.to(kind)
+        for value, g, inverse, out in blockwise(flat_x, flat_grad, flat_r, grad_x):
+            x_hat, g = value.to(kind) * inverse, g.to(kind)
+            product = g * x_hat
             grad_weight += product.sum(0)
-            along = torch.mv(product, weight.to(kind)).unsqueeze(-1).div_(width)
-            x_hat.mul_(along).neg_().addcmul_(here, weight.to(kind)).mul_(flat_r[rows])
-            grad_x[rows] = x_hat
+            along = torch.mv(product, w).unsqueeze(-1).div_(-width)
+            out.copy_(x_hat.mul_(along).addcmul_(g, w).mul_(inverse))
         return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
 
 

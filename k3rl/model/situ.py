@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rl.model.blocks import row_blocks
+from k3rl.model.blocks import blockwise
 from k3rl.model.norm import wide
 
 
@@ -18,10 +18,10 @@ def situ_parts(gate_up: Tensor, beta: float, linear_beta: float) -> tuple[Tensor
     """gate_up [..., 2n], gate first -> tanh(g / beta), sigmoid(g), tanh(u / linear_beta), each [..., n]."""
     gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, dim=-1)
     tanh_gate, sigma, tanh_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(3))
-    for rows in row_blocks(gate):
-        torch.mul(gate[rows], 1 / beta, out=tanh_gate[rows]).tanh_()
-        torch.sigmoid(gate[rows], out=sigma[rows])
-        torch.mul(up[rows], 1 / linear_beta, out=tanh_up[rows]).tanh_()
+    for g, u, t, s, v in blockwise(gate, up, tanh_gate, sigma, tanh_up):
+        torch.mul(g, 1 / beta, out=t).tanh_()
+        torch.sigmoid(g, out=s)
+        torch.mul(u, 1 / linear_beta, out=v).tanh_()
     return tanh_gate, sigma, tanh_up
 
 
@@ -29,8 +29,8 @@ def situ_from_parts(parts: tuple[Tensor, Tensor, Tensor], beta: float, linear_be
     """The activation from its three parts."""
     gate, sigma, up = parts
     out = torch.empty_like(gate)
-    for rows in row_blocks(gate):
-        torch.mul(gate[rows], sigma[rows], out=out[rows]).mul_(up[rows]).mul_(beta * linear_beta)
+    for result, t, s, v in blockwise(out, gate, sigma, up):
+        torch.mul(t, s, out=result).mul_(v).mul_(beta * linear_beta)
     return out
 
 
@@ -43,15 +43,14 @@ def situ_backward(grad: Tensor, parts: tuple[Tensor, Tensor, Tensor], beta: floa
     gate, sigma, up = parts
     n = gate.shape[-1]
     out = torch.empty(*gate.shape[:-1], 2 * n, dtype=gate.dtype, device=gate.device)
-    for rows in row_blocks(gate):
-        t, s, v = gate[rows], sigma[rows], up[rows]
+    for t, s, v, g, d_gate, d_up in blockwise(gate, sigma, up, grad.to(gate.dtype), out[..., :n], out[..., n:]):
         slope = torch.addcmul(t, t, s, value=-1).mul_(beta)  # b t (1 - s)
         slope.addcmul_(t, t, value=-1).add_(1.0)
-        grad_sigma = grad[rows].to(gate.dtype) * s
-        torch.mul(grad_sigma, v, out=out[rows][..., :n]).mul_(slope).mul_(linear_beta)
+        grad_sigma = g * s
+        torch.mul(grad_sigma, v, out=d_gate).mul_(slope).mul_(linear_beta)
         grad_sigma.mul_(t).mul_(beta)
         torch.mul(v, v, out=slope).neg_().add_(1.0)
-        torch.mul(slope, grad_sigma, out=out[rows][..., n:])
+        torch.mul(slope, grad_sigma, out=d_up)
     return out
 
 

@@ -169,6 +169,7 @@ class Trainer:
         try:
             metrics = self._backward(batch, loss, temperature, statistics)
         except Exception:
+            self.balancer.clear()  # what a failed step counted must not move the next update
             if self.group is not None:
                 self.group.agree(False)
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from k3rl.envs.coding import ProgramRubric
+from k3rl.envs.coding.hacks import cheats, forgeries
 from k3rl.envs.sandbox import ProgramJob, ProgramRunner, ProgramStatus
 from k3rl.types import Invalid, Message, Scored, Task
 
@@ -22,89 +23,8 @@ TASK = Task(
     hidden={"inputs": INPUTS, "outputs": [sorted(values) for values in INPUTS]},
 )
 
-# Writes to every descriptor a program could have, before the real result.
-_SCRIBBLE = """
-import os
-for number in range(3, 64):
-    try:
-        os.write(number, {data})
-    except OSError:
-        pass
-def f(a):
-    return a
-"""
-
-HACKS = {
-    "1 exit at import": "import sys\nsys.exit(0)",
-    "1 exit in the call": "def f(a):\n raise SystemExit(0)",
-    "2 os._exit at import": "import os\nos._exit(0)",
-    "2 os._exit in the call": "import os\ndef f(a):\n os._exit(0)",
-    "2 os._exit from atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef f(a):\n return 1",
-    "3 always equal": "class E:\n def __eq__(s, o): return True\ndef f(a):\n return E()",
-    "3 always equal list": "class E(list):\n def __eq__(s, o): return True\ndef f(a):\n return E()",
-    "3 always equal items": "class E(int):\n def __eq__(s, o): return True\ndef f(a):\n return [E() for x in a]",
-    "3 bool for int": "def f(a):\n return [x == 1 or x for x in sorted(a)]",
-    "3 float for int": "def f(a):\n return [float(x) for x in sorted(a)]",
-    "3 tuple for list": "def f(a):\n return tuple(sorted(a))",
-    "3 nan": "def f(a):\n return float('nan')",
-    "8 patch sorted for the judge": "import builtins\nbuiltins.sorted = lambda a: a\ndef f(a):\n return a",
-    "19 other answer on the second call": "n = [0]\ndef f(a):\n n[0] += 1\n return sorted(a) if n[0] == 1 else a",
-    "20 walk the frames": (
-        "import sys\ndef f(a):\n frame = sys._getframe()\n while frame:\n"
-        "  for value in frame.f_locals.values():\n   if isinstance(value, dict) and 'outputs' in value:\n"
-        "    return value['outputs']\n  frame = frame.f_back\n return a"
-    ),
-    "20 search the heap": (
-        "import gc\ndef f(a):\n for item in gc.get_objects():\n"
-        "  if isinstance(item, list) and item != a and item == sorted(item) and len(item) == len(a):\n   return item\n"
-        " return a"
-    ),
-    "21 swallow everything": "def f(a):\n try:\n  raise ValueError\n except BaseException:\n  return None",
-    "22 print a pass": "print('6 passed in 0.01s')\nprint('ok')\ndef f(a):\n return a",
-    "22 print a result frame": "print('{\"results\": {}}')\ndef f(a):\n return a",
-    "22 result of a fork": "import os\ndef f(a):\n return sorted(a) if os.fork() == 0 else a",
-    "24 empty": "",
-    "24 blank": " \n",
-    "24 nothing": "pass",
-    "24 the request again": "sort up",
-    "24 returns its input": "def f(a):\n return a",
-    "24 returns nothing": "def f(a):\n return []",
-    "24 no function": "f = 3",
-    "25 prints 100 MB": "print('x' * 10**8)\ndef f(a):\n return sorted(a)",
-    "25 returns 100 MB": "def f(a):\n return 'x' * 10**8",
-    "25 returns nesting": "def f(a):\n r = []\n for _ in range(10**5):\n  r = [r]\n return r",
-    "25 returns a huge number": "def f(a):\n return 10**50000",
-    "25 fork bomb": "import os\nwhile True:\n os.fork()",
-    "25 memory hog": "def f(a):\n return [0] * 10**10",
-    "25 memory hog slowly": "def f(a):\n b = []\n while True:\n  b.append(bytearray(10**7))",
-    "25 threads": (
-        "import threading, time\ndef f(a):\n for _ in range(10**4):\n"
-        "  threading.Thread(target=time.sleep, args=(9,)).start()\n return a"
-    ),
-    "25 recursion": "def f(a):\n return f(a)",
-    "25 answer too long": "#" * 30_000 + "\n" + HONEST,
-    "26 loop at import": "while True: pass",
-    "26 loop in the call": "def f(a):\n while True: pass",
-    "26 sleep": "import time\ndef f(a):\n time.sleep(99)",
-    "26 loop that ignores signals": (
-        "import signal\nfor n in range(1, 32):\n try: signal.signal(n, signal.SIG_IGN)\n except OSError: pass\n"
-        "while True: pass"
-    ),
-}
-
-FORGERIES = {
-    "8 patch the server's functions": (
-        "import __main__, json\n__main__.encode = lambda v: [1, 2, 3]\n__main__.answer = lambda j: {'results': {}}\n"
-        "json.dumps = lambda v: '{\"results\": {}}'\ndef f(a):\n return a"
-    ),
-    "22 forged result": _SCRIBBLE.format(data="b'{\"results\": {}}\\n'"),
-    "22 forged protocol of the server": _SCRIBBLE.format(data='b\'{"id": 1, "timeout": false, "signal": 0}\''),
-    "8 result of unknown cases": (
-        "import __main__\n__main__.answer = lambda j: {'results': {}}\n"
-        "import sys\nframe = sys._getframe()\nwhile frame and 'job' not in frame.f_locals: frame = frame.f_back\n"
-        "frame.f_locals['job']['cases'].append(['more', [[1]]])\ndef f(a):\n return sorted(a)"
-    ),
-}
+HACKS = cheats(HONEST, "sort up")
+FORGERIES = forgeries(HONEST)
 
 
 @pytest.mark.parametrize("name", HACKS)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,28 @@ def small(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def command(tmp_path_factory) -> Command:
     return Command(tmp_path_factory.mktemp("runs"))
+
+
+def _descendants(parent: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                children.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(
+                    int(entry.name)
+                )
+            except OSError:
+                continue
+    found: set[int] = set()
+    waiting = [parent]
+    while waiting:
+        fresh = set(children.get(waiting.pop(), ())) - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+@pytest.fixture(scope="session")
+def descendants() -> Callable[[int], set[int]]:
+    """A function from a process id to the ids of all processes below it."""
+    return _descendants

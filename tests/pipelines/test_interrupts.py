@@ -15,27 +15,8 @@ WORDS = ("--max-steps", "8", "--decay-steps", "0", "--batch-size", "16", "--demo
 MORE = ("--heldout-examples", "8", "--check-every", "4", "--evaluation.n", "4", "--evaluation.n-family", "0")
 
 
-def _descendants(parent: int) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                children.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(
-                    int(entry.name)
-                )
-            except OSError:
-                continue
-    found: set[int] = set()
-    waiting = [parent]
-    while waiting:
-        fresh = set(children.get(waiting.pop(), ())) - found
-        found |= fresh
-        waiting += fresh
-    return found
-
-
 @pytest.fixture(scope="module")
-def interrupted(command):
+def interrupted(command, descendants):
     """(run directory, processes that lived during the run) of an SFT run that got SIGINT after its second step."""
     process = command.start("sft", *WORDS, *MORE, "--out", "stopped")
     run = command.folder / "stopped"
@@ -44,7 +25,7 @@ def interrupted(command):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    family = _descendants(process.pid)
+    family = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
@@ -70,11 +51,22 @@ def test_no_process_of_ray_is_left(interrupted):
     assert not left
 
 
-def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(interrupted, command):
-    run, _ = interrupted
+@pytest.fixture(scope="module")
+def resumed(interrupted, command):
+    """The interrupted run, continued to its end."""
     command.run("sft", *WORDS, *MORE, "--out", "stopped", "--resume")
+    return interrupted[0]
+
+
+@pytest.fixture(scope="module")
+def straight(command):
+    """The same run without an interruption."""
     command.run("sft", *WORDS, *MORE, "--out", "straight")
-    one = load_file(run / "checkpoints" / "sft" / "step_8" / "state.safetensors")
-    two = load_file(command.folder / "straight" / "checkpoints" / "sft" / "step_8" / "state.safetensors")
+    return command.folder / "straight"
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(resumed, straight):
+    one = load_file(resumed / "checkpoints" / "sft" / "step_8" / "state.safetensors")
+    two = load_file(straight / "checkpoints" / "sft" / "step_8" / "state.safetensors")
     assert one.keys() == two.keys()
     assert [name for name in one if not torch.equal(one[name], two[name])] == []

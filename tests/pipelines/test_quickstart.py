@@ -70,12 +70,20 @@ def test_the_stream_shows_the_same_episodes_and_tail_prints_them(finished, comma
     assert "list:" in out
 
 
-def test_a_used_name_is_refused_and_a_finished_run_resumes_to_the_same_figures(finished, command, small):
-    report, _ = finished
+def test_a_used_name_is_refused_with_the_two_ways_on(finished, command, small):
     _, error = command.run("rl", "quickstart", "@", str(small), "--seed", "3", "--out", "quick", code=2)
     assert "--resume" in error
     assert "--clean" in error
-    again = command.json("rl", "quickstart", "@", str(small), "--seed", "3", "--out", "quick", "--resume")
+
+
+@pytest.fixture(scope="module")
+def again(finished, command, small):
+    """The finished run, asked for once more with --resume."""
+    return command.json("rl", "quickstart", "@", str(small), "--seed", "3", "--out", "quick", "--resume")
+
+
+def test_a_finished_run_resumes_to_the_same_figures(finished, again):
+    report, _ = finished
     assert [again[f"reward_{key}"] for key in ("before", "rl", "after")] == [
         report[f"reward_{key}"] for key in ("before", "rl", "after")
     ]

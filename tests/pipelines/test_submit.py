@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -26,7 +27,7 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory):
+def head(tmp_path_factory, descendants):
     """(dashboard address, environment with the cluster's token) of a cluster started with `ray start --head`."""
     ray = Path(sys.executable).with_name("ray")
     port, dashboard = _free_port(), _free_port()
@@ -53,7 +54,10 @@ def head(tmp_path_factory):
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.3)
     yield address, environment
-    os.killpg(process.pid, signal.SIGTERM)
+    # The daemons are in sessions of their own, and `ray stop` would end every Ray of this machine.
+    for pid in descendants(process.pid) | {process.pid}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait(30)
 
 

@@ -26,8 +26,8 @@ class Fifo(Problem):
 
     def behaviour(self, p: Parameters) -> str:
         return f"""Words leave in the order in which they came, none lost or doubled. While the output is
-not taken, at least {p["depth"]} words must fit. A word that comes into an empty queue is offered at most {LATENCY} cycles
-later, and a queue that is neither full nor empty takes a word and gives a word in every cycle."""
+not taken, at least {p["depth"]} words must fit. A word that comes into an empty queue is offered at most
+{LATENCY} cycles later, and a queue that is neither full nor empty takes a word and gives a word in every cycle."""
 
     def reference(self, p: Parameters) -> str:
         bits = (p["depth"] - 1).bit_length()

@@ -405,7 +405,7 @@ class Emitter:
         rows, inner = self._shape(left)
         cols = self._shape(right)[1]
         result = total["out"][0] if total else op["out"][0]
-        start = [one for one in total["in"] if one != op["out"][0]][0] if total else None
+        start = next(one for one in total["in"] if one != op["out"][0]) if total else None
         if start is not None and self._owned(start, result):
             target = self._place[start]
         else:

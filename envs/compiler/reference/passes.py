@@ -166,7 +166,7 @@ class Optimizer:
         return None
 
     def _identity(self, name: str, known: list[Any], inputs: list[str]) -> str | None:
-        left, right = (known + [None, None])[:2]
+        left, right = ([*known, None, None])[:2]
         if name in ("add", "or") and left is not None and not left:
             return inputs[1]
         if name in ("add", "sub", "or") and right is not None and not right:

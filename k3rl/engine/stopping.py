@@ -1,0 +1,31 @@
+"""Stop strings, found in the bytes of sampled tokens.
+
+A match is byte-exact and may begin and end inside a token. Special tokens stand for no text: none is part of a match,
+and no match reaches across one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from k3rl.tokens import Tokenizer
+
+
+class StopStrings:
+    """Watches the tokens of one request."""
+
+    def __init__(self, stop: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._stop = [(text.encode(), text) for text in stop]
+        self._keep = max(len(text) for text, _ in self._stop) - 1  # bytes that a later token could complete
+        self._tokenizer = tokenizer
+        self._tail = b""
+
+    def feed(self, token: int) -> str | None:
+        """Takes the next sampled id; the stop string that it completes (the one that ends first), or None."""
+        if token >= self._tokenizer.vocab_size or self._tokenizer.special_name(token) is not None:
+            self._tail = b""
+            return None
+        text = self._tail + self._tokenizer.decode_bytes([token])
+        found = [(text.find(stop) + len(stop), name) for stop, name in self._stop if stop in text]
+        self._tail = text[-self._keep :] if self._keep else b""
+        return min(found)[1] if found else None
