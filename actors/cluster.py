@@ -23,12 +23,13 @@ class ClusterConfig(Config):
     learner_actors: int = Field(2, ge=1)
     """Data-parallel ranks of the learner."""
     learner_cpus: float = Field(0.5, gt=0)
-    rollout_actors: int = Field(1, ge=1)
-    rollout_cpus: float = Field(0.5, gt=0)
-    environment_actors: int = Field(1, ge=1)
-    environment_cpus: float = Field(0.25, gt=0)
-    reward_actors: int = Field(1, ge=1)
-    reward_cpus: float = Field(0.25, gt=0)
+    rollout_actors: int = Field(2, ge=1)
+    rollout_cpus: float = Field(0.25, gt=0)
+    environment_actors: int = Field(2, ge=1)
+    """Each plays against one rollout actor, taken in turn."""
+    environment_cpus: float = Field(0.125, gt=0)
+    reward_actors: int = Field(2, ge=1)
+    reward_cpus: float = Field(0.125, gt=0)
     learner_threads: int = Field(1, ge=1)
     """Torch threads of each rank. Two ranks of one thread beat one of two: threads spin, and lose to any neighbour."""
     rollout_threads: int = Field(1, ge=1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from k3rl.actors.jobs import EpisodeJob
+from k3rl.actors.jobs import EpisodeJob, draw
 from k3rl.envs import EpisodeContext, make
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
@@ -86,10 +86,7 @@ class EnvironmentActor:
 
     async def _play(self, policy: LockstepPolicy, order: int, job: EpisodeJob, sampling: SamplingParams) -> Episode:
         try:
-            ref = job.task
-            task = self._environment.source.get(
-                ref.split, ref.index, ref.seed, level=ref.level, family=ref.family
-            ).public()
+            task = draw(self._environment.source, job.task).public()
             return await run_episode(
                 self._environment.make_env(),
                 task,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+from k3rl.envs import TaskSource
+from k3rl.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,12 @@ class TaskRef:
     seed: int
     level: int | None = None
     family: str | None = None
+
+
+@lru_cache(maxsize=256)
+def draw(source: TaskSource, ref: TaskRef) -> Task:
+    """The task of a reference, hidden part included; the episodes of a group share one draw."""
+    return source.get(ref.split, ref.index, ref.seed, level=ref.level, family=ref.family)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors.torch import load
 
 from k3rl.checkpoint import load_checkpoint
 from k3rl.engine import Engine, EngineError
@@ -82,10 +83,10 @@ class RolloutActor:
             self._futures.clear()
             raise
 
-    async def prepare(self, version: int, manifest: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-        """First phase: builds and verifies version `version` beside the one that serves."""
+    async def prepare(self, version: int, manifest: Mapping[str, str], tensors: bytes) -> None:
+        """First phase: builds and verifies version `version`, a safetensors message, beside the one that serves."""
         self.engine.start_weight_update(version, manifest)
-        self.engine.update_weights(tensors.items())
+        self.engine.update_weights(load(tensors).items())
         self.engine.verify_weight_update()
 
     async def commit(self, version: int) -> int:

@@ -11,7 +11,7 @@ from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.types import SamplingParams
 
-_CANARY_TOKENS = 8
+_CANARY_TOKENS = 4
 
 
 class PublishError(K3Error):
@@ -68,18 +68,20 @@ class WeightPublisher:
 
     def _canary(self, number: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=_CANARY_TOKENS)
+        calls = [actor.generate.remote([(self._prompt, params)]) for actor in self._rollouts]
+        learned: dict[tuple[int, ...], np.ndarray] = {}
         worst = 0.0
-        for i, actor in enumerate(self._rollouts):
-            completion = ray.get(actor.generate.remote([(self._prompt, params)]), timeout=self._timeout_s)[0]
+        for i, (completion,) in enumerate(ray.get(calls, timeout=self._timeout_s)):
             if isinstance(completion, Exception):
                 raise completion
             if completion.weight_version != number:
-                raise CanaryMismatch(
-                    f"rollout actor {i} answered with version {completion.weight_version}, not {number}"
-                )
-            batch = _scoring_batch(self._prompt, completion.token_ids)
-            theirs = ray.get(self._learner.logprobs.remote(batch), timeout=self._timeout_s)[len(self._prompt) :]
-            differences = np.abs(theirs - np.asarray(completion.logprobs, np.float32))
+                served = completion.weight_version
+                raise CanaryMismatch(f"rollout actor {i} answered with version {served} after a switch to {number}")
+            ids = completion.token_ids
+            if ids not in learned:
+                call = self._learner.logprobs.remote(_scoring_batch(self._prompt, ids))
+                learned[ids] = ray.get(call, timeout=self._timeout_s)[len(self._prompt) :]
+            differences = np.abs(learned[ids] - np.asarray(completion.logprobs, np.float32))
             worst = max(worst, float(np.median(differences)))
         if not worst <= self._tolerance:
             raise CanaryMismatch(

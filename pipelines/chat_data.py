@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import numpy as np
 
 from k3rl.config import ConfigError
@@ -55,6 +56,7 @@ class ChatBatches:
 
 def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatches, TrainBatch]:
     """(training batches, the held-out batch). Demonstrations are written into the run and read like any file."""
+    datasets.disable_progress_bars()
     folder = session.run.root / "data"
     cache = folder / "cache"
     if config.data is not None and config.heldout_data is not None:

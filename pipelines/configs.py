@@ -41,7 +41,7 @@ class EnvConfig(Config):
     """Keyword arguments of the environment's factory."""
     sandbox: Literal["bwrap", "subprocess"] = "bwrap"
     """Where programs of the policy run. `subprocess` is no sandbox and is meant for code that you trust."""
-    families: dict[str, float] = {"list": 0.88, "probe": 0.12}
+    families: dict[str, float] = {"list": 0.9, "probe": 0.1}
     """Share of each family among training tasks; empty leaves the mixture to the environment."""
     levels: dict[str, tuple[int, ...]] = {"list": (1, 2, 3), "probe": (1, 2)}
     """The ladder of a family, drawn in proportion to p(1 - p) of each level's recent pass rate p. A family that is
@@ -115,7 +115,7 @@ class SFTConfig(StageConfig):
     data: str | None = None
     """JSONL or Parquet chat data (`messages`); None writes the environment's own demonstrations."""
     heldout_data: str | None = None
-    demonstrations: int = Field(20_000, ge=1)
+    demonstrations: int = Field(16_000, ge=1)
     """How many demonstrations to write when `data` is None."""
     heldout_examples: int = Field(256, ge=1)
     batch_size: int = Field(64, ge=1)
@@ -174,7 +174,7 @@ Objective = Annotated[K3Objective | GRPOObjective, Field(discriminator="type")]
 class RolloutStageConfig(StageConfig):
     """A stage whose data the policy samples itself."""
 
-    steps: int = Field(60, ge=1)
+    steps: int = Field(40, ge=1)
     batch_size: int = Field(256, ge=1)
     """Episodes of one step."""
     group_size: int = Field(8, ge=1)
@@ -229,7 +229,7 @@ class DistillConfig(RolloutStageConfig):
     ratio_low: float = Field(0.5, gt=0, lt=1)
     ratio_high: float = Field(2.0, gt=1)
     tau: float = Field(0.02, ge=0)
-    steps: int = Field(14, ge=1)
+    steps: int = Field(15, ge=1)
     batch_size: int = Field(128, ge=1)
     group_size: int = Field(1, ge=1)
 

@@ -39,7 +39,7 @@ SPLITS = ("train", "heldout", "heldout_family")
 HIDDEN_LISTS = 6
 VISIBLE_LISTS = 2
 _VALUES = range(-4, 13)
-PROBE_SHARE = 1 / 8
+PROBE_SHARE = 1 / 10
 LEVEL_WEIGHTS = {"list": {1: 0.2, 2: 0.45, 3: 0.35}, "probe": {1: 0.3, 2: 0.7}}
 
 # What the held-out splits are made of: (family, level) -> tasks. The order spreads each kind evenly.
