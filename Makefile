@@ -33,6 +33,7 @@ quickstart: install
 
 # One thread a process: the tests start many, and spinning threads starve each other on two cores.
 test: install-dev
+	@PYTHON="$(PYTHON)" .ci/debian-packages all
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q $(ARGS)
 
 lint: install-dev

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from k3rl.actors.jobs import EpisodeJob, draw
+from k3rl.actors.jobs import EpisodeJob, Tasks
 from k3rl.envs import EpisodeContext, make
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
@@ -71,6 +71,7 @@ class EnvironmentActor:
 
     def __init__(self, env: str, env_args: Mapping[str, Any], sandbox: str, rollout: Any) -> None:
         self._environment = make(env, **env_args)
+        self._tasks = Tasks(self._environment.source)
         self._rollout = rollout
         self._programs = ProgramRunner(provider_named(sandbox)) if self._environment.needs_programs else None
         self._tokenizer = Tokenizer.builtin()
@@ -86,7 +87,7 @@ class EnvironmentActor:
 
     async def _play(self, policy: LockstepPolicy, order: int, job: EpisodeJob, sampling: SamplingParams) -> Episode:
         try:
-            task = draw(self._environment.source, job.task).public()
+            task = self._tasks.get(job.task).public()
             return await run_episode(
                 self._environment.make_env(),
                 task,

@@ -23,10 +23,15 @@ class TaskRef:
     family: str | None = None
 
 
-@lru_cache(maxsize=256)
-def draw(source: TaskSource, ref: TaskRef) -> Task:
-    """The task of a reference, hidden part included; the episodes of a group share one draw."""
-    return source.get(ref.split, ref.index, ref.seed, level=ref.level, family=ref.family)
+class Tasks:
+    """Tasks by reference, hidden parts included; the episodes of a group share one draw."""
+
+    def __init__(self, source: TaskSource, keep: int = 256) -> None:
+        self._source = source
+        self.get = lru_cache(maxsize=keep)(self._get)
+
+    def _get(self, ref: TaskRef) -> Task:
+        return self._source.get(ref.split, ref.index, ref.seed, level=ref.level, family=ref.family)
 
 
 @dataclass(frozen=True, slots=True)

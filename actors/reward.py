@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from k3rl.actors.jobs import EpisodeJob, draw
+from k3rl.actors.jobs import EpisodeJob, Tasks
 from k3rl.envs import make
 from k3rl.envs.rollout import NOT_GRADED, gradable
 from k3rl.types import Episode, Failed
@@ -17,13 +17,14 @@ class RewardActor:
 
     def __init__(self, env: str, env_args: Mapping[str, Any], sandbox: str) -> None:
         self._environment = make(env, **env_args)
+        self._tasks = Tasks(self._environment.source)
         self._grader = self._environment.grader(provider=sandbox)
 
     def grade(self, jobs: Sequence[EpisodeJob], episodes: Sequence[Episode]) -> list[Episode]:
         """The episodes with their scores, in order. An episode that the infrastructure broke stays Failed."""
         by_id = {job.episode_id: job for job in jobs}
         live = [episode for episode in episodes if gradable(episode)]
-        tasks = [draw(self._environment.source, by_id[episode.id].task) for episode in live]
+        tasks = [self._tasks.get(by_id[episode.id].task) for episode in live]
         scores = self._grader.score_batch([(task, episode.answer) for task, episode in zip(tasks, live, strict=True)])
         scored = {episode.id: score for episode, score in zip(live, scores, strict=True)}
         return [replace(e, score=scored[e.id]) if e.id in scored else _failed(e) for e in episodes]

@@ -43,9 +43,8 @@ class ScriptedRollout:
         return [self._complete(params) for _, params in requests]
 
     def _complete(self, params: SamplingParams) -> Completion:
-        segments = xtml.render(
-            [{"role": "assistant", "content": self._answers[params.seed // TURN_STRIDE]}], thinking=False, add_generation_prompt=False
-        )
+        message = {"role": "assistant", "content": self._answers[params.seed // TURN_STRIDE]}
+        segments = xtml.render([message], thinking=False, add_generation_prompt=False)
         prefix = xtml.render([], thinking=False, add_generation_prompt=True)
         ids = tuple(self._tokenizer.encode_segments(segments[len(prefix) :]))
         return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)

@@ -28,9 +28,8 @@ def _batch(step: int) -> TrainBatch:
     sequences = []
     for number, length in enumerate((9, 17, 30)):
         mask = np.arange(length) >= 3
-        sequences.append(
-            TrainSequence(f"s{number}", rng.integers(0, 400, length), mask, np.zeros(length, np.float32), mask.astype("f4"))
-        )
+        nothing = np.zeros(length, np.float32)
+        sequences.append(TrainSequence(f"s{number}", rng.integers(0, 400, length), mask, nothing, mask.astype("f4")))
     return TrainBatch.pack(sequences)
 
 

@@ -1,0 +1,98 @@
+"""User code that raises costs its own episodes, typed, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from k3rl.actors.environment import EnvironmentActor
+from k3rl.actors.fleet import Rollouts
+from k3rl.actors.jobs import EpisodeJob, TaskRef
+from k3rl.actors.reward import RewardActor
+from k3rl.pipelines.batches import TooManyFailures, check_failures
+from k3rl.tokens import Tokenizer
+from k3rl.types import Completion, Failed, SamplingParams, Scored, StopReason
+
+BROKEN = """
+from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult, Task
+from k3rl.types import Scored
+
+
+class Source:
+    splits = ("train",)
+
+    def length(self, split, *, level=None, family=None):
+        return None
+
+    def get(self, split, index, seed=0, *, level=None, family=None):
+        if index == 3:
+            raise OSError("the task file is gone")
+        return Task(f"broken/{index}", "broken", (Message("user", "say a"),), "broken", data={"index": index})
+
+
+class Broken(Env):
+    async def reset(self, task, context):
+        if task.data["index"] == 1:
+            raise RuntimeError("no such server")
+        self.index = task.data["index"]
+        return Observation(task.messages)
+
+    async def step(self, action):
+        if self.index == 2:
+            raise ValueError("cannot step")
+        return StepResult(done=True, answer="fine")
+
+
+class Judge(Rubric):
+    def score_batch(self, items):
+        return [Scored(1.0) for _ in items]
+
+
+def environment():
+    return Environment("broken", "raises", Source(), Broken, lambda **_: Judge(), lambda task: "fine")
+"""
+
+
+class Echo:
+    """Stands where the engine stands: one valid message for every prompt."""
+
+    def __init__(self) -> None:
+        tokenizer = Tokenizer.builtin()
+        body = tokenizer.encode("a")
+        ends = [tokenizer.special(name) for name in ("close", "sep", "end_of_msg")]
+        close, sep, end = ends
+        self._ids = (*body, close, *tokenizer.encode("response"), sep, close, *tokenizer.encode("message"), sep, end)
+
+    async def generate(self, requests: list) -> list[Completion]:
+        return [Completion(self._ids, (-0.1,) * len(self._ids), StopReason.STOP, 1, 1) for _ in requests]
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster, tmp_path_factory):
+    """Five episodes of an environment whose tasks 1, 2 and 3 break in reset, in step and when drawn."""
+    module = tmp_path_factory.mktemp("env") / "broken.py"
+    module.write_text(BROKEN)
+    name = f"{module}:environment"
+    jobs = [EpisodeJob(f"e{i}", "g", TaskRef("train", i, 0), i) for i in range(5)]
+    engine = ray.remote(Echo).options(num_cpus=0).remote()
+    player = ray.remote(EnvironmentActor).options(num_cpus=0).remote(name, {}, "bwrap", engine)
+    judge = ray.remote(RewardActor).options(num_cpus=0).remote(name, {}, "bwrap")
+    [played] = Rollouts(ray_cluster, [engine], [player], [judge]).play(jobs, SamplingParams())
+    for actor in (engine, player, judge):
+        ray.kill(actor)
+    return played
+
+
+def test_each_failure_is_its_own_episodes_and_never_a_zero(group):
+    assert [type(episode.score) for episode in group.episodes] == [Scored, Failed, Failed, Failed, Scored]
+    assert [str(episode.score.reason) for episode in group.episodes if isinstance(episode.score, Failed)] == [
+        "environment: RuntimeError: no such server",
+        "environment: ValueError: cannot step",
+        "OSError: the task file is gone",
+    ]
+
+
+def test_a_share_of_failures_within_the_limit_lets_the_run_go_on(group):
+    check_failures([group], limit=0.6)
+    with pytest.raises(TooManyFailures, match="3 of 5"):
+        check_failures([group], limit=0.5)
