@@ -18,4 +18,5 @@ if os.environ["RAY_AUTH_MODE"] == "token" and not (
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 lets any other process hold up a step
 os.environ.setdefault("PYTHONSAFEPATH", "1")

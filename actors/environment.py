@@ -73,7 +73,8 @@ class EnvironmentActor:
         self._environment = make(env, **env_args)
         self._tasks = Tasks(self._environment.source)
         self._rollout = rollout
-        self._programs = ProgramRunner(provider_named(sandbox)) if self._environment.needs_programs else None
+        self._sandboxes = provider_named(sandbox)
+        self._programs = ProgramRunner(self._sandboxes) if self._environment.needs_programs else None
         self._tokenizer = Tokenizer.builtin()
 
     async def set_tokenizer(self, directory: str) -> None:
@@ -95,7 +96,7 @@ class EnvironmentActor:
                 self._tokenizer,
                 episode_id=job.episode_id,
                 sampling=replace(sampling, seed=job.sampling_seed),
-                context=EpisodeContext(seed=job.sampling_seed, programs=self._programs),
+                context=EpisodeContext(seed=job.sampling_seed, programs=self._programs, sandboxes=self._sandboxes),
             )
         except Exception as error:  # the last line of defence: user code must not end the run
             return Episode(

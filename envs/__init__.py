@@ -1,10 +1,12 @@
 """Environments: what a policy is asked, what it may do, and what it is worth. No torch, no ray.
 
-base      Task, Env, Rubric, Environment: the interface
-registry  register and make, by name, `pkg.module:Object` or entry point
-rollout   one episode of a policy in an environment, exact to the token
+base      Task, Env, Rubric, Environment, Hack: the interface
+registry  register and make, by name, `pkg.module:Object`, file, folder or entry point; shipped: what is here
+rollout   one episode of a policy in an environment, exact to the token; episode_state: put aside, taken up again
+check     whether an environment keeps its promises; leaks: what work leaves behind; scaffold: a new package
 sandbox/  where programs that a model wrote run
-coding/   the environment of the quickstart
+harness/  an agent with tools in a workspace: context, budgets, sub-agents
+coding/   coding-lists, the environment of the quickstart, and coding-repair; chip/, compiler/: the long tasks
 """
 
 from k3rl.envs.base import (

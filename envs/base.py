@@ -9,12 +9,16 @@ Hack          -> a submission that must not pay
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from k3rl.types import Budgets, Invalid, Message, Score, Scored, StopReason, Task
+
+if TYPE_CHECKING:
+    from k3rl.envs.sandbox import SandboxProvider
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +26,25 @@ class Observation:
     """Messages to append to the conversation, and the tools the next assistant turn may call.
 
     `tool_choice` as in `k3rl.tokens.xtml.render`: None, "required" or "none".
+
+    branch: "same" appends. With "new" and "child" the messages are a whole conversation of its own, whose prompt is
+    rendered anew: "new" takes the place of the one so far, "child" lets it wait. "parent" ends a child and appends
+    to the conversation that waits, exactly where it stood.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str | None = None
+    branch: Literal["same", "new", "child", "parent"] = "same"
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One assistant turn, as a message and as the ids that were sampled."""
+    """One assistant turn, as a message and as the ids that were sampled; `context_tokens`: prompt and sampled ids."""
 
     message: Message
     token_ids: tuple[int, ...] = ()
+    context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +75,28 @@ class ProgramService(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """What an episode may use: its seed, its budgets, and programs run in a sandbox (None: this env needs none)."""
+    """What an episode may use: its seed, its budgets, programs run in a sandbox, and sandboxes of its own.
+
+    None where nobody gives them; `programs` comes where the environment's `needs_programs` says so.
+    """
 
     seed: int = 0
     budgets: Budgets = field(default_factory=Budgets)
     programs: ProgramService | None = None
+    sandboxes: SandboxProvider | None = None
+
+
+class NoSnapshot(RuntimeError):
+    """This environment cannot be put aside and taken up again."""
+
+
+def tighter(one: Budgets, other: Budgets) -> Budgets:
+    """The smaller of each limit; None is no limit."""
+    limits = {}
+    for item in dataclasses.fields(Budgets):
+        values = [value for value in (getattr(one, item.name), getattr(other, item.name)) if value is not None]
+        limits[item.name] = min(values, default=None)
+    return Budgets(**limits)
 
 
 class Env(ABC):
@@ -82,6 +109,18 @@ class Env(ABC):
     @abstractmethod
     async def step(self, action: Action) -> StepResult:
         """Answer one assistant turn."""
+
+    async def conclude(self, reason: StopReason) -> str:
+        """The answer of an episode that a budget or a broken turn has ended; no turn follows. By default none."""
+        return ""
+
+    async def snapshot(self) -> bytes:
+        """Everything that `restore` needs to go on from this turn. Raises NoSnapshot where that is not possible."""
+        raise NoSnapshot(f"{type(self).__name__} cannot be put aside; episodes of it start again")
+
+    async def restore(self, task: Task, context: EpisodeContext, snapshot: bytes) -> None:
+        """In place of `reset`: go on where an episode of the same task was when `snapshot` was taken."""
+        raise NoSnapshot(f"{type(self).__name__} cannot be taken up again; episodes of it start again")
 
     async def close(self) -> None:
         """Give back whatever the episode holds. Called once or more, also after an error."""

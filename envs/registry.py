@@ -26,9 +26,10 @@ OBJECT = "environment"  # what a file or a package without entry points is asked
 Factory = Callable[..., Environment]
 
 _BUILTIN = {
-    "chip": "k3rl.envs.chip:environment",
-    "coding-lists": "k3rl.envs.coding:coding_lists",
-    "compiler": "k3rl.envs.compiler:environment",
+    "chip": "k3rl.envs.shipped:chip",
+    "coding-lists": "k3rl.envs.shipped:coding_lists",
+    "coding-repair": "k3rl.envs.shipped:coding_repair",
+    "compiler": "k3rl.envs.shipped:compiler",
 }
 _registered: dict[str, Factory] = {}
 

@@ -24,9 +24,10 @@ COMMANDS = {
     "submit": ("k3rl.cli_run:submit", "run one of the above as a Ray job on a cluster that is up"),
     "eval": ("k3rl.cli_model:evaluate", "held-out pass rate of a checkpoint on an environment"),
     "export": ("k3rl.cli_model:export", "write a checkpoint of a run in the official layout"),
+    "ablate": ("k3rl.cli_ablate:ablate", "each part of K3 against the common choice, on a tiny model"),
     "inspect": ("k3rl.cli_model:inspect", "parameters and bytes of a checkpoint or a named size"),
     "tail": ("k3rl.cli_run:tail", "follow the rollouts of a run as text"),
-    "env": ("k3rl.cli_env:env", "environments: list, grade"),
+    "env": ("k3rl.cli_env:env", "environments: list, check, grade, play, new"),
     "config": ("k3rl.cli_config:config", "configurations: show, diff, schema"),
     "doctor": ("k3rl.cli_doctor:doctor", "check that this machine has what a run needs"),
 }

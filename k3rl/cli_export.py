@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from k3rl.checkpoint.hf import load_checkpoint, official_tensors, save_checkpoint
+from k3rl.checkpoint.hf import load_checkpoint, official_tensors, read_card, save_checkpoint
 from k3rl.config import K3Error
 from k3rl.tokens import Tokenizer
 from k3rl.tokens.vocab import RANKS_FILE, SMALL_FILE
@@ -18,7 +18,7 @@ def copy_checkpoint(source: Path, target: Path) -> tuple[int, int]:
     model = load_checkpoint(source)
     has_tokenizer = any((source / name).is_file() for name in (RANKS_FILE, SMALL_FILE))
     tokenizer = Tokenizer.load(source) if has_tokenizer else None
-    save_checkpoint(model, target, tokenizer=tokenizer)
+    save_checkpoint(model, target, tokenizer=tokenizer, card=read_card(source))
     written = dict(official_tensors(load_checkpoint(target)))
     count = 0
     for name, tensor in official_tensors(model):

@@ -113,6 +113,10 @@ def inspect(words: Sequence[str]) -> int:
         print(f"{name.replace('_', ' ')}: {result[name]:,}")
     for name, value in result["parts"].items():
         print(f"  {name}: {_plain(value)}")
+    print(f"quantized: {', '.join(result['quantized']) or 'nothing'}")
+    print(f"like {result['model']}" + (", except" if result["differences"] else ""))
+    for key, (here, there) in result["differences"].items():
+        print(f"  {key}: {here} instead of {there}")
     return 0
 
 

@@ -37,6 +37,7 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"  # the episode's token budget
     MAX_TOOL_CALLS = "max_tool_calls"
     WALL_TIMEOUT = "wall_timeout"
+    VIRTUAL_TIMEOUT = "virtual_timeout"  # the task's own time, which does not depend on how fast an engine is
     PARSE_ERROR = "parse_error"  # the assistant message is not valid XTML
     CHEAT_DETECTED = "cheat_detected"
     INFRA_ERROR = "infra_error"
@@ -78,6 +79,7 @@ class Budgets:
     tokens_per_turn: int | None = None
     tool_calls: int | None = None
     wall_s: float | None = None
+    virtual_s: float | None = None  # time of tools plus sampled tokens at a nominal rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,16 +45,16 @@ def have_triton() -> bool:
 
 
 def use_kernel(
-    family: str, x: torch.Tensor, *, head_dims: tuple[int, int] | None = None, float32_inputs: bool = True
+    family: str, *tensors: torch.Tensor, head_dims: tuple[int, int] | None = None, float32_rows: bool = True
 ) -> bool:
-    """Whether the Triton kernels of `family` take a call whose leading tensor is `x`; says once why they do not.
+    """Whether the Triton kernels of `family` take a call with these row tensors; says once why they do not.
 
-    head_dims is (K, V) where the family is compiled for fixed ones; float32_inputs whether it takes float32 rows.
-    Raises UnsupportedKernel in strict mode.
+    head_dims is (K, V) where the family is compiled for fixed ones; float32_rows whether it takes float32 rows besides
+    bf16. Raises UnsupportedKernel in strict mode.
     """
-    if x.device.type == "cpu":
+    if tensors[0].device.type == "cpu":
         return False
-    reason = _why_not(x, head_dims, float32_inputs)
+    reason = _why_not(tensors, head_dims, float32_rows)
     if reason is None:
         return True
     if _strict:
@@ -65,16 +65,18 @@ def use_kernel(
     return False
 
 
-def _why_not(x: torch.Tensor, head_dims: tuple[int, int] | None, float32_inputs: bool) -> str | None:
+def _why_not(tensors: tuple[torch.Tensor, ...], head_dims: tuple[int, int] | None, float32_rows: bool) -> str | None:
     """The reason why no kernel takes this call, with the fix where there is one; None if one does."""
-    if x.device.type != "cuda" or torch.version.hip is not None:
-        return f"kernels are written for NVIDIA GPUs, got device {x.device}"
-    capability = torch.cuda.get_device_capability(x.device)
+    device = tensors[0].device
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"kernels are written for NVIDIA GPUs, got device {device}"
+    capability = torch.cuda.get_device_capability(device)
     if capability not in CAPABILITIES:
         return f"compute capability {capability} is not among the tested {CAPABILITIES}"
-    dtypes = (torch.bfloat16, torch.float32) if float32_inputs else (torch.bfloat16,)
-    if x.dtype not in dtypes:
-        return f"dtype {x.dtype} is not among {dtypes}"
+    found = {x.dtype for x in tensors}
+    allowed = (torch.bfloat16, torch.float32) if float32_rows else (torch.bfloat16,)
+    if len(found) != 1 or not found <= set(allowed):
+        return f"row dtypes {sorted(map(str, found))} are not one of {[str(dtype) for dtype in allowed]}"
     if head_dims is not None and head_dims not in HEAD_DIMS:
         return f"head dimensions (K, V) = {head_dims} are not among {HEAD_DIMS}"
     if not have_triton():

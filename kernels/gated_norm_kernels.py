@@ -14,7 +14,7 @@ from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
 
 ROWS_FORWARD = 32
 ROWS_BACKWARD = 32
-PROGRAMS_BACKWARD = 132 * 8
+PROGRAMS_BACKWARD = 132 * 2
 
 
 @triton.jit
@@ -86,7 +86,10 @@ class _GatedNorm(torch.autograd.Function):
         return dx, dgate, dweight.to(weight.dtype), None
 
 
-def backward(x, gate, weight, dy, eps, rows: int = ROWS_BACKWARD, programs: int = PROGRAMS_BACKWARD, stages: int = 2, num_warps: int = 4):
+def backward(
+    x, gate, weight, dy, eps, rows: int = ROWS_BACKWARD, programs: int = PROGRAMS_BACKWARD, stages: int = 4,
+    num_warps: int = 8,
+):  # fmt: skip
     """dx, dgate (contiguous, x's dtype) and dweight [D] fp32."""
     D = x.shape[-1]
     n = x.numel() // D

@@ -45,11 +45,53 @@ def kda(
     its initial state through. Raises ValueError on shapes that do not fit and on a gate_lower_bound outside [-5, 0).
     """
     check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
-    if dispatch.use_kernel("kda", q, head_dims=(q.shape[-1], v.shape[-1]), float32_inputs=False):
+    if _on_kernels(q, k, v):
         from k3rl.kernels import kda_autograd
 
         return kda_autograd.kda(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
     return kda_reference(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
+
+
+@torch.no_grad()
+def kda_snapshots(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    every: int,
+    gate_lower_bound: float = -5.0,
+    initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`kda` over B whole sequences that also hands out its state every `every` tokens (prefix cache); no gradients.
+
+    Returns o [B, T, H, V], the final state [B, H, K, V] and the snapshots [B, ceil(T / every), H, K, V]: entry s is the
+    state before token s * every. Raises ValueError unless `every` is a positive multiple of 32, the kernels' chunk.
+    """
+    check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, None)
+    if every < 1 or every % 32:
+        raise ValueError(f"kda_snapshots: every must be a positive multiple of 32 tokens, got {every}")
+    if _on_kernels(q, k, v):
+        from k3rl.kernels import kda_autograd
+
+        return kda_autograd.kda_snapshots(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, every)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    state = initial_state
+    if state is None:
+        state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=wide)
+    outputs, snapshots = [], []
+    for piece in zip(*(x.split(every, 1) for x in (q, k, v, gate, beta)), strict=True):
+        snapshots.append(state)
+        o, state = kda_reference(*piece, A_log, dt_bias, gate_lower_bound, state)
+        outputs.append(o)
+    return torch.cat(outputs, 1), state, torch.stack(snapshots, 1)
+
+
+def _on_kernels(q, k, v) -> bool:
+    return dispatch.use_kernel("kda", q, k, v, head_dims=(q.shape[-1], v.shape[-1]), float32_rows=False)
 
 
 def check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens) -> None:
@@ -65,19 +107,25 @@ def check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initi
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
             hint = "; A_log is stored padded to 128 heads, slice it" if name == "A_log" else ""
-            raise ValueError(f"kda: {name} must have shape {shape} to fit q {tuple(q.shape)}, got {tuple(tensor.shape)}{hint}")
+            raise ValueError(
+                f"kda: {name} must have shape {shape} to fit q {tuple(q.shape)}, got {tuple(tensor.shape)}{hint}"
+            )
     if not -5.0 <= gate_lower_bound < 0.0:
-        raise ValueError(f"kda: gate_lower_bound must be in [-5, 0) so that 16 tokens of decay stay finite, got {gate_lower_bound}")
+        raise ValueError(
+            f"kda: gate_lower_bound must be in [-5, 0) so that 16 tokens of decay stay finite, got {gate_lower_bound}"
+        )
     if cu_seqlens is None:
         return
     if B != 1:
         raise ValueError(f"kda: cu_seqlens packs sequences into one row, so B must be 1, got B = {B}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or sequences < 1:
-        raise ValueError(f"kda: cu_seqlens must be int32 or int64 [n + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+        raise ValueError(
+            f"kda: cu_seqlens must be int32 or int64 [n + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
 
 
 def log_decay(gate: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float) -> torch.Tensor:
-    """g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias)) [..., H, K], natural log of the decay, float32 or wider."""
+    """g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias)) [..., H, K], the log of the decay, float32 or wider."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     H, K = gate.shape[-2:]
     bias = dt_bias.to(wide).view(H, K)
@@ -119,7 +167,7 @@ def _activate(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state):
 
 
 def _over_sequences(run, args, initial_state, cu_seqlens, v_raw):
-    """Apply `run` to a batch of equally long rows: packed sequences are gathered into padded rows and scattered back."""
+    """Apply `run` to equally long rows: packed sequences are gathered into padded rows and scattered back."""
     q, k, v, g, beta = args
     _, H, T, K = q.shape
     V = v.shape[-1]

@@ -6,50 +6,77 @@ import dataclasses
 import functools
 
 import torch
+import triton
 
 from k3rl.kernels import kda_backward, kda_forward
 
 CHUNK = kda_forward.CHUNK
 BLOCK = 16
+TILE_V = 64
+MULTIPROCESSORS = 132
+# A scan of few programs is cut into segments until this many run side by side, none shorter than SEGMENT_LEAST chunks.
+SEGMENT_PROGRAMS = 192
+SEGMENT_LEAST = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Which tokens each chunk covers. `start`, `length` int32 [max chunks] (length 0: not used), `offset` int32 [n + 1]."""
+    """The tokens of each chunk: `start`, `length` int32 [max chunks] (length 0: not used), `offset` int32 [n + 1]."""
 
     start: torch.Tensor
     length: torch.Tensor
     offset: torch.Tensor
 
+    _segments: dict = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
     @property
     def count(self) -> int:
         return self.start.numel()
+
+    def segments(self, size: int) -> tuple[Chunks, torch.Tensor]:
+        """Runs of `size` chunks of one sequence, as chunks of chunks, and their bounds [count + 1]."""
+        if size in self._segments:
+            return self._segments[size]
+        segments = packed_chunks(self.offset, self.count, size)
+        total = self.offset[-1:]
+        bounds = torch.cat([torch.where(segments.length > 0, segments.start, total), total])
+        if not _capturing(total.device):
+            self._segments[size] = (segments, bounds)
+        return segments, bounds
 
     @property
     def sequences(self) -> int:
         return self.offset.numel() - 1
 
 
-@functools.lru_cache(maxsize=64)
 def fixed_chunks(batch: int, tokens: int, device: torch.device, C: int = CHUNK) -> Chunks:
-    """Chunks of `batch` sequences of `tokens` each, packed one after the other."""
+    """Chunks of `batch` sequences of `tokens` each, packed one after the other; kept, except within a graph capture."""
+    make = _fixed_chunks.__wrapped__ if _capturing(device) else _fixed_chunks
+    return make(batch, tokens, device, C)
+
+
+@functools.lru_cache(maxsize=64)
+def _fixed_chunks(batch: int, tokens: int, device: torch.device, C: int) -> Chunks:
     ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
     return packed_chunks(ends, batch * tokens, C)
 
 
+def _capturing(device: torch.device) -> bool:
+    """A tensor made during a capture belongs to the graph and is filled only by its replay: it must not be kept."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def packed_chunks(cu_seqlens: torch.Tensor, tokens: int, C: int = CHUNK) -> Chunks:
     """Chunks of packed sequences, computed on the device: no host synchronisation, an upper bound of chunks."""
-    ends = cu_seqlens.to(torch.int32)
-    sequences = ends.numel() - 1
-    most = min(tokens, tokens // C + sequences)
-    lengths = ends[1:] - ends[:-1]
-    offset = torch.zeros_like(ends)
-    torch.cumsum((lengths + C - 1) // C, 0, dtype=torch.int32, out=offset[1:])
-    chunk = torch.arange(most, dtype=torch.int32, device=ends.device)
-    sequence = torch.searchsorted(offset[1:], chunk, right=True, out_int32=True).clamp_(max=sequences - 1)
-    start = ends[sequence] + (chunk - offset[sequence]) * C
-    length = (ends[sequence + 1] - start).clamp_(0, C)
-    return Chunks(start.int(), length.int(), offset)
+    n = cu_seqlens.numel() - 1
+    most = min(tokens, tokens // C + n)
+    start, length = (torch.empty(most, dtype=torch.int32, device=cu_seqlens.device) for _ in range(2))
+    offset = torch.empty(n + 1, dtype=torch.int32, device=cu_seqlens.device)
+    size = max(16, triton.next_power_of_2(n))
+    block = max(1, min(128, (1 << 15) // size))
+    grid = (max(1, triton.cdiv(most, block)),)
+    kda_forward.chunk_table_kernel[grid](cu_seqlens, start, length, offset, n, most, C, N=size, CHUNKS=block)
+    return Chunks(start, length, offset)
 
 
 @dataclasses.dataclass
@@ -62,6 +89,7 @@ class Prepared:
     A: torch.Tensor
     solve: torch.Tensor
     decay: torch.Tensor
+    norms: torch.Tensor | None
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +98,20 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def prepare(q, k, gate, beta, A_log, dt_bias, lower_bound: float, chunks: Chunks, num_warps: int = 4, C: int = CHUNK, **options) -> Prepared:
+def prepare(
+    q,
+    k,
+    gate,
+    beta,
+    A_log,
+    dt_bias,
+    lower_bound: float,
+    chunks: Chunks,
+    save: bool = False,
+    num_warps: int = 4,
+    maxnreg: int = 168,
+    C: int = CHUNK,
+) -> Prepared:
     """Launch `prepare_kernel` on rows [tokens, H, K] (beta [tokens, H])."""
     _, H, K = q.shape
     tile = (chunks.count, H, C)
@@ -78,63 +119,117 @@ def prepare(q, k, gate, beta, A_log, dt_bias, lower_bound: float, chunks: Chunks
         *(q.new_empty(*tile, K) for _ in range(3)),
         *(q.new_empty(*tile, C) for _ in range(2)),
         torch.empty(chunks.count, H, K, dtype=torch.float32, device=q.device),
+        torch.empty(chunks.count, H, 2, C, dtype=torch.float32, device=q.device) if save else None,
     )
     kda_forward.prepare_kernel[(H, chunks.count)](
         q, k, gate, beta, A_log, dt_bias, chunks.start, chunks.length,
-        out.q_in, out.k_in, out.k_out, out.A, out.solve, out.decay,
+        out.q_in, out.k_in, out.k_out, out.A, out.solve, out.decay, out.norms,
         *q.stride()[:2], *k.stride()[:2], *gate.stride()[:2], *beta.stride()[:2], H, lower_bound, K**-0.5,
-        K=K, C=C, BLOCK=BLOCK, num_warps=num_warps, **options,
+        SAVE=save, K=K, C=C, BLOCK=BLOCK, num_warps=num_warps, maxnreg=maxnreg,
     )  # fmt: skip
     return out
 
 
-def scan(p: Prepared, v, o, initial_state, chunks: Chunks, save: bool = False, tile_v: int = 64, num_warps: int = 4, stages: int = 3, **options):
-    """Launch `scan_kernel` on v rows [tokens, H, V]; returns the final state and, if saved, states and updates."""
+def scan(
+    p: Prepared, v, o, initial_state, chunks: Chunks, save: bool = False, segment: int | None = None, stages: int = 3,
+):  # fmt: skip
+    """Run the scan on v rows [tokens, H, V], filling o; returns the final state and, if saved, states and updates.
+
+    segment: chunks per segment; None picks it so that few heads still fill the GPU, 0 keeps each sequence whole.
+    """
     _, H, V = v.shape
     C, K = p.q_in.shape[-2:]
-    final = torch.empty(chunks.sequences, H, K, V, dtype=torch.float32, device=v.device)
     states = v.new_empty(chunks.count, H, V, K) if save else None
     updates = v.new_empty(chunks.count, H, C, V) if save else None
-    kda_forward.scan_kernel[(V // tile_v, H, chunks.sequences)](
-        p.q_in, p.k_in, p.k_out, p.A, p.solve, p.decay, v, o, initial_state, final, states, updates,
-        chunks.offset, chunks.start, chunks.length, *v.stride()[:2], *o.stride()[:2], H,
-        HAS_S0=initial_state is not None, SAVE=save, K=K, V=V, BV=tile_v, C=C, STAGES=stages,
-        num_warps=num_warps, **options,
-    )  # fmt: skip
+    if segment is None:
+        segment = segment_chunks(H * chunks.sequences * V // TILE_V, chunks.count // chunks.sequences)
+    whole = (chunks.offset, chunks.sequences, initial_state)
+    if segment == 0:
+        return _scan(p, v, o, whole, chunks, (states, updates), stages), states, updates
+    final, _ = segmented_scan(p, v, o, initial_state, chunks, (states, updates), segment, stages)
     return final, states, updates
 
 
-def reverse_scan(p: Prepared, do, dv, final_gradient, chunks: Chunks, tile_v: int = 64, num_warps: int = 4, stages: int = 2, **options):
-    """Launch `reverse_scan_kernel`: fills dv, returns the gradient of the initial state and of every chunk's end state."""
+def segmented_scan(p: Prepared, v, o, initial_state, chunks: Chunks, saved, segment: int, stages: int = 3):
+    """The scan with every sequence cut into segments that run side by side; exact, at about twice the products.
+
+    Each segment's end state from zero and its transition matrix come first, then the segments' start states by a short
+    serial merge, then the scan proper. Returns the final state and the start states [segments, H, K, V].
+    """
+    _, H, V = v.shape
+    K = p.q_in.shape[-1]
+    segments, bounds = chunks.segments(segment)
+    ends = _scan(p, v, o, (bounds, segments.count, None), chunks, (None, None), stages, transition=True)
+    starts = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=v.device)
+    kda_forward.merge_kernel[(V // TILE_V, H, chunks.sequences)](
+        ends, initial_state, starts, segments.offset, H, HAS_S0=initial_state is not None, K=K, V=V, BV=TILE_V
+    )
+    ends = _scan(p, v, o, (bounds, segments.count, starts), chunks, saved, stages)
+    final = ends[(segments.offset[1:] - 1).clamp(min=0)]
+    empty = (segments.offset[1:] == segments.offset[:-1]).view(-1, 1, 1, 1)
+    return torch.where(empty, 0.0 if initial_state is None else initial_state, final), starts
+
+
+def segment_chunks(programs: int, chunks: int) -> int:
+    """Chunks per segment for a scan that has this many programs and chunks per sequence; 0: do not cut."""
+    if programs > MULTIPROCESSORS // 2:
+        return 0
+    segment = max(SEGMENT_LEAST, -(-chunks // (SEGMENT_PROGRAMS // programs)))
+    return segment if 2 * segment <= chunks else 0
+
+
+def _scan(p: Prepared, v, o, pieces, chunks: Chunks, saved, stages: int, transition: bool = False):
+    """Launch `scan_kernel` over pieces = (chunk bounds [n + 1], n, start states); returns the end states."""
+    bounds, count, starts = pieces
+    _, H, V = v.shape
+    C, K = p.q_in.shape[-2:]
+    columns = V + K if transition else V
+    ends = torch.empty(count, H, K, columns, dtype=torch.float32, device=v.device)
+    kda_forward.scan_kernel[(columns // TILE_V, H, count)](
+        p.q_in, p.k_in, p.k_out, p.A, p.solve, p.decay, v, o, starts, ends, *saved,
+        bounds, chunks.start, chunks.length, *v.stride()[:2], *o.stride()[:2], H,
+        HAS_S0=starts is not None, SAVE=saved[0] is not None, TRANSITION=transition,
+        K=K, V=V, BV=TILE_V, C=C, STAGES=stages, num_warps=4,
+    )  # fmt: skip
+    return ends
+
+
+def reverse_scan(p: Prepared, do, dv, final_gradient, chunks: Chunks, stages: int = 3):
+    """Launch `reverse_scan_kernel`: fills dv, returns the gradients of the initial and of every chunk's end state."""
     _, H, V = do.shape
     C, K = p.q_in.shape[-2:]
     initial = torch.empty(chunks.sequences, H, K, V, dtype=torch.float32, device=do.device)
     dstates = do.new_empty(chunks.count, H, V, K)
-    kda_backward.reverse_scan_kernel[(V // tile_v, H, chunks.sequences)](
+    kda_backward.reverse_scan_kernel[(V // TILE_V, H, chunks.sequences)](
         p.q_in, p.k_in, p.k_out, p.A, p.solve, p.decay, do, dv, final_gradient, initial, dstates,
         chunks.offset, chunks.start, chunks.length, *do.stride()[:2], *dv.stride()[:2], H,
-        HAS_DS=final_gradient is not None, K=K, V=V, BV=tile_v, C=C, STAGES=stages, num_warps=num_warps, **options,
+        HAS_DS=final_gradient is not None, K=K, V=V, BV=TILE_V, C=C, STAGES=stages, num_warps=4,
     )  # fmt: skip
     return initial, dstates
 
 
-def gradients(q, k, gate, beta, A_log, dt_bias, lower_bound, do, updates, dv, states, dstates, decay, grads, chunks: Chunks, warps=(4, 4), options=({}, {})):
-    """Launch the two gradient kernels: fills grads = (dq, dk, dgate) rows; returns dbeta [tokens, H], dA_log [H], ddt_bias [H K]."""
+def gradients(
+    q, k, v, gate, beta, A_log, dt_bias, lower_bound, o, do, updates, dv, states, dstates, decay, norms, grads,
+    chunks: Chunks, columns: int = 64, warps=(4, 4), options=({}, {}),
+):  # fmt: skip
+    """Launch the gradient kernels: fill grads = (dq, dk, dgate), return dbeta [tokens, H], dA_log [H], ddt_bias."""
     tokens, H, K = q.shape
     C, V = updates.shape[-2:]
+    columns = min(columns, K)
     dbeta = torch.zeros(tokens, H, dtype=torch.float32, device=q.device)
     tiles = [updates.new_empty(chunks.count, H, C, K) for _ in range(3)]
     tiles += [updates.new_empty(chunks.count, H, C, C) for _ in range(2)]
-    fading = torch.empty_like(decay)
+    fading, along = torch.empty_like(decay), torch.empty_like(norms)
     kda_backward.state_gradients_kernel[(H, chunks.count)](
-        beta, do, updates, dv, states, dstates, decay, chunks.start, chunks.length, *tiles, dbeta, fading,
-        *beta.stride()[:2], *do.stride()[:2], *dv.stride()[:2], H, K=K, V=V, C=C, num_warps=warps[0], **options[0],
+        v, beta, o, do, updates, dv, states, dstates, decay, chunks.start, chunks.length, *tiles, dbeta, fading, along,
+        *(stride for x in (v, beta, o, do, dv) for stride in x.stride()[:2]), H, K=K, V=V, C=C,
+        num_warps=warps[0], **options[0],
     )  # fmt: skip
     dbias, drate = torch.empty_like(decay), torch.empty_like(decay)
-    kda_backward.input_gradients_kernel[(H, chunks.count)](
-        q, k, gate, A_log, dt_bias, *tiles, fading, chunks.start, chunks.length, *grads, dbias, drate,
-        *q.stride()[:2], *k.stride()[:2], *gate.stride()[:2], H, lower_bound, K**-0.5,
-        K=K, C=C, BLOCK=BLOCK, num_warps=warps[1], **options[1],
+    kda_backward.input_gradients_kernel[(K // columns, H, chunks.count)](
+        q, k, gate, A_log, dt_bias, *tiles, fading, norms, along, chunks.start, chunks.length, *grads, dbias, drate,
+        *(stride for x in (q, k, gate) for stride in x.stride()[:2]), H, lower_bound, K**-0.5,
+        K=K, KB=columns, C=C, BLOCK=BLOCK, num_warps=warps[1], **options[1],
     )  # fmt: skip
     return dbeta, drate.sum((0, 2)), dbias.sum(0).flatten()
 
@@ -143,16 +238,15 @@ class _KDA(torch.autograd.Function):
     """Saves the raw inputs and the forward's tiles; the tiles are freed as soon as the reverse scan has used them."""
 
     @staticmethod
-    def forward(ctx, q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
-        B, T, H, V = v.shape
+    def forward(ctx, q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, save):
+        B, T = v.shape[:2]
         chunks = fixed_chunks(B, T, q.device) if cu_seqlens is None else packed_chunks(cu_seqlens, T)
-        save = any(ctx.needs_input_grad)
         flat = [rows(x) for x in (q, k, gate, v)]
-        p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks, maxnreg=168)
+        p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks, save)
         o = v.new_empty(v.shape) if cu_seqlens is None else v.new_zeros(v.shape)
         final, states, updates = scan(p, flat[3], o.flatten(0, 1), initial_state, chunks, save=save)
         if save:
-            ctx.save_for_backward(q, k, gate, beta, A_log, dt_bias)
+            ctx.save_for_backward(q, k, v, gate, beta, A_log, dt_bias, o)
             ctx.tiles, ctx.chunks = [p, states, updates], chunks
             ctx.lower_bound, ctx.packed, ctx.state = lower_bound, cu_seqlens is not None, initial_state
         return o, final
@@ -161,8 +255,10 @@ class _KDA(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dfinal):
         if ctx.tiles is None:
-            raise RuntimeError("kda: backward ran twice; its tiles are freed on first use (retain_graph is not supported)")
-        q, k, gate, beta, A_log, dt_bias = ctx.saved_tensors
+            raise RuntimeError(
+                "kda: backward ran twice; its tiles are freed on first use (retain_graph is not supported)"
+            )
+        q, k, v, gate, beta, A_log, dt_bias, o = ctx.saved_tensors
         (p, states, updates), ctx.tiles = ctx.tiles, None
         # Rows past cu_seqlens[-1] belong to no chunk: their gradient is 0, not memory as found.
         make = torch.zeros_like if ctx.packed else torch.empty_like
@@ -170,16 +266,42 @@ class _KDA(torch.autograd.Function):
         do = rows(do)
         dv = make(do, memory_format=torch.contiguous_format)
         dS0, dstates = reverse_scan(p, do, dv, dfinal, ctx.chunks)
-        decay, p = p.decay, None
+        decay, norms, p = p.decay, p.norms, None
         dbeta, dA_log, dbias = gradients(
-            *(rows(x) for x in (q, k, gate)), beta.flatten(0, 1), A_log, dt_bias, ctx.lower_bound, do, updates, dv,
-            states, dstates, decay, [x.flatten(0, 1) for x in (dq, dk, dgate)], ctx.chunks,
+            *(rows(x) for x in (q, k, v, gate)), beta.flatten(0, 1), A_log, dt_bias, ctx.lower_bound, rows(o), do,
+            updates, dv, states, dstates, decay, norms, [x.flatten(0, 1) for x in (dq, dk, dgate)], ctx.chunks,
         )  # fmt: skip
         dS0 = None if ctx.state is None else dS0.to(ctx.state.dtype)
         dbeta = dbeta.to(beta.dtype).view(beta.shape)
-        return dq, dk, dv.view(q.shape[:3] + dv.shape[-1:]), dgate, dbeta, dA_log.to(A_log.dtype), dbias.to(dt_bias.dtype), None, dS0, None
+        return (
+            dq,
+            dk,
+            dv.view(q.shape[:3] + dv.shape[-1:]),
+            dgate,
+            dbeta,
+            dA_log.to(A_log.dtype),
+            dbias.to(dt_bias.dtype),
+            None,
+            dS0,
+            None,
+            None,
+        )
 
 
 def kda(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
     """`k3rl.kernels.kda.kda` by the kernels: bf16 rows, K = V = 128, fp32 states."""
-    return _KDA.apply(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+    inputs = (q, k, v, gate, beta, A_log, dt_bias, initial_state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return _KDA.apply(*inputs[:7], lower_bound, initial_state, cu_seqlens, save)
+
+
+def kda_snapshots(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, every: int):
+    """`k3rl.kernels.kda.kda_snapshots` by the kernels: the start states of segments of `every` tokens."""
+    B, T = v.shape[:2]
+    chunks = fixed_chunks(B, T, q.device)
+    flat = [rows(x) for x in (q, k, gate, v)]
+    p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks)
+    o = v.new_empty(v.shape)
+    final, starts = segmented_scan(p, flat[3], o.flatten(0, 1), initial_state, chunks, (None, None), every // CHUNK)
+    count = -(-T // every)
+    return o, final, starts[: B * count].view(B, count, *starts.shape[1:])

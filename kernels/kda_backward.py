@@ -1,6 +1,6 @@
 """Chunked KDA backward on Hopper: three Triton kernels over the tiles that the forward left (see kda_forward).
 
-With R = v - k_in S (before the solve), u = solve R, Z = dR = solve^T du, and dS the gradient of the state a chunk leaves:
+With R = v - k_in S (before the solve), u = solve R, Z = dR = solve^T du, dS the gradient of the state a chunk leaves:
 
     `reverse_scan` (per sequence, head and tile of V, serial, state transposed in registers, as in the forward)
         du = A^T do + k_out dS;   dv = Z = solve^T du;   dS <- diag(decay) dS + q_in^T do - k_in^T Z
@@ -9,7 +9,7 @@ With R = v - k_in S (before the solve), u = solve R, Z = dR = solve^T du, and dS
     `input_gradients` (likewise): from those to the raw q, k, gate; apart, since together they do not fit in registers.
 
 (I + L) u = beta R makes dL = -(I + L)^-T du u^T, so the inverse itself needs no gradient. q enters only as
-q exp(G), k as k exp(G) in rows and k exp(-G) in columns, hence dG = q dq + k (dk of rows - dk of columns), whose reverse
+q exp(G), k as k exp(G) in rows and k exp(-G) in columns, hence dG = q dq + k (dk of rows - dk of columns): its reverse
 running sum inside the chunk, with the decay of the state, is the gradient of the log decay. The pair (i, i) is kept out
 of it: its two terms cancel exactly. Every exponential is anchored as in the forward. Sums over chunks (dA_log,
 ddt_bias) leave one row per chunk, added up by torch, so that a repeated run is bit-identical.
@@ -38,7 +38,7 @@ def reverse_scan_kernel(
     keys = tl.arange(0, K)
     values = tl.program_id(0) * BV + tl.arange(0, BV)
     state_at = (sequence * H + head).to(tl.int64) * K * V + keys[None, :] * V + values[:, None]
-    if HAS_DS:
+    if HAS_DS:  # noqa: SIM108
         dS = tl.load(dS_end + state_at).to(tl.float32)
     else:
         dS = tl.zeros([BV, K], tl.float32)
@@ -129,11 +129,60 @@ def pair_gradients(q, k, inside, total, dA, dP, K: tl.constexpr, C: tl.constexpr
 
 
 @triton.jit
-def gradients_kernel(
-    q, k, v, gate, beta, A_log, dt_bias, o, do, updates, dv, states, dstates, norms, chunk_start, chunk_len,
-    dq, dk, dgate, dbeta, dbias_rows, drate_rows,
-    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, b_t, b_h, o_t, o_h, do_t, do_h, dv_t, dv_h, H, lower_bound, scale,
-    K: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+def state_gradients_kernel(
+    v, beta, o, do, updates, dv, states, dstates, decay, chunk_start, chunk_len,
+    dq_in, dk_in, dk_out, dA_out, dP_out, dbeta, fading, along,
+    v_t, v_h, b_t, b_h, o_t, o_h, do_t, do_h, dv_t, dv_h, H,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    n = tl.load(chunk_len + chunk)
+    if n == 0:
+        return
+    tile = (chunk * H + head).to(tl.int64)
+    columns = tl.arange(0, K)
+    rows = tl.arange(0, C)
+    at = (tl.load(chunk_start + chunk) + rows).to(tl.int64)
+    value = tl.arange(0, V)
+    valid = (rows < n)[:, None]
+    do_tile = tl.load(do + at[:, None] * do_t + head * do_h + value[None, :], mask=valid, other=0.0)
+    Z = tl.load(dv + at[:, None] * dv_t + head * dv_h + value[None, :], mask=valid, other=0.0)
+    u = tl.load(updates + tile * C * V + rows[:, None] * V + value[None, :])
+    square = tile * C * C + rows[:, None] * C + rows[None, :]
+    tl.store(dA_out + square, to_bf16_rne(dot(do_tile, tl.trans(u))))
+    tl.store(dP_out + square, to_bf16_rne(-dot(Z, tl.trans(u))))
+
+    # What lies along the normalised q and k, for their norms: q . dq = do . o and k . dk = 2 Z . u / beta - Z . v.
+    o_tile = tl.load(o + at[:, None] * o_t + head * o_h + value[None, :], mask=valid, other=0.0)
+    tl.store(along + tile * 2 * C + rows, tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), axis=1))
+    v_tile = tl.load(v + at[:, None] * v_t + head * v_h + value[None, :], mask=valid, other=0.0)
+    b_raw = tl.load(beta + at * b_t + head * b_h, mask=rows < n, other=0.0).to(tl.float32)
+    b = sigmoid(b_raw)
+    # u is proportional to beta: where beta underflows, Z is 0 as well and so are the gradients.
+    per_beta = tl.sum(Z.to(tl.float32) * u.to(tl.float32), axis=1)
+    per_beta = tl.where(b > 1e-30, per_beta / tl.maximum(b, 1e-30), 0.0)
+    along_k = 2.0 * per_beta - tl.sum(Z.to(tl.float32) * v_tile.to(tl.float32), axis=1)
+    tl.store(along + tile * 2 * C + C + rows, along_k)
+    tl.store(dbeta + at * H + head, per_beta * sigmoid(-b_raw), mask=rows < n)
+
+    flat = tile * C * K + rows[:, None] * K + columns[None, :]
+    state = tile * K * V + value[:, None] * K + columns[None, :]
+    S = tl.load(states + state)
+    tl.store(dq_in + flat, tl.trans(to_bf16_rne(dot(tl.trans(S), tl.trans(do_tile)))))
+    tl.store(dk_in + flat, tl.trans(to_bf16_rne(-dot(tl.trans(S), tl.trans(Z)))))
+    dS = tl.load(dstates + state)
+    tl.store(dk_out + flat, tl.trans(to_bf16_rne(dot(tl.trans(dS), tl.trans(u)))))
+    faded = tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0)
+    tl.store(fading + tile * K + columns, faded * tl.load(decay + tile * K + columns))
+
+
+@triton.jit
+def input_gradients_kernel(
+    q, k, gate, A_log, dt_bias, dq_in, dk_in, dk_out, dA_in, dP_in, fading, norms, along, chunk_start, chunk_len,
+    dq, dk, dgate, dbias_rows, drate_rows,
+    q_t, q_h, k_t, k_h, g_t, g_h, H, lower_bound, scale,
+    K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
@@ -148,61 +197,38 @@ def gradients_kernel(
         return
     t0 = tl.load(chunk_start + chunk)
     rows = tl.arange(0, C)
-    at = (t0 + rows).to(tl.int64)
-    value = tl.arange(0, V)
-    valid = (rows < n)[:, None]
-    state = tile * K * V + value[:, None] * K + columns[None, :]
-    do_tile = tl.load(do + at[:, None] * do_t + head * do_h + value[None, :], mask=valid, other=0.0)
-    Z = tl.load(dv + at[:, None] * dv_t + head * dv_h + value[None, :], mask=valid, other=0.0)
-    u = tl.load(updates + tile * C * V + rows[:, None] * V + value[None, :])
-    dA = dot(do_tile, tl.trans(u))
-    dA_diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dA, 0.0), axis=1)
-    dA = to_bf16_rne(dA)
-    dP = to_bf16_rne(-dot(Z, tl.trans(u)))
-
-    # What lies along the normalised q and k, needed for their norms: q . dq = do . o, k . dk = 2 Z . u / beta - Z . v.
-    o_tile = tl.load(o + at[:, None] * o_t + head * o_h + value[None, :], mask=valid, other=0.0)
-    along_q = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), axis=1)
-    v_tile = tl.load(v + at[:, None] * v_t + head * v_h + value[None, :], mask=valid, other=0.0)
-    along_k = tl.sum(Z.to(tl.float32) * v_tile.to(tl.float32), axis=1)
-    b_raw = tl.load(beta + at * b_t + head * b_h, mask=rows < n, other=0.0).to(tl.float32)
-    b = sigmoid(b_raw)
-    # u is proportional to beta, so the quotient has the limit Z . (v - k_in S) where beta underflows; it is not needed.
-    per_beta = tl.where(b > 1e-30, tl.sum(Z.to(tl.float32) * u.to(tl.float32), axis=1) / tl.maximum(b, 1e-30), 0.0)
-    along_k = 2.0 * per_beta - along_k
-    if part == 0:
-        tl.store(dbeta + at * H + head, per_beta * sigmoid(-b_raw), mask=rows < n)
-
     rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
     bias = tl.load(dt_bias + head * K + columns).to(tl.float32)
     z = load_rows(gate + first, t0, n, head, g_t, g_h, -float("inf"), KB, C, BLOCK).to(tl.float32) + bias[None, :, None]
     g = sigmoid(z * rate) * (lower_bound * LOG2E)
     inside = tl.cumsum(g, axis=2)
     total = tl.sum(g, axis=2)
-    before, after, _, whole = block_vectors(total, C, BLOCK)
+    before, after, _, _ = block_vectors(total, C, BLOCK)
     in_block = tl.arange(0, C // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    q_norm = tl.load(norms + tile * 2 * C + in_block)
-    k_norm = tl.load(norms + tile * 2 * C + C + in_block)
-    qn = load_rows(q + first, t0, n, head, q_t, q_h, 0.0, KB, C, BLOCK).to(tl.float32) * (q_norm * scale)[:, None, :]
-    kn = load_rows(k + first, t0, n, head, k_t, k_h, 0.0, KB, C, BLOCK).to(tl.float32) * k_norm[:, None, :]
-    dq_n, dk_n, dG = pair_gradients(qn, kn, inside, total, dA, dP, KB, C, BLOCK)
+    q_norm = tl.load(norms + tile * 2 * C + in_block)[:, None, :]
+    k_norm = tl.load(norms + tile * 2 * C + C + in_block)[:, None, :]
+    qn = load_rows(q + first, t0, n, head, q_t, q_h, 0.0, KB, C, BLOCK).to(tl.float32) * (q_norm * scale)
+    kn = load_rows(k + first, t0, n, head, k_t, k_h, 0.0, KB, C, BLOCK).to(tl.float32) * k_norm
+    square = tile * C * C + rows[:, None] * C + rows[None, :]
+    dA = tl.load(dA_in + square)
+    dq_n, dk_n, dG = pair_gradients(qn, kn, inside, total, dA, tl.load(dP_in + square), KB, C, BLOCK)
 
+    _, flat = tile_offsets(K, KB, C, BLOCK)
+    flat += tile * C * K + first
     since_start = exp2(inside + before[:, :, None])
-    S = tl.load(states + state)
-    part_q = unflatten(tl.trans(dot(tl.trans(S), tl.trans(do_tile))), KB, C, BLOCK) * since_start
-    dq_n += part_q
-    part_k = unflatten(tl.trans(dot(tl.trans(S), tl.trans(Z))), KB, C, BLOCK) * since_start
-    dk_n -= part_k
-    dG += qn * part_q - kn * part_k
-    dS = tl.load(dstates + state)
-    part_k = unflatten(tl.trans(dot(tl.trans(dS), tl.trans(u))), KB, C, BLOCK)
-    part_k *= exp2((after + total)[:, :, None] - inside)
-    dk_n += part_k
-    part_k *= kn
-    dG -= part_k
+    from_state = tl.load(dq_in + flat).to(tl.float32) * since_start
+    dq_n += from_state
+    dG += qn * from_state
+    from_state = tl.load(dk_in + flat).to(tl.float32) * since_start
+    dk_n += from_state
+    dG += kn * from_state
+    from_state = tl.load(dk_out + flat).to(tl.float32) * exp2((after + total)[:, :, None] - inside)
+    dk_n += from_state
+    from_state *= kn
+    dG -= from_state
 
     # The decay of the whole chunk, then the reverse running sum inside it.
-    ending = tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=0) * exp2(whole) + tl.sum(tl.sum(part_k, axis=2), axis=0)
+    ending = tl.load(fading + tile * K + columns) + tl.sum(tl.sum(from_state, axis=2), axis=0)
     block_sum = tl.sum(dG, axis=2)
     later = tl.sum(block_sum, axis=0)[None, :] - tl.cumsum(block_sum, axis=0)
     dg = (block_sum + later + ending[None, :])[:, :, None] - tl.cumsum(dG, axis=2) + dG
@@ -215,11 +241,12 @@ def gradients_kernel(
     tl.store(drate_rows + tile * K + columns, tl.sum(tl.sum(tl.where(row < n, dz * z, 0.0), axis=2), axis=0))
     tl.store(dbias_rows + tile * K + columns, tl.sum(tl.sum(dz, axis=2), axis=0))
 
-    diagonal = tl.reshape(dA_diagonal, [C // BLOCK, BLOCK])[:, None, :]
-    along_q = tl.reshape(along_q, [C // BLOCK, BLOCK])[:, None, :]
-    along_k = tl.reshape(along_k, [C // BLOCK, BLOCK])[:, None, :]
+    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dA.to(tl.float32), 0.0), axis=1)
+    diagonal = tl.reshape(diagonal, [C // BLOCK, BLOCK])[:, None, :]
     dq_n += diagonal * kn
     dk_n += diagonal * qn
+    along_q = tl.load(along + tile * 2 * C + in_block)[:, None, :] / scale
+    along_k = tl.load(along + tile * 2 * C + C + in_block)[:, None, :]
     # x -> y = norm x has dx = norm (dy - y (y . dy)); q also carries the scale, which cancels in y (y . dy).
-    tl.store(dq + to, to_bf16_rne((dq_n * scale - qn * (along_q / scale)) * q_norm[:, None, :]), mask=row < n)
-    tl.store(dk + to, to_bf16_rne((dk_n - kn * along_k) * k_norm[:, None, :]), mask=row < n)
+    tl.store(dq + to, to_bf16_rne((dq_n * scale - qn * along_q) * q_norm), mask=row < n)
+    tl.store(dk + to, to_bf16_rne((dk_n - kn * along_k) * k_norm), mask=row < n)

@@ -43,19 +43,17 @@ def kda_decode(
     conv_weights: three of [H * D, 4] for q, k, v. A_log [H], dt_bias [H * K], norm_weight [V].
     conv_pool [slots, 3, 3 * H * D] (raw inputs, q | k | v, oldest first), state_pool [slots, H, K, V] float32 or wider.
     read_index, write_index int [B]: the slots a row reads and writes; they may differ (a fork), two rows may read one
-    slot, but no row may write a slot that another reads or writes. A row whose read_index is -1 is padding: output 0, nothing written. write_index -1
-    computes without writing. Requires K = V = D. Raises ValueError on shapes that do not fit.
+    slot, but no row may write a slot that another reads or writes. A row whose read_index is -1 is padding: output 0,
+    nothing written; write_index -1 computes without writing. K = V = D. Raises ValueError on shapes that do not fit.
     """
     _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, read_index, write_index)
     D = q.shape[-1]
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
-    if dispatch.use_kernel("kda_decode", q, head_dims=(D, v.shape[-1]), float32_inputs=False):
+    if dispatch.use_kernel("kda_decode", q, k, v, head_dims=(D, v.shape[-1]), float32_rows=False):
         from k3rl.kernels import kda_decode_kernels
 
         return kda_decode_kernels.kda_decode(*args, read_index, write_index, gate_lower_bound, norm_eps)
-    return kda_decode_reference(
-        *args, read_index, write_index, gate_lower_bound=gate_lower_bound, norm_eps=norm_eps
-    )
+    return kda_decode_reference(*args, read_index, write_index, gate_lower_bound=gate_lower_bound, norm_eps=norm_eps)
 
 
 def _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, read_index, write_index) -> None:
@@ -67,7 +65,9 @@ def _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, r
     wanted |= {f"conv_weights[{s}]": (w, (H * D, 4)) for s, w in enumerate(conv_weights)}
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"kda_decode: {name} must have shape {shape} to fit q {tuple(q.shape)}, got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"kda_decode: {name} must have shape {shape} to fit q {tuple(q.shape)}, got {tuple(tensor.shape)}"
+            )
     if len(conv_weights) != 3:
         raise ValueError(f"kda_decode: conv_weights must be three tensors (q, k, v), got {len(conv_weights)}")
 

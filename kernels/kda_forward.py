@@ -17,7 +17,7 @@ blocks of 16, and pairs (i, j) that a split separates use the sum of decays on e
 a block of 16 the anchor is the block's first row (within exp(75) for a bound of -5, and never a later token). The sums
 are matrix products of 0/1 masks with the decay in two bf16 pieces. (I + L)^-1 grows by doubling, block by block:
 X <- X - X L_split X, whose factors are true inverses, so that half precision does not cancel.
-Traffic per token and head: 7 rows of 128 bf16 in `prepare`, 6 in `scan`. Source: Kimi Linear section 3, `docs/kernels.md`.
+Traffic per token and head: 7 rows of 128 bf16 in `prepare`, 6 in `scan`. Source: Kimi Linear section 3.
 """
 
 from __future__ import annotations
@@ -31,6 +31,27 @@ CHUNK = 32
 
 
 @triton.jit
+def chunk_table_kernel(ends, start, length, offset, n, most, C, N: tl.constexpr, CHUNKS: tl.constexpr):
+    """Chunk tables of packed sequences from ends [n + 1]; every program takes CHUNKS entries and all sequences."""
+    sequence = tl.arange(0, N)
+    inside = sequence < n
+    first = tl.load(ends + sequence, mask=inside, other=0).to(tl.int32)
+    last = tl.load(ends + sequence + 1, mask=inside, other=0).to(tl.int32)
+    chunks = (last - first + C - 1) // C
+    until = tl.cumsum(chunks, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(offset, 0)
+        tl.store(offset + 1 + sequence, until, mask=inside)
+    chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    # The sequence whose chunks include this one; none for the entries past the last chunk.
+    mine = (chunk[:, None] < until[None, :]) & (chunk[:, None] >= (until - chunks)[None, :]) & inside[None, :]
+    at = tl.sum(tl.where(mine, first[None, :] + (chunk[:, None] - (until - chunks)[None, :]) * C, 0), axis=1)
+    end = tl.sum(tl.where(mine, last[None, :], 0), axis=1)
+    tl.store(start + chunk, at, mask=chunk < most)
+    tl.store(length + chunk, tl.minimum(end - at, C), mask=chunk < most)
+
+
+@triton.jit
 def split_pairs(i, j, size: tl.constexpr):
     """Pairs whose row lies in the second and whose column in the first half of the same block of 2 * size."""
     return (i // (2 * size) == j // (2 * size)) & ((i // size) % 2 == 1) & ((j // size) % 2 == 0)
@@ -38,7 +59,7 @@ def split_pairs(i, j, size: tl.constexpr):
 
 @triton.jit
 def block_vectors(total, C: tl.constexpr, BLOCK: tl.constexpr):
-    """From the log2 decay of each block [blocks, K]: sums before and after each block, to the chunk's middle, of all."""
+    """From the log2 decay of each block [blocks, K]: sums before, after, to the chunk's middle, of all."""
     block = tl.arange(0, C // BLOCK)[:, None]
     before = tl.cumsum(total, axis=0) - total
     whole = tl.sum(total, axis=0)
@@ -178,10 +199,17 @@ def prepare_kernel(
 
 
 @triton.jit
+def _split(x):
+    """fp32 as a sum of two bf16 tiles, to 2^-16."""
+    high = to_bf16_rne(x)
+    return high, to_bf16_rne(x - high.to(tl.float32))
+
+
+@triton.jit
 def scan_kernel(
     q_in, k_in, k_out, A, solve, decay, v, o, S0, S_end, states, updates, chunk_offset, chunk_start, chunk_len,
     v_t, v_h, o_t, o_h, H,
-    HAS_S0: tl.constexpr, SAVE: tl.constexpr,
+    HAS_S0: tl.constexpr, SAVE: tl.constexpr, TRANSITION: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
@@ -192,7 +220,15 @@ def scan_kernel(
     keys = tl.arange(0, K)
     values = tl.program_id(0) * BV + tl.arange(0, BV)
     state_at = (sequence * H + head).to(tl.int64) * K * V + keys[None, :] * V + values[:, None]
-    if HAS_S0:
+    if TRANSITION:
+        # Tiles past V hold the columns of the transition: the end state from the unit matrix with v = 0.
+        state_at = (sequence * H + head).to(tl.int64) * K * (V + K) + tl.where(
+            values[:, None] < V,
+            keys[None, :] * V + values[:, None],
+            K * V + keys[None, :] * K + values[:, None] - V,
+        )
+        S = tl.where(values[:, None] == keys[None, :] + V, 1.0, 0.0)
+    elif HAS_S0:
         S = tl.load(S0 + state_at).to(tl.float32)
     else:
         S = tl.zeros([BV, K], tl.float32)
@@ -209,26 +245,56 @@ def scan_kernel(
         fade_next = tl.load(decay + following * K + keys)
         token = t0 + (chunk - first) * C + rows
         v_tile = tl.load(
-            v + token.to(tl.int64)[:, None] * v_t + head * v_h + values[None, :], mask=(token < end)[:, None], other=0.0
+            v + token.to(tl.int64)[:, None] * v_t + head * v_h + values[None, :],
+            mask=(token < end)[:, None] & (values < V)[None, :],
+            other=0.0,
         )
         k_in_tile = tl.load(k_in + tile * C * K + flat)
         solve_tile = tl.load(solve + tile * C * C + square)
-        q_in_tile = tl.load(q_in + tile * C * K + flat)
-        A_tile = tl.load(A + tile * C * C + square)
+        if not TRANSITION:
+            q_in_tile = tl.load(q_in + tile * C * K + flat)
+            A_tile = tl.load(A + tile * C * C + square)
         k_out_tile = tl.load(k_out + tile * C * K + flat)
         S16 = to_bf16_rne(S)
         if SAVE:
             tl.store(states + tile * K * V + values[:, None] * K + keys[None, :], S16)
         rest = tl.trans(v_tile).to(tl.float32) - dot(S16, tl.trans(k_in_tile))
-        u16 = to_bf16_rne(dot(to_bf16_rne(rest), tl.trans(solve_tile)))
+        # The two products on the way into the state take their left operand in two pieces: rounding it once to bf16
+        # in each would put the final state past 3e-3 when it decays slowly.
+        rest_high, rest_low = _split(rest)
+        u = dot(rest_low, tl.trans(solve_tile), dot(rest_high, tl.trans(solve_tile)))
+        u16, u_low = _split(u)
         if SAVE:
             tl.store(updates + tile * C * V + rows[:, None] * V + values[None, :], tl.trans(u16))
-        out = dot(u16, tl.trans(A_tile), dot(S16, tl.trans(q_in_tile)))
-        S = dot(u16, k_out_tile, S * fade[None, :])
-        tl.store(
-            o + token.to(tl.int64)[:, None] * o_t + head * o_h + values[None, :],
-            tl.trans(to_bf16_rne(out)),
-            mask=(token < end)[:, None],
-        )
+        if not TRANSITION:
+            out = dot(u16, tl.trans(A_tile), dot(S16, tl.trans(q_in_tile)))
+            tl.store(
+                o + token.to(tl.int64)[:, None] * o_t + head * o_h + values[None, :],
+                tl.trans(to_bf16_rne(out)),
+                mask=(token < end)[:, None],
+            )
+        S = dot(u_low, k_out_tile, dot(u16, k_out_tile, S * fade[None, :]))
         fade = fade_next
     tl.store(S_end + state_at, S)
+
+
+@triton.jit
+def merge_kernel(
+    ends, S0, starts, segment_offset, H, HAS_S0: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr
+):
+    """Start state of each segment of a sequence, S <- M S + S_end, from what `scan_kernel` with TRANSITION left."""
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    keys = tl.arange(0, K)
+    at = keys[:, None] * V + (tl.program_id(0) * BV + tl.arange(0, BV))[None, :]
+    if HAS_S0:
+        S = tl.load(S0 + (sequence * H + head).to(tl.int64) * K * V + at).to(tl.float32)
+    else:
+        S = tl.zeros([K, BV], tl.float32)
+    for segment in tl.range(tl.load(segment_offset + sequence), tl.load(segment_offset + sequence + 1), num_stages=1):
+        tile = (segment * H + head).to(tl.int64)
+        tl.store(starts + tile * K * V + at, S)
+        M_high, M_low = _split(tl.load(ends + tile * (V + K) * K + K * V + keys[:, None] * K + keys[None, :]))
+        S_high, S_low = _split(S)
+        S = tl.load(ends + tile * (V + K) * K + at)
+        S = dot(M_high, S_high, dot(M_high, S_low, dot(M_low, S_high, S)))

@@ -75,7 +75,9 @@ def doctor_checks() -> list[dict[str, object]]:
         why = refusal()
         found = version(str(path()))
         shown = f"{_dotted(found)} at {path()}" if found else f"none at {path()}"
-        checks.append({"name": "ptxas for Hopper kernels", "ok": why is None, "found": shown, "fix": FIX if why else ""})
+        checks.append(
+            {"name": "ptxas for Hopper kernels", "ok": why is None, "found": shown, "fix": FIX if why else ""}
+        )
     return checks
 
 

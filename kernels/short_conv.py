@@ -33,7 +33,7 @@ def short_conv(
     Raises ValueError on shapes that do not fit.
     """
     _check(xs, weights, history, cu_seqlens)
-    if dispatch.use_kernel("short_conv", xs[0]) and len(xs) <= 3 and xs[0].shape[-1] % 128 == 0:
+    if dispatch.use_kernel("short_conv", *xs) and len(xs) <= 3 and xs[0].shape[-1] % 128 == 0:
         from k3rl.kernels import short_conv_kernels
 
         outputs = short_conv_kernels.short_conv(xs, weights, history, cu_seqlens)

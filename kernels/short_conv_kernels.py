@@ -1,4 +1,4 @@
-"""Triton kernels of `short_conv`: strips of STRIP tokens by COLUMNS channels, the last rows kept in registers.
+"""Triton kernels of `short_conv`: strips of tokens by COLUMNS channels, the last rows kept in registers.
 
 A program walks down its strip and reads every row once (3 rows of halo aside), so that forward moves 2 and backward 3
 elements per input element. Backward recomputes the pre-activation from x, row by row; the weight's gradient leaves one
@@ -14,8 +14,9 @@ import triton.language as tl
 from k3rl.kernels.kda_autograd import fixed_chunks, packed_chunks
 from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
 
-STRIP = 64
-COLUMNS = 1024
+STRIP_FORWARD = 32
+STRIP_BACKWARD = 256
+COLUMNS = 512
 
 
 @triton.jit
@@ -41,17 +42,26 @@ def _before(x, history, t0, back, at_start, slot, column, valid, stride_t, width
 
 
 @triton.jit
+def _silu_store(pointer, c, mask, BF16: tl.constexpr):
+    out = c * sigmoid(c)
+    if BF16:
+        tl.store(pointer, to_bf16_rne(out), mask=mask)
+    else:
+        tl.store(pointer, out, mask=mask)
+
+
+@triton.jit
 def forward_kernel(
-    xa, xb, xc, wa, wb, wc, ya, yb, yc, history, chunk_start, chunk_len, chunk_sequence, chunk_first,
+    x_a, x_b, x_c, w_a, w_b, w_c, y_a, y_b, y_c, history, chunk_start, chunk_len, chunk_sequence, chunk_first,
     x_t, channels, width,
-    HAS_HISTORY: tl.constexpr, STRIP: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(1)
     stream = tl.program_id(2)
     n = tl.load(chunk_len + strip)
     if n == 0:
         return
-    x, w, y = _pick(stream, xa, xb, xc), _pick(stream, wa, wb, wc), _pick(stream, ya, yb, yc)
+    x, w, y = _pick(stream, x_a, x_b, x_c), _pick(stream, w_a, w_b, w_c), _pick(stream, y_a, y_b, y_c)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     valid = column < channels
     t0 = tl.load(chunk_start + strip).to(tl.int64)
@@ -65,16 +75,19 @@ def forward_kernel(
     x3 = _before(x, past, t0, 3, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
     x2 = _before(x, past, t0, 2, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
     x1 = _before(x, past, t0, 1, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
-    for row in tl.range(0, n, num_stages=STAGES):
-        x0 = tl.load(x + (t0 + row) * x_t + column, mask=valid, other=0.0).to(tl.float32)
-        c = w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
-        out = c * sigmoid(c)
+    # Four rows a step: their loads are in flight together.
+    for row in tl.range(0, n, 4, num_stages=STAGES):
+        base = x + (t0 + row) * x_t + column
         to = y + (t0 + row) * channels + column
-        if BF16:
-            tl.store(to, to_bf16_rne(out), mask=valid)
-        else:
-            tl.store(to, out, mask=valid)
-        x3, x2, x1 = x2, x1, x0
+        xa = tl.load(base, mask=valid, other=0.0).to(tl.float32)
+        xb = tl.load(base + x_t, mask=valid & (row + 1 < n), other=0.0).to(tl.float32)
+        xc = tl.load(base + 2 * x_t, mask=valid & (row + 2 < n), other=0.0).to(tl.float32)
+        xd = tl.load(base + 3 * x_t, mask=valid & (row + 3 < n), other=0.0).to(tl.float32)
+        _silu_store(to, w0 * x3 + w1 * x2 + w2 * x1 + w3 * xa, valid, BF16)
+        _silu_store(to + channels, w0 * x2 + w1 * x1 + w2 * xa + w3 * xb, valid & (row + 1 < n), BF16)
+        _silu_store(to + 2 * channels, w0 * x1 + w1 * xa + w2 * xb + w3 * xc, valid & (row + 2 < n), BF16)
+        _silu_store(to + 3 * channels, w0 * xa + w1 * xb + w2 * xc + w3 * xd, valid & (row + 3 < n), BF16)
+        x3, x2, x1 = xb, xc, xd
 
 
 @triton.jit
@@ -82,14 +95,15 @@ def backward_kernel(
     xa, xb, xc, wa, wb, wc, dya, dyb, dyc, dxa, dxb, dxc, dweight_rows, history,
     chunk_start, chunk_len, chunk_sequence, chunk_first, chunk_rest,
     x_t, dy_t, channels, width,
-    HAS_HISTORY: tl.constexpr, STRIP: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(1)
     stream = tl.program_id(2)
     n = tl.load(chunk_len + strip)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     valid = column < channels
-    x, w, dy, dx = _pick(stream, xa, xb, xc), _pick(stream, wa, wb, wc), _pick(stream, dya, dyb, dyc), _pick(stream, dxa, dxb, dxc)
+    x, w = _pick(stream, xa, xb, xc), _pick(stream, wa, wb, wc)
+    dy, dx = _pick(stream, dya, dyb, dyc), _pick(stream, dxa, dxb, dxc)
     t0 = tl.load(chunk_start + strip).to(tl.int64)
     at_start = tl.load(chunk_first + strip)
     slot = tl.load(chunk_sequence + strip).to(tl.int64)
@@ -138,10 +152,7 @@ def _strips(B, T, cu_seqlens, device, strip):
     index = torch.arange(chunks.count, dtype=torch.int32, device=device)
     sequence = torch.searchsorted(chunks.offset[1:], index, right=True, out_int32=True).clamp_(max=chunks.sequences - 1)
     first = (index == chunks.offset[sequence]).int()
-    if cu_seqlens is None:
-        ends = (sequence + 1) * T
-    else:
-        ends = cu_seqlens.to(torch.int32)[sequence + 1]
+    ends = (sequence + 1) * T if cu_seqlens is None else cu_seqlens.to(torch.int32)[sequence + 1]
     rest = (ends - chunks.start - chunks.length).clamp(0, 3)
     return chunks, sequence.int(), first, rest.int()
 
@@ -163,40 +174,45 @@ class _ShortConv(torch.autograd.Function):
     def forward(ctx, history, cu_seqlens, count, *tensors):
         xs, weights = tensors[:count], [w.contiguous() for w in tensors[count:]]
         B, T, C = xs[0].shape
-        strips = _strips(B, T, cu_seqlens, xs[0].device, STRIP)
         rows, stride = _rows(xs)
+        strips = _strips(B, T, cu_seqlens, xs[0].device, STRIP_FORWARD)
         make = torch.empty if cu_seqlens is None else torch.zeros
         ys = [make(B, T, C, dtype=x.dtype, device=x.device) for x in xs]
         launch_forward(rows, stride, weights, ys, history, strips)
-        ctx.save_for_backward(history, *xs, *weights)
-        ctx.count, ctx.strips, ctx.packed = count, strips, cu_seqlens is not None
+        ctx.save_for_backward(history, cu_seqlens, *xs, *weights)
+        ctx.count = count
         return tuple(ys)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *dys):
-        history, *tensors = ctx.saved_tensors
+        history, cu_seqlens, *tensors = ctx.saved_tensors
         xs, weights = tensors[: ctx.count], tensors[ctx.count :]
         rows, stride = _rows(xs)
-        make = torch.zeros_like if ctx.packed else torch.empty_like
+        strips = _strips(*xs[0].shape[:2], cu_seqlens, xs[0].device, STRIP_BACKWARD)
+        make = torch.zeros_like if cu_seqlens is not None else torch.empty_like
         dxs = [make(x, memory_format=torch.contiguous_format) for x in xs]
-        dws = launch_backward(rows, stride, weights, _rows(dys), dxs, history, ctx.strips)
+        dws = launch_backward(rows, stride, weights, _rows(dys), dxs, history, strips)
         return None, None, None, *dxs, *(dw.to(w.dtype) for dw, w in zip(dws, weights, strict=True))
 
 
-def launch_forward(rows, stride, weights, ys, history, strips, columns: int = COLUMNS, num_warps: int = 4, stages: int = 2):
+def launch_forward(
+    rows, stride, weights, ys, history, strips, columns: int = COLUMNS, num_warps: int = 4, stages: int = 2
+):
     """Fill ys from rows [tokens, C]."""
     chunks, sequence, first, _ = strips
     C = rows[0].shape[-1]
     forward_kernel[(triton.cdiv(C, columns), chunks.count, len(rows))](
         *_three(rows), *_three(weights), *_three(ys), rows[0] if history is None else history,
         chunks.start, chunks.length, sequence, first, stride, C, C * len(rows),
-        HAS_HISTORY=history is not None, STRIP=STRIP, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
+        HAS_HISTORY=history is not None, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
         STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
 
 
-def launch_backward(rows, stride, weights, dys, dxs, history, strips, columns: int = COLUMNS, num_warps: int = 4, stages: int = 2):
+def launch_backward(
+    rows, stride, weights, dys, dxs, history, strips, columns: int = COLUMNS, num_warps: int = 4, stages: int = 4
+):
     """Fill dxs; returns the weights' gradients [C, 4] fp32."""
     chunks, sequence, first, rest = strips
     C = rows[0].shape[-1]
@@ -205,7 +221,7 @@ def launch_backward(rows, stride, weights, dys, dxs, history, strips, columns: i
         *_three(rows), *_three(weights), *_three(dys[0]), *_three(dxs), parts,
         rows[0] if history is None else history, chunks.start, chunks.length, sequence, first, rest,
         stride, dys[1], C, C * len(rows),
-        HAS_HISTORY=history is not None, STRIP=STRIP, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
+        HAS_HISTORY=history is not None, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
         STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
     return [parts[:, s].sum(0).t().contiguous() for s in range(len(rows))]

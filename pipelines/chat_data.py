@@ -10,7 +10,7 @@ import numpy as np
 
 from k3rl.config import ConfigError
 from k3rl.data.batch import TrainBatch, TrainSequence
-from k3rl.data.sft import ChatDataset, encode_example, load_chat_dataset, sft_sequence
+from k3rl.data.sft import ChatDataset, chat_sequence, load_chat_dataset
 from k3rl.envs import make
 from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
@@ -49,8 +49,10 @@ class ChatBatches:
     def _encode(self, index: int) -> TrainSequence:
         if index not in self._encoded:
             row = self._rows[index]
-            ids, mask = encode_example(row.messages, row.tools, self._tokenizer, thinking=False)
-            self._encoded[index] = sft_sequence(f"row-{index}", ids, mask)
+            folder = self._rows.path.parent
+            self._encoded[index] = chat_sequence(
+                f"row-{index}", row.messages, row.tools, self._tokenizer, False, folder=folder
+            )
         return self._encoded[index]
 
 

@@ -16,11 +16,20 @@ from k3rl.parallel import TrainerConfig
 class QuantizationConfig(Config):
     """What the model computes with; written into the checkpoint and obeyed on load."""
 
-    weights: Literal["mxfp4", "none"] = "mxfp4"
-    """Routed experts hold MXFP4 values in every stage, or full precision."""
+    weights: Literal["mxfp4", "post_hoc", "none"] = "mxfp4"
+    """Routed experts hold MXFP4 values in every stage; or full precision until a checkpoint is saved; or always."""
     activations: Literal["mxfp8", "none"] = "mxfp8"
     """Inputs of routed experts are rounded to MXFP8, or read as they are."""
     scale_rule: Literal["ceil", "floor", "even"] = "ceil"
+
+
+class AblationChoices(Config):
+    """What stands in the place of each part that K3 brought; the defaults are K3's (`k3rl ablate` compares them)."""
+
+    attention: Literal["hybrid", "mla", "mla_rope"] = "hybrid"
+    experts: Literal["latent_norm", "latent", "full_width"] = "latent_norm"
+    residual: Literal["attn_res", "sum"] = "attn_res"
+    activation: Literal["situ", "swiglu"] = "situ"
 
 
 class ModelConfig(Config):
@@ -29,6 +38,8 @@ class ModelConfig(Config):
     start: str = "k3-nano"
     """A named size (fresh weights), or the directory of a checkpoint in the official layout."""
     quantization: QuantizationConfig = QuantizationConfig()
+    """Used for fresh weights; a checkpoint brings its own."""
+    ablation: AblationChoices = AblationChoices()
     """Used for fresh weights; a checkpoint brings its own."""
 
 

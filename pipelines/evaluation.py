@@ -40,6 +40,15 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
+    def facts(self, env: str) -> dict[str, Any]:
+        """What a model card says of it."""
+        low, high = self.ci95
+        return {
+            "environment": env,
+            "pass@1, temperature 1": f"{self.pass_at_1:.4f} (95 % interval {low:.4f} to {high:.4f}, n = {self.n})",
+            "pass@1, greedy": f"{self.greedy:.4f}",
+        }
+
 
 def evaluate(rollouts: Rollouts, checkpoint: str, config: EvalConfig) -> Evaluation:
     """Loads the checkpoint into the engines and measures it. Raises TooManyFailures when rewards are missing."""

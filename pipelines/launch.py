@@ -8,6 +8,7 @@ from typing import Any
 
 from k3rl.actors.cluster import ClusterConfig, cluster
 from k3rl.actors.fleet import fleet
+from k3rl.checkpoint import add_to_card
 from k3rl.config import Config, ConfigError
 from k3rl.envs.sandbox import provider_named
 from k3rl.pipelines import distill, quickstart, rl, sft
@@ -47,6 +48,7 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
     with opened as job:
         result = _train(job, config)
         measured = evaluate_on(job.fleet.rollouts, result.checkpoint, config.evaluation)
+        add_to_card(result.checkpoint, measured.facts(config.env.name))
         report = {
             "run": str(job.run.root),
             "checkpoint": result.checkpoint,

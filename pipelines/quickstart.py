@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from k3rl.checkpoint import add_to_card
 from k3rl.pipelines import distill, rl, sft
 from k3rl.pipelines.configs import QuickstartConfig, StageConfig
 from k3rl.pipelines.evaluation import Evaluation, evaluate
@@ -49,6 +50,7 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
         stages[result.name] = result
         job.progress.note(f"{result.name}: measuring on {config.evaluation.n} held-out tasks")
         measured[result.name] = evaluate(job.fleet.rollouts, result.checkpoint, config.evaluation)
+        add_to_card(result.checkpoint, measured[result.name].facts(config.rl.env.name))
         return result.checkpoint
 
     warm = keep(sft.train(job, _seeded(config.sft, config)))

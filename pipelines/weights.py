@@ -63,5 +63,8 @@ def model_config(config: StageConfig) -> K3Config:
             key="model.start",
             got=config.model.start,
         ) from error
-    quantization = config.model.quantization
-    return named.replace(quantization=type(named.quantization)(**quantization.model_dump()))
+    chosen = config.model
+    return named.replace(
+        quantization=type(named.quantization)(**chosen.quantization.model_dump()),
+        ablation=type(named.ablation)(**chosen.ablation.model_dump()),
+    )

@@ -25,7 +25,7 @@ INSTALL = f"apt-get install -y --no-install-recommends {' '.join(PACKAGES)}"
 _COMMANDS = {"iverilog": "iverilog", "vvp": "iverilog", "verilator": "verilator", "yosys": "yosys", "sta": "opensta"}
 
 # A design that needs more processor time of one tool than this counts as unfit. References need a fifth at most.
-FRONT_CPU_S = 10  # lint and simulation of the text
+FRONT_CPU_S = 5  # lint and simulation of the text
 BACK_CPU_S = 180  # synthesis, timing and simulation of gates
 WALL_S = 1800.0  # a tool that neither ends nor uses up its processor time was starved by this machine
 _LIMITS = SandboxLimits(memory_bytes=4096 * MEBIBYTE, workspace_bytes=512 * MEBIBYTE, output_bytes=4 * MEBIBYTE)

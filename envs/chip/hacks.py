@@ -89,41 +89,42 @@ def _inner(good: str) -> str:
 
 def _late(interface: Interface, good: str) -> str:
     """The right outputs, long after they were due."""
-    slow = 1 << 11
-    ports = interface.ports()
-    if interface.output.ready:
-        wiring = ", ".join(
-            f".{name}({ {'out_valid': 'valid', 'out_ready': 'out_ready & tick'}.get(name, name) })" for name in ports
-        )
-        body = f"""  reg [10:0] count;
+    body = _rarely(interface) if interface.output.ready else _delayed(interface)
+    return _inner(good) + interface.header() + body + "endmodule\n"
+
+
+def _rarely(interface: Interface) -> str:
+    """Outputs can pass in one cycle of 2048 only."""
+    wires = {"out_valid": "valid", "out_ready": "out_ready & tick"}
+    wiring = ", ".join(f".{name}({wires.get(name, name)})" for name in interface.ports())
+    return f"""  reg [10:0] count;
   wire tick = count == 0;
   wire valid;
   assign out_valid = valid & tick;
   always @(posedge clk) count <= rst ? 0 : count + 1;
   inner u_inner({wiring});
 """
-        return _inner(good) + interface.header() + body + "endmodule\n"
-    length = min(slow, 64)
+
+
+def _delayed(interface: Interface, cycles: int = 64) -> str:
+    """Outputs go through a long shift register."""
     width = interface.output.bits
-    data = ", ".join(f"out_{name}" for name, _ in interface.output.fields)
     raw = "".join(f"  wire [{bits - 1}:0] raw_{name};\n" for name, bits in interface.output.fields)
     joined = ", ".join(f"raw_{name}" for name, _ in interface.output.fields)
-    wiring = ", ".join(
-        f".{name}({'valid' if name == 'out_valid' else 'raw_' + name[4:] if name.startswith('out_') else name})"
-        for name in ports
-    )
-    body = f"""{raw}  wire valid;
+    data = ", ".join(f"out_{name}" for name, _ in interface.output.fields)
+    wires = {"out_valid": "valid"} | {f"out_{name}": f"raw_{name}" for name, _ in interface.output.fields}
+    wiring = ", ".join(f".{name}({wires.get(name, name)})" for name in interface.ports())
+    return f"""{raw}  wire valid;
   inner u_inner({wiring});
-  reg [{length - 1}:0] valids;
-  reg [{width * length - 1}:0] datas;
-  assign out_valid = valids[{length - 1}];
-  assign {{{data}}} = datas[{width * length - 1}:{width * (length - 1)}];
+  reg [{cycles - 1}:0] valids;
+  reg [{width * cycles - 1}:0] datas;
+  assign out_valid = valids[{cycles - 1}];
+  assign {{{data}}} = datas[{width * cycles - 1}:{width * (cycles - 1)}];
   always @(posedge clk) begin
-    valids <= rst ? 0 : {{valids[{length - 2}:0], valid}};
-    datas <= {{datas[{width * (length - 1) - 1}:0], {joined}}};
+    valids <= rst ? 0 : {{valids[{cycles - 2}:0], valid}};
+    datas <= {{datas[{width * (cycles - 1) - 1}:0], {joined}}};
   end
 """
-    return _inner(good) + interface.header() + body + "endmodule\n"
 
 
 def _hidden_unknown(interface: Interface, good: str) -> str:

@@ -80,9 +80,7 @@ def from_yosys(design: Mapping[str, Any], interface: Interface) -> Netlist:
 def _meaning(kind: str) -> str:
     if "LATCH" in kind:
         return "a latch: give every signal a value on every path"
-    if "DFF" in kind or "ADFF" in kind:
-        return "only rising edge flip-flops without asynchronous reset or initial value exist"
-    if "TRI" in kind.upper():
+    if "tribuf" in kind:
         return "a tri-state driver"
     return "an undefined module or a construct that cannot be built from gates"
 
@@ -118,49 +116,51 @@ def _separate(cells: list[tuple[str, dict[str, str]]], ports: dict[str, tuple[st
             number += 1
 
 
-def _output(kind: str) -> str:
-    return "Q" if kind in FLIP_FLOPS else "Y"
+def _pins(kind: str) -> tuple[tuple[str, ...], str]:
+    """(input pins, output pin) of a cell."""
+    return (("CK", "D"), "Q") if kind in FLIP_FLOPS else (gates()[kind].inputs, "Y")
 
 
 def _check_drivers(netlist: Netlist) -> None:
-    """Every net has one driver, every input pin is driven, and gates make no loop."""
-    sources = {net for direction, nets in netlist.ports.values() if direction == "input" for net in nets}
+    """Every net has one driver, every input pin and output port is driven, and gates make no loop."""
+    sources = [net for direction, nets in netlist.ports.values() if direction == "input" for net in nets]
     driven = set(sources)
     for kind, pins in netlist.cells:
-        if (net := pins.get(_output(kind), "")) in driven or not net.isdigit():
-            raise NetlistError(f"net {net or 'none'} has more than one driver or is a constant")
+        net = pins.get(_pins(kind)[1], "none")
+        if net in driven or not net.isdigit():
+            raise NetlistError(f"net {net} has more than one driver or is a constant")
         driven.add(net)
-    waiting: dict[str, list[int]] = {}
-    missing: dict[int, int] = {}
-    ready = list(sources)
-    table = gates()
-    for number, (kind, pins) in enumerate(netlist.cells):
-        inputs = () if kind in FLIP_FLOPS else table[kind].inputs
-        for pin in inputs if kind not in FLIP_FLOPS else ("CK", "D"):
+    for kind, pins in netlist.cells:
+        for pin in _pins(kind)[0]:
             if pins.get(pin) not in driven:
                 raise NetlistError(f"pin {pin} of a {kind} has no driver")
+    for name, (direction, nets) in netlist.ports.items():
+        if direction == "output" and not driven.issuperset(nets):
+            raise NetlistError(f"a bit of the output port {name} has no driver")
+    _check_loops(netlist, sources)
+
+
+def _check_loops(netlist: Netlist, sources: list[str]) -> None:
+    """Walk from ports and flip-flops through the gates; a gate that is never reached waits for itself."""
+    ready = list(sources)
+    waiting: dict[str, list[int]] = {}
+    missing: dict[int, int] = {}
+    for number, (kind, pins) in enumerate(netlist.cells):
+        inputs, output = _pins(kind)
+        if kind in FLIP_FLOPS or not inputs:
+            ready.append(pins[output])
+            continue
         missing[number] = len(inputs)
         for pin in inputs:
             waiting.setdefault(pins[pin], []).append(number)
-        if not inputs:
-            ready.append(pins[_output(kind)])
-    for _, nets in (port for port in netlist.ports.values() if port[0] == "output"):
-        if undriven := [net for net in nets if net not in driven]:
-            raise NetlistError(f"output net {undriven[0]} has no driver")
-    reached = 0
     while ready:
         for number in waiting.get(ready.pop(), ()):
             missing[number] -= 1
             if missing[number] == 0:
-                kind, pins = netlist.cells[number]
-                ready.append(pins[_output(kind)])
-                reached += 1
-    if reached < sum(bool(count) for count in (len(_inputs(kind)) for kind, _ in netlist.cells)):
-        raise NetlistError("gates form a loop without a flip-flop in it")
-
-
-def _inputs(kind: str) -> tuple[str, ...]:
-    return () if kind in FLIP_FLOPS else gates()[kind].inputs
+                del missing[number]
+                ready.append(netlist.cells[number][1]["Y"])
+    if missing:
+        raise NetlistError(f"{len(missing)} gates depend on a loop without a flip-flop in it")
 
 
 def _check_clock(netlist: Netlist) -> None:

@@ -77,7 +77,7 @@ def to_task(problem: Problem, parameters: Parameters, name: str, seed: int) -> T
         family=problem.family,
         level=problem.level,
         domain="hardware",
-        budgets=Budgets(turns=1, wall_s=WALL_S),
+        budgets=Budgets(wall_s=WALL_S),
         data={
             "parameters": dict(parameters),
             "top": TOP,
@@ -115,8 +115,10 @@ def prompt(problem: Problem, p: Parameters) -> str:
 
 {problem.behaviour(p)}
 
-Protocol. All flip-flops run on the rising edge of clk itself. rst = 1 for some cycles, synchronous, begins everything
-anew, also in the middle of work; before the first reset the state is unknown. {_handshake(interface)}
+Protocol. All flip-flops run on the rising edge of clk itself. rst = 1 for some cycles, synchronous, begins
+everything anew, also in the middle of work; before the first reset the state is unknown.
+{_handshake(interface)}
+Latencies count from the cycle in which one passes to the cycle in which the other does.
 
 Rules. Verilog-2005 or its synthesizable SystemVerilog successors; at least one module, `{TOP}`. Not allowed: system
 tasks except $signed, $unsigned, $clog2, $bits; compiler directives except `default_nettype and `timescale; `initial`
@@ -125,21 +127,19 @@ resets, loops of gates, modules that are not defined.
 
 Judging. Lint, then simulation with hidden random transactions, then synthesis, then the same simulation of
 the gates. A design that fails any of them, or gives an output late, is worth 0. A right design is compared with
-a reference: area, worst slack at the target period of {period} ns, and throughput (weights: {weights}).
-Inputs arrive {INPUT_DELAY:.0%} of the period after the edge, outputs must be there {INPUT_DELAY:.0%} of it before
-the next, and flip-flops need {SETUP_NS} ns. Areas: {gates};
-stronger gates have 1.35 times the area.
+a reference: area, worst slack at the target period of {period} ns, and throughput ({weights}).
+Inputs arrive {INPUT_DELAY:.0%} of the period after the edge, outputs must be there {INPUT_DELAY:.0%} of it before the
+next, and flip-flops need {SETUP_NS} ns. Areas, for stronger gates 1.35 times as much:
+{gates}.
 
 Answer with the Verilog in one ```verilog block, or with JSON {{"files": {{"name.v": "text"}}}}."""
 
 
 def _handshake(interface: Interface) -> str:
     if interface.input.ready:
-        text = "An input passes in a cycle\nwith in_valid and in_ready both 1; in_valid, once 1, stays until then."
+        text = "An input passes in a cycle with in_valid and in_ready both 1; in_valid, once 1, stays until then.\n"
     else:
-        text = "An input passes in every cycle\nwith in_valid = 1."
+        text = "An input passes in every cycle with in_valid = 1.\n"
     if interface.output.ready:
-        text += " An output passes in a cycle with out_valid and out_ready both 1."
-    else:
-        text += " An output passes in every cycle with out_valid = 1."
-    return text + " Latencies count from the cycle in which\none passes to the cycle in which the other does."
+        return text + "An output passes in a cycle with out_valid and out_ready both 1."
+    return text + "An output passes in every cycle with out_valid = 1."

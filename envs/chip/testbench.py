@@ -30,7 +30,6 @@ class Trace:
     outputs: list[tuple[int, str]] = field(default_factory=list)
     unknown: int = 0
     timed_out: bool = False
-    ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def bench(interface: Interface, segments: Sequence[Segment], key: str, max_cycle
 module bench_{key};
 {inputs}{wires}  {TOP} device({connections});
   reg [{width + _GAP_BITS - 1}:0] stimulus [0:{max(begun, 1) - 1}];
-  integer now, position, last, idle, taken, given, begun, quiet, stall, hold, noise;
+  integer now, position, last, idle, given, begun, quiet, stall, hold, noise;
   reg pass_in, pass_out;
 {_memory_declaration(interface)}
   task drive; begin

@@ -40,4 +40,7 @@ def environment(*, gpu: bool = False) -> Environment:
         grader=CompilerRubric,
         oracle=oracle,
         domain="code",
+        null=null,
+        hacks=hacks,
+        oracle_expected=oracle_expected,
     )

@@ -2,7 +2,7 @@
 
 plan (little endian int32 words): magic, buffers, launches, repeats; per buffer: float32/int32 words that follow;
 per launch: kernel number, grid 0, grid 1, number of arguments, then pairs (is buffer, buffer number or raw word).
-Output: nanoseconds of all launches in the quickest repeat (int64), then every buffer, as they are after the last repeat.
+Output: nanoseconds of all launches in the quickest repeat (int64), then every buffer after the last repeat.
 Every repeat starts from the buffers' first contents, so that repeats do equal work.
 """
 

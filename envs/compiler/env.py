@@ -23,8 +23,6 @@ class CompilerEnv(Env):
         """Take the turn's text as the submission."""
         if self._task is None:
             raise RuntimeError("call reset before step")
-        if action.message is None:
-            return StepResult(done=True, stop_reason=StopReason.PARSE_ERROR)
         content = action.message.content
         return StepResult(
             done=True, stop_reason=StopReason.COMPLETED, answer=content if isinstance(content, str) else ""

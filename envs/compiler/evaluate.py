@@ -15,8 +15,8 @@ import numpy as np
 from k3rl.envs.compiler.reference.parser import parse
 
 VECTOR_LANES = 8  # float32 lanes of the widest instruction that the grader's compiler flags allow
-_UNARY = {"exp": np.exp, "log": np.log, "sqrt": np.sqrt, "tanh": np.tanh, "abs": np.abs}
-_REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}
+_UNARY: dict[str, Any] = {"exp": np.exp, "log": np.log, "sqrt": np.sqrt, "tanh": np.tanh, "abs": np.abs}
+_REDUCE: dict[str, Any] = {"sum": np.sum, "max": np.max, "min": np.min}
 _COMPARE = {
     "<": np.less,
     "<=": np.less_equal,

@@ -1,8 +1,8 @@
 """The last milestone: a one-layer GPT trained by kernels written in MiniTriton, every product and gradient included.
 
 x = E[token] + P;  y = x + softmax(causal(q k' / sqrt(D))) v Wo with q, k, v = norm(x) Wq, Wk, Wv;
-z = y + act(norm(y) W1) W2 with act(a) = a sigmoid(slope a);  logits = norm(z) Wh;  loss = mean cross entropy;  plain gradient descent.
-norm is RMS norm without a gain. One sequence a step. Slope and epsilon are literals that differ from task to task.
+z = y + act(norm(y) W1) W2;  logits = norm(z) Wh;  loss = mean cross entropy;  plain gradient descent.
+norm is RMS norm without a gain. One sequence a step. Slope and epsilon are literals that differ by task.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from k3rl.envs.compiler.reference.ir import (
-    ARITHMETIC,
     BINARY,
     COMPARE,
     FLOAT_UNARY,
@@ -80,6 +79,9 @@ class IRMachine:
         visible.add(value)
 
     def _check(self, ops: Any, visible: set[str]) -> None:
+        ins: Any
+        outs: Any
+        kinds: Any
         _want(isinstance(ops, list), "operations are a list")
         for op in ops:
             self._left -= 1
@@ -98,7 +100,8 @@ class IRMachine:
                 self._define(value, kind, visible)
 
     def _check_control(self, op: Mapping[str, Any], visible: set[str]) -> None:
-        blocks, ins = op.get("blocks"), op["in"]
+        blocks: Any = op.get("blocks")
+        ins = op["in"]
         is_for = op["op"] == "for"
         _want(isinstance(blocks, list) and len(blocks) == (1 if is_for else 2), f"{op['op']}: wrong number of blocks")
         wanted = ["i32"] * 3 + op["type"] if is_for else ["bool"]
@@ -142,7 +145,7 @@ class IRMachine:
         elif name in VIEWS and len(kinds) == 1:
             good = elements[0] == out[0] and self._good_view(op, shapes[0], out[1])
         elif name in REDUCTIONS and len(kinds) == 1:
-            axis = op.get("axis")
+            axis: Any = op.get("axis")
             good = type(axis) is int and 0 <= axis < len(shapes[0]) and elements[0] == out[0] != "bool"
             good = good and out[1] == shapes[0][:axis] + shapes[0][axis + 1 :]
         elif name == "dot" and len(kinds) == 2 and len(shapes[0]) == len(shapes[1]) == 2:
@@ -175,10 +178,11 @@ class IRMachine:
     def _good_source(self, op: Mapping[str, Any], out: tuple[str, tuple[int, ...]]) -> bool:
         if op["op"] == "const":
             kinds = {"f32": (float, int), "i32": (int,), "bool": (bool,)}.get(out[0], ())
-            value = op.get("value")
+            value: Any = op.get("value")
             return not out[1] and type(value) in kinds and (out[0] == "bool" or abs(value) < 2**127)
         if op["op"] == "arange":
-            lo, hi = op.get("lo"), op.get("hi")
+            lo: Any = op.get("lo")
+            hi: Any = op.get("hi")
             return type(lo) is int and type(hi) is int and out == ("i32", (hi - lo,)) and abs(lo) < 2**31
         return out == ("i32", ()) and type(op.get("axis")) is int and op["axis"] in (0, 1)
 
@@ -274,6 +278,3 @@ class IRMachine:
             quotient = np.sign(ins[0]) * np.sign(ins[1]) * (np.abs(ins[0]) // np.abs(ins[1]))
             return quotient if name == "div" else ins[0] - quotient * ins[1]
         return ins[0] / ins[1] if name == "div" else _FUNCTIONS[name](*ins)
-
-
-assert set(ARITHMETIC.values()) <= set(BINARY)

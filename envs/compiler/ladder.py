@@ -54,8 +54,8 @@ MILESTONES = (
         3,
         "types",
         "types",
-        'Request {"source", "kernel", "consts"}. Answer {"lets": [[name, type], ...]} for every let of that kernel in '
-        'source order, or {"error": {"code", "line"}}.',
+        'Request {"source", "kernel", "consts"}. Answer {"lets": [[name, type], ...]} for every let of that kernel '
+        'in source order, or {"error": {"code", "line"}}.',
         _PLAIN,
         ("nested", "attention"),
         mistakes=0.5,
@@ -72,8 +72,8 @@ MILESTONES = (
         5,
         "optimize",
         "optimize",
-        'Request {"source", "kernel", "consts"}. Answer {"ir": kernel} that does the same at the least cost. Each right '
-        "program counts min(1, cost of the reference optimizer / your cost).",
+        'Request {"source", "kernel", "consts"}. Answer {"ir": kernel} that does the same at the least cost. Each '
+        "right program counts min(1, cost of the reference optimizer / your cost).",
         ("redundant", "loops", "tiles", "elementwise"),
         ("nested", "attnres"),
         judged=WORK,
@@ -82,8 +82,8 @@ MILESTONES = (
         6,
         "interpret",
         "interpret",
-        'Request {"source", "kernel", "consts", "grid", "args": {parameter: number or list}}. Run all program instances '
-        'and answer {"buffers": {pointer parameter: list}}, every buffer as it is afterwards.',
+        'Request {"source", "kernel", "consts", "grid", "args": {parameter: number or list}}. Run all program '
+        'instances and answer {"buffers": {pointer parameter: list}}, every buffer as it is afterwards.',
         _PLAIN,
         ("nested", "matmul"),
     ),
@@ -124,7 +124,7 @@ MILESTONES = (
         11,
         "fused",
         "emit",
-        "As `emit`, for attention in one pass and Attention Residuals (and, held out, a gated delta rule), judged by speed.",
+        "As `emit`, for kernels of several fused steps, such as attention in one pass, judged by speed.",
         ("attention", "attnres"),
         ("delta",),
         hidden=2,
@@ -134,8 +134,8 @@ MILESTONES = (
         12,
         "train",
         "emit",
-        "As `emit`, for all kernels of a one-layer GPT: forward, backward and update. The grader trains the model with them "
-        "for a few steps and compares every weight, gradient and loss; judged by speed.",
+        "As `emit`, for all kernels of a one-layer GPT: forward, backward and update. The grader trains the model "
+        "with them for a few steps and compares every weight, gradient and loss; judged by speed.",
         ("gpt",),
         hidden=1,
         judged=SPEED,

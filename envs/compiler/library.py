@@ -72,7 +72,8 @@ def _product(rng: random.Random, family: str, *, transposed: bool) -> Case:
     else:
         load_b = "load(b, expand(d, 1) * n + expand(c, 0), expand(d, 1) < k && expand(c, 0) < n, 0.0)"
     lines = [
-        "kernel product(a: *f32, b: *f32, bias: *f32, out: *f32, m: i32, n: i32, k: i32, M: const, N: const, K: const) {",
+        "kernel product(a: *f32, b: *f32, bias: *f32, out: *f32, m: i32, n: i32, k: i32,",
+        "               M: const, N: const, K: const) {",
         "    let r = program_id(0) * M + arange(0, M);",
         "    let c = program_id(1) * N + arange(0, N);",
         "    let acc = zeros(M, N);",

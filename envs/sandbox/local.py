@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -165,15 +166,7 @@ async def capture(
     kernel's parent-death signal follows the thread.
     """
     started = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        pass_fds=pass_fds,
-        start_new_session=True,
-        **(popen or {}),
-    )
+    process = await _started(command, pass_fds, popen or {})
     flooded = asyncio.Event()
     streams = [asyncio.create_task(_keep(stream, output_bytes, flooded)) for stream in (process.stdout, process.stderr)]
     feed = asyncio.create_task(_feed(process, stdin))
@@ -185,7 +178,8 @@ async def capture(
         timed_out = not done
     finally:
         if not ended.done():
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended this very moment
+                os.killpg(process.pid, signal.SIGKILL)
         await ended
         flood.cancel()
         feed.cancel()
@@ -200,6 +194,35 @@ async def capture(
         timed_out=timed_out,
         wall_s=time.monotonic() - started,
     )
+
+
+async def _started(
+    command: Sequence[str], pass_fds: Sequence[int], popen: Mapping[str, Any]
+) -> asyncio.subprocess.Process:
+    """The process of a command, with pipes. Whoever is cancelled meanwhile ends the whole group of processes.
+
+    asyncio by itself would end the first process only; a bubblewrap whose parent is killed while it sets itself up
+    waits for it for ever, and holds the pipes.
+    """
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            **popen,
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        process = await starting
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        raise
 
 
 async def _keep(stream: asyncio.StreamReader | None, limit: int, flooded: asyncio.Event) -> tuple[bytes, bool]:

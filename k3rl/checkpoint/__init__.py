@@ -7,18 +7,22 @@ Not here: how values are quantized (`k3rl.numerics`) and who decides when to sav
 
 from k3rl.checkpoint.hf import (
     CheckpointError,
+    add_to_card,
     assign_official_tensors,
     load_checkpoint,
     official_tensors,
+    read_card,
     save_checkpoint,
     stored_dtype,
 )
 
 __all__ = [
     "CheckpointError",
+    "add_to_card",
     "assign_official_tensors",
     "load_checkpoint",
     "official_tensors",
+    "read_card",
     "save_checkpoint",
     "stored_dtype",
 ]

@@ -8,6 +8,7 @@ the one way in.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -22,17 +23,20 @@ from torch import Tensor, nn
 
 from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside
 from k3rl.config import K3Error
-from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig
+from k3rl.data.images import ImageConfig
+from k3rl.model import ABLATION_CHOICES, K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig
 from k3rl.numerics import mx, stored_dtype
 from k3rl.tokens import TOKENIZER_FILES
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-GENERATION, CARD = "generation_config.json", "README.md"
+GENERATION, CARD, PREPROCESSOR = "generation_config.json", "README.md", "preprocessor_config.json"
 NAN_SCALE = 255
+STACK_ELEMENTS = 2**22  # of experts packed or unpacked in one call
 _ELEMENT_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
-_OURS = {CONFIG, INDEX, SINGLE, GENERATION, CARD, *TOKENIZER_FILES}
+_OURS = {CONFIG, INDEX, SINGLE, GENERATION, CARD, PREPROCESSOR, *TOKENIZER_FILES}
 _SHARD = re.compile(r"model-\d{5}-of-\d{6}\.safetensors")
+_ROW = re.compile(r"\| ((?! ).*?) \| (.*) \|")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -67,23 +71,55 @@ def _packed_with_source(value: Tensor, source: tuple[Tensor, Tensor] | None, sca
     return merged.view(packed.shape), torch.where(same, scale, fresh_scale)
 
 
-def official_tensors(model: K3ForCausalLM) -> Iterator[tuple[str, Tensor]]:
+def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) exactly as stored: packed uint8, scale uint8, bf16, float32; A_log padded to head_dim.
 
-    Every tensor owns its memory, on the model's device.
+    Every tensor owns its memory, on the model's device. shipped: as an exported checkpoint stores them, which differs
+    from what the model computes with only where weights are quantized after training (`QuantizationConfig.shipped`).
     """
     quantization = model.config.quantization
-    for name, parameter in model.official_parameters():
-        value, stored = parameter.detach(), stored_dtype(name, quantization.weights)
-        if stored == "mxfp4":
-            packed, scale = _packed_with_source(value, model.stored_blocks.get(name), quantization.scale_rule)
-            yield f"{name}_packed", packed
-            yield f"{name}_scale", scale
+    weights = (quantization.shipped() if shipped else quantization).weights
+    for bank, members in itertools.groupby(model.official_parameters(), key=lambda item: _bank(item[0])):
+        if bank is not None and weights == "mxfp4":
+            yield from _packed_bank(model, list(members))
             continue
-        kind = torch.float32 if stored == "fp32" else torch.bfloat16
-        if name.endswith(".A_log"):
-            value = nn.functional.pad(value, (0, _padding(model.config)))
-        yield name, value.to(kind, copy=True)
+        for name, parameter in members:
+            value = parameter.detach()
+            kind = torch.float32 if stored_dtype(name, weights) == "fp32" else torch.bfloat16
+            if name.endswith(".A_log"):
+                value = nn.functional.pad(value, (0, _padding(model.config)))
+            yield name, value.to(kind, copy=True)
+
+
+def _bank(name: str) -> str | None:
+    """The layer's prefix of a routed expert's name; None for other parameters."""
+    return name.partition(".experts.")[0] if stored_dtype(name, "mxfp4") == "mxfp4" else None
+
+
+def _packed_bank(model: K3ForCausalLM, members: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors of one layer's routed experts, packed a stack of equal matrices at a time."""
+    stored: dict[str, tuple[Tensor, Tensor]] = {}
+    blocks = model.stored_blocks
+    for names in _stacks([(name, (tuple(value.shape), name in blocks)) for name, value in members]):
+        values = torch.stack([value.detach() for name, value in members if name in names])
+        source = None
+        if names[0] in blocks:
+            source = torch.stack([blocks[n][0] for n in names]), torch.stack([blocks[n][1] for n in names])
+        packed, scale = _packed_with_source(values, source, model.config.quantization.scale_rule)
+        stored |= {name: (packed[i].clone(), scale[i].clone()) for i, name in enumerate(names)}
+    for name, _ in members:
+        yield f"{name}_packed", stored[name][0]
+        yield f"{name}_scale", stored[name][1]
+
+
+def _stacks(items: list[tuple[str, Any]]) -> Iterator[list[str]]:
+    """Names of equal kind together, in order, in stacks small enough to copy: one call serves many small matrices."""
+    kinds: dict[Any, list[str]] = {}
+    for name, kind in items:
+        kinds.setdefault(kind, []).append(name)
+    for (shape, _), names in kinds.items():
+        size = max(1, STACK_ELEMENTS // math.prod(shape))
+        yield from (names[start : start + size] for start in range(0, len(names), size))
 
 
 def _padding(config: K3Config) -> int:
@@ -143,12 +179,22 @@ def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Va
     extra = sorted(mapping.keys() - known)
     if extra:
         raise CheckpointError(f"{len(extra)} tensors belong to no parameter of this model, {extra[0]} among them")
+    packed_names = []
     for name, parameter in parameters.items():
         if name in known:
             yield _Value(name, parameter, _plain_value(name, parameter, mapping[name]), None)
         else:
-            packed, scale = mapping[f"{name}_packed"], mapping[f"{name}_scale"]
-            yield _Value(name, parameter, _packed_value(name, parameter, packed, scale), (packed, scale))
+            _check_packed(name, parameter, mapping[f"{name}_packed"], mapping[f"{name}_scale"])
+            packed_names.append((name, (tuple(parameter.shape), parameter.dtype)))
+    for names in _stacks(packed_names):
+        sources = [(mapping[f"{name}_packed"], mapping[f"{name}_scale"]) for name in names]
+        values = mx.dequantize_mxfp4(
+            torch.stack([packed for packed, _ in sources]),
+            torch.stack([scale for _, scale in sources]),
+            parameters[names[0]].dtype,
+        )
+        for name, value, source in zip(names, values, sources, strict=True):
+            yield _Value(name, parameters[name], value, source)
 
 
 def _plain_value(name: str, parameter: nn.Parameter, stored: Tensor) -> Tensor:
@@ -175,7 +221,7 @@ def _unpadded(name: str, stored: Tensor, heads: int) -> Tensor:
     return stored[:heads]
 
 
-def _packed_value(name: str, parameter: nn.Parameter, packed: Tensor, scale: Tensor) -> Tensor:
+def _check_packed(name: str, parameter: nn.Parameter, packed: Tensor, scale: Tensor) -> None:
     rows, columns = parameter.shape[0], parameter.shape[-1]
     for key, tensor, wanted in (
         (f"{name}_packed", packed, (rows, columns // 2)),
@@ -187,18 +233,21 @@ def _packed_value(name: str, parameter: nn.Parameter, packed: Tensor, scale: Ten
             raise CheckpointError(f"{key} has shape {tuple(tensor.shape)}; this model needs {wanted}")
     if bool((scale == NAN_SCALE).any()):
         raise CheckpointError(f"{name}_scale holds the byte 255, which is NaN; the file is damaged")
-    return mx.dequantize_mxfp4(packed, scale, parameter.dtype)
 
 
 # -------------------------------------------------------------------------------------------------- reading
 
 
 class StoredFiles(Mapping[str, Tensor]):
-    """The tensors of a checkpoint directory, read one at a time."""
+    """The tensors of a checkpoint directory, read one at a time.
+
+    has_weights: False for an index without any of its files, whose names can be listed but not read. total_size: what
+    the index says of all bytes, None without an index.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._where = _weight_map(directory)
+        self._where, self.total_size, self.has_weights = _weight_map(directory)
         self._open: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -235,25 +284,32 @@ def _open_shard(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index or from the single file."""
+def _weight_map(directory: Path) -> tuple[dict[str, str], int | None, bool]:
+    """Tensor name -> file name, from the index or from the single file; the index's total size; whether files exist."""
     index = directory / INDEX
     if not index.is_file():
         if not (directory / SINGLE).is_file():
             raise CheckpointError(f"{directory} holds neither {INDEX} nor {SINGLE}; it is no checkpoint")
-        return dict.fromkeys(_open_shard(directory / SINGLE).keys(), SINGLE)
+        return dict.fromkeys(_open_shard(directory / SINGLE).keys(), SINGLE), None, True
     try:
-        given: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        given: dict[str, str] = content["weight_map"]
+        total: int | None = content.get("metadata", {}).get("total_size")
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} has no readable weight_map ({error})") from error
-    for file in sorted(set(given.values())):
+    names_in: dict[str, set[str]] = {}
+    for name, file in given.items():
+        names_in.setdefault(file, set()).add(name)
+    for file in sorted(names_in):
         if Path(file).name != file:
             raise CheckpointError(f"{index} names {file!r}, which is not a file name in this directory")
+    if not any((directory / file).exists() for file in names_in):
+        return given, total, False
+    for file, indexed in sorted(names_in.items()):
         inside = set(_open_shard(directory / file).keys())
-        indexed = {name for name, where in given.items() if where == file}
         if inside != indexed:
             raise CheckpointError(f"{directory / file} and {INDEX} disagree about {min(inside ^ indexed)}")
-    return given
+    return given, total, True
 
 
 def load_checkpoint(
@@ -273,14 +329,14 @@ def load_checkpoint(
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
     config = K3Config.from_json(path / CONFIG)
     files = StoredFiles(path)
-    model = K3ForCausalLM(_as_stored(config, files.keys()), dtype=dtype, device=device)
+    model = K3ForCausalLM(as_stored(config, files.keys()), dtype=dtype, device=device)
     for item in _decode(model, files):
         _commit(model, [item])
     return model
 
 
-def _as_stored(config: K3Config, names: Any) -> K3Config:
-    """The configuration with `quantization.weights` as the stored expert names say."""
+def as_stored(config: K3Config, names: Any) -> K3Config:
+    """The configuration with `quantization.weights` as the stored expert names say. Raises CheckpointError."""
     expert = re.compile(r"\.experts\.\d+\.w[123]\.weight(_packed)?$")
     packed = {match.group(1) is not None for match in map(expert.search, names) if match}
     if len(packed) == 2:
@@ -304,6 +360,9 @@ def save_checkpoint(
 ) -> None:
     """Writes the official layout: shards, index, configurations, tokenizer files and a model card.
 
+    With a vision tower also the numbers of the image preprocessor (`k3rl.data.images`).
+
+    Experts that are to be quantized post hoc (`QuantizationConfig`) are quantized here.
     All of it is written beside `directory`, read back and compared, and put in place at once: a kill at any moment
     leaves the previous checkpoint or the new one. An older checkpoint is replaced.
     card: facts for the model card; `title` and `summary` are its head, everything else becomes a table.
@@ -316,7 +375,7 @@ def save_checkpoint(
     _refuse_foreign_files(path)
     scratch = scratch_beside(path)
     total, weight_map = _write_shards(model, scratch)
-    config = model.config
+    config = model.config.replace(quantization=model.config.quantization.shipped())
     _write_json(scratch / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(scratch / CONFIG, config.to_dict())
     _write_json(
@@ -330,6 +389,10 @@ def save_checkpoint(
             "top_p": 1.0,
         },
     )
+    if config.vision_config is not None:
+        vision = config.vision_config
+        images = ImageConfig(patch_size=vision.patch_size, merge=vision.merge_kernel_size[0])
+        _write_json(scratch / PREPROCESSOR, images.to_dict())
     if tokenizer is not None:
         tokenizer.save(scratch)
     parameters = sum(p.numel() for _, p in model.official_parameters())
@@ -381,7 +444,7 @@ def _write_shards(model: K3ForCausalLM, scratch: Path) -> tuple[int, dict[str, s
         _verify(scratch / file, tensors)
         weight_map.update(dict.fromkeys(tensors, file))
 
-    for name, tensor in official_tensors(model):
+    for name, tensor in official_tensors(model, shipped=True):
         number = _shard_number(name, layers)
         if current <= layers and number > current and current in pending:
             write(current)  # layers come in order, so an earlier one is complete
@@ -411,8 +474,9 @@ def _card_text(name: str, config: K3Config, parameters: int, size: int, card: Ma
         "layers": f"{config.num_hidden_layers} ({len(config.kda_layers)} KDA, {len(config.mla_layers)} MLA)",
         "experts": f"{config.num_experts}, {config.num_experts_per_token} per token, stored as {experts}",
         "expert activations": "MXFP8" if quantization.activations == "mxfp8" else "unquantized",
-        **{key: value for key, value in card.items() if key not in ("title", "summary")},
+        **{f"instead of K3's {ABLATION_CHOICES[key][0]}": value for key, value in config.ablation.to_dict().items()},
     }
+    rows |= {key: value for key, value in card.items() if key not in ("title", "summary", *rows)}
     lines = [
         "---",
         "library_name: k3rl",
@@ -437,6 +501,41 @@ def _card_text(name: str, config: K3Config, parameters: int, size: int, card: Ma
     return "\n".join(lines)
 
 
+def read_card(directory: str | Path) -> dict[str, str]:
+    """The facts in the table of a checkpoint's model card; empty where there is no card."""
+    path = Path(directory) / CARD
+    if not path.is_file():
+        return {}
+    rows = (_ROW.fullmatch(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return {row[1]: row[2].replace("\\|", "|") for row in rows if row is not None}
+
+
+def add_to_card(directory: str | Path, facts: Mapping[str, Any]) -> None:
+    """Adds facts, such as an evaluation made after saving, to a checkpoint's model card, or replaces older ones.
+
+    The card is replaced as a whole. Raises CheckpointError when there is none.
+    """
+    path = Path(directory) / CARD
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; save_checkpoint writes it")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    at = {row[1]: number for number, line in enumerate(lines) if (row := _ROW.fullmatch(line))}
+    end = max(at.values(), default=lines.index("|---|---|")) + 1
+    fresh: list[str] = []
+    for key, value in facts.items():
+        text = f"| {key} | {_cell(value)} |"
+        if key in at:
+            lines[at[key]] = text
+        else:
+            fresh.append(text)
+    lines[end:end] = fresh
+    part = path.with_name(f".{CARD}.writing")
+    part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    flush(part)
+    part.replace(path)
+    flush(path.parent)
+
+
 def _cell(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.replace("|", "\\|").replace("\n", " ")
@@ -445,9 +544,11 @@ def _cell(value: Any) -> str:
 __all__ = [
     "CheckpointError",
     "ModelConfigError",
+    "add_to_card",
     "assign_official_tensors",
     "load_checkpoint",
     "official_tensors",
+    "read_card",
     "save_checkpoint",
     "stored_dtype",
 ]

@@ -1,7 +1,7 @@
 """What a model consists of, from its configuration alone: parameters, bytes as stored, parts (`k3rl inspect`).
 
 `tensor_table` lists every parameter of a configuration without building the model, so the 2.78 T-parameter one takes
-a second. For a checkpoint directory the listing is also checked against what the files hold.
+a second. For a checkpoint directory the listing is also checked against what the files, or the index alone, hold.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3rl.checkpoint.hf import CONFIG, CheckpointError, StoredFiles
+from k3rl.checkpoint.hf import CONFIG, CheckpointError, StoredFiles, as_stored
 from k3rl.model import K3Config, VisionConfig
+from k3rl.model.config import MX_BLOCK
 from k3rl.numerics import stored_dtype
 
 NAMED = ("k3-nano", "k3-mini", "k3-small", "k3")
@@ -56,13 +57,13 @@ class TensorEntry:
 def tensor_table(config: K3Config) -> Iterator[TensorEntry]:
     """Every parameter of a model (k3.md 1.3); the experts of a layer are one entry per matrix."""
     h, v = config.hidden_size, config.vocab_size
-    top = "language_model.model"
+    top, mixes = "language_model.model", config.ablation.residual == "attn_res"
     yield _entry(config, f"{top}.embed_tokens.weight", "embedding", (v, h))
     for layer in range(config.num_hidden_layers):
         prefix = f"{top}.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield _entry(config, f"{prefix}.{norm}.weight", "norms", (h,))
-        for site in ("self_attention", "mlp"):
+        for site in ("self_attention", "mlp") if mixes else ():
             yield _entry(config, f"{prefix}.{site}_res_norm.weight", "attention_residuals", (h,))
             yield _entry(config, f"{prefix}.{site}_res_proj.weight", "attention_residuals", (1, h))
         yield from (_kda if layer in config.kda_layers else _mla)(config, f"{prefix}.self_attn")
@@ -71,15 +72,16 @@ def tensor_table(config: K3Config) -> Iterator[TensorEntry]:
         else:
             yield from _mlp(config, f"{prefix}.mlp", "dense_mlp", config.intermediate_size)
     yield _entry(config, f"{top}.norm.weight", "norms", (h,))
-    yield _entry(config, f"{top}.output_attn_res_norm.weight", "attention_residuals", (h,))
-    yield _entry(config, f"{top}.output_attn_res_proj.weight", "attention_residuals", (1, h))
+    if mixes:
+        yield _entry(config, f"{top}.output_attn_res_norm.weight", "attention_residuals", (h,))
+        yield _entry(config, f"{top}.output_attn_res_proj.weight", "attention_residuals", (1, h))
     yield _entry(config, "language_model.lm_head.weight", "lm_head", (v, h))
     if config.vision_config is not None:
         yield from _vision(config, config.vision_config)
 
 
 def _entry(config: K3Config, name: str, part: str, shape: tuple[int, ...], **more: Any) -> TensorEntry:
-    return TensorEntry(name, part, shape, stored_dtype(name, config.quantization.weights), **more)
+    return TensorEntry(name, part, shape, stored_dtype(name, config.quantization.shipped().weights), **more)
 
 
 def _kda(config: K3Config, prefix: str) -> Iterator[TensorEntry]:
@@ -130,15 +132,17 @@ def _mlp(config: K3Config, prefix: str, part: str, width: int) -> Iterator[Tenso
 def _moe(config: K3Config, prefix: str) -> Iterator[TensorEntry]:
     h, z, width, experts = (
         config.hidden_size,
-        config.routed_expert_hidden_size,
+        config.expert_hidden_size,
         config.moe_intermediate_size,
         config.num_experts,
     )
     yield _entry(config, f"{prefix}.gate.weight", "router", (experts, h))
     yield _entry(config, f"{prefix}.gate.e_score_correction_bias", "router", (experts,))
-    yield _entry(config, f"{prefix}.routed_expert_down_proj.weight", "latent_projections", (z, h))
-    yield _entry(config, f"{prefix}.routed_expert_up_proj.weight", "latent_projections", (h, z))
-    yield _entry(config, f"{prefix}.routed_expert_norm.weight", "norms", (z,))
+    if config.ablation.experts != "full_width":
+        yield _entry(config, f"{prefix}.routed_expert_down_proj.weight", "latent_projections", (z, h))
+        yield _entry(config, f"{prefix}.routed_expert_up_proj.weight", "latent_projections", (h, z))
+    if config.ablation.experts == "latent_norm":
+        yield _entry(config, f"{prefix}.routed_expert_norm.weight", "norms", (z,))
     yield from _mlp(config, f"{prefix}.shared_experts", "shared_experts", config.num_shared_experts * width)
     for name, shape in (("w1", (width, z)), ("w3", (width, z)), ("w2", (z, width))):
         yield _entry(config, f"{prefix}.experts.0.{name}.weight", "routed_experts", shape, copies=experts)
@@ -187,56 +191,78 @@ def _active(config: K3Config, table: list[TensorEntry]) -> int:
 def inspect(directory_or_name: str | Path) -> dict[str, Any]:
     """A checkpoint directory, or one of the named sizes, as one JSON-ready object.
 
+    A directory may hold all of a checkpoint, or only `config.json` and the index, without weights.
     parameters (A_log by its real heads, router biases, vision and projector included); active_parameters, those that
     one text token uses, without the input embedding; bytes and tensors as stored; parts {name: {parameters, bytes,
-    tensors}}; model, the named size with the fewest differing keys; differences {key: [here, there]} to it; config.
+    tensors, dtypes {format: parameters}}}; quantized, the parts that are stored as MXFP4; model, the named size with
+    the fewest differing keys; differences {key: [here, there]} to it; config.
 
     Raises ModelConfigError for an unknown name, CheckpointError when a directory's files disagree with its config.
     """
     path = Path(directory_or_name)
-    stored: int | None = None
     if str(directory_or_name) in NAMED and not path.is_dir():
         config = K3Config.named(str(directory_or_name))
     elif path.is_dir():
-        config = K3Config.from_json(path / CONFIG)
-        stored = _check_files(path, config)
+        config = _checked_directory(path)
     else:
         raise CheckpointError(f"{directory_or_name} is neither a checkpoint directory nor one of {', '.join(NAMED)}")
     table = list(tensor_table(config))
-    parts: dict[str, dict[str, int]] = {}
+    parts: dict[str, dict[str, Any]] = {}
     for entry in table:
-        part = parts.setdefault(entry.part, {"parameters": 0, "bytes": 0, "tensors": 0})
+        part = parts.setdefault(entry.part, {"parameters": 0, "bytes": 0, "tensors": 0, "dtypes": {}})
         part["parameters"] += entry.parameters
         part["bytes"] += entry.bytes
         part["tensors"] += entry.tensors
+        part["dtypes"][entry.stored] = part["dtypes"].get(entry.stored, 0) + entry.parameters
     nearest, differences = _nearest(config)
     return {
         "name": str(directory_or_name),
         "parameters": sum(entry.parameters for entry in table),
         "active_parameters": _active(config, table),
-        "bytes": sum(entry.bytes for entry in table) if stored is None else stored,
+        "bytes": sum(entry.bytes for entry in table),
         "tensors": sum(entry.tensors for entry in table),
         "parts": parts,
+        "quantized": [name for name, part in parts.items() if "mxfp4" in part["dtypes"]],
         "model": nearest,
         "differences": differences,
         "config": config.to_dict(),
     }
 
 
-def _check_files(path: Path, config: K3Config) -> int:
-    """Bytes of the stored tensors. Raises CheckpointError when names or shapes are not those of the configuration."""
+def _checked_directory(path: Path) -> K3Config:
+    """The configuration of a directory, experts as they are stored, after its names and sizes were compared with it.
+
+    Raises CheckpointError when a name is missing or unknown, or a tensor or the index's total has another size.
+    """
     files = StoredFiles(path)
-    names = set(files)
-    expected: set[str] = set()
-    for entry in tensor_table(config):
-        for name in _copies(entry):
-            packed = f"{name}_packed" in names
-            expected |= {f"{name}_packed", f"{name}_scale"} if packed else {name}
-    if names != expected:
-        odd = min(names ^ expected)
-        side = "is not stored" if odd in expected else "belongs to no parameter"
+    config = as_stored(K3Config.from_json(path / CONFIG), files)
+    sizes = {name: size for entry in tensor_table(config) for name, size in _stored_names(entry)}
+    if sizes.keys() != set(files):
+        odd = min(sizes.keys() ^ set(files))
+        side = "is not stored" if odd in sizes else "belongs to no parameter"
         raise CheckpointError(f"{path} and its {CONFIG} disagree: {odd} {side}")
-    return sum(files.stored_bytes(name) for name in names)
+    if not files.has_weights:
+        total = sum(sizes.values())
+        if files.total_size not in (None, total):
+            raise CheckpointError(
+                f"{path}: the index says {files.total_size} bytes; a model of its {CONFIG} has {total}"
+            )
+        return config
+    for name, size in sizes.items():
+        if (found := files.stored_bytes(name)) != size:
+            raise CheckpointError(f"{path} and its {CONFIG} disagree: {name} has {found} bytes, wanted {size}")
+    return config
+
+
+def _stored_names(entry: TensorEntry) -> Iterator[tuple[str, int]]:
+    """(name in the files, bytes) of every tensor of an entry."""
+    for name in _copies(entry):
+        if entry.stored == "mxfp4":
+            elements = math.prod(entry.shape)
+            yield f"{name}_packed", elements // 2
+            yield f"{name}_scale", elements // MX_BLOCK
+        else:
+            yield name, entry.bytes // entry.copies
 
 
 def _copies(entry: TensorEntry) -> Iterator[str]:

@@ -52,7 +52,9 @@ def load_train_state(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str
     """(tensors, extra) of one saved state. Raises TrainStateError."""
     missing = [name for name in (_TENSORS, _EXTRA) if not (directory / name).is_file()]
     if missing:
-        raise TrainStateError(f"{directory} is no training state: {', '.join(missing)} missing; resume from another step")
+        raise TrainStateError(
+            f"{directory} is no training state: {', '.join(missing)} missing; resume from another step"
+        )
     extra = json.loads((directory / _EXTRA).read_text())
     if extra.pop("schema_version", None) != _SCHEMA:
         raise TrainStateError(f"{directory} has another schema than {_SCHEMA}; resume it with the k3rl that wrote it")

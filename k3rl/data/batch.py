@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from k3rl.data.images import ImagePatches, rows_per_token
 from k3rl.data.packing import best_fit
 from k3rl.types import Branch, Episode, Failed
 
@@ -27,7 +28,8 @@ class TrainSequence:
     """One sequence before packing, T tokens.
 
     ids int64 [T]; loss_mask bool [T]; sampler_logprobs float32 [T]; advantages float32 [T]; the last two are 0
-    where not masked. routes int16 [T, M, k] or None; teacher_logprobs float32 [T] or None.
+    where not masked. routes int16 [T, M, k] or None; teacher_logprobs float32 [T] or None; fresh bool [T] or None;
+    images, one for each placeholder among the ids, in order.
     """
 
     id: str
@@ -37,6 +39,8 @@ class TrainSequence:
     advantages: np.ndarray
     routes: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
+    fresh: np.ndarray | None = None
+    images: tuple[ImagePatches, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,12 @@ class TrainBatch:
     loss is the plain sum of weight times per-token loss whatever the split. routes int16 [N, M, k] or None;
     the row of a sequence's last token was never computed by the sampler and holds experts 0..k-1, which no
     target depends on. teacher_logprobs float32 [N] or None. sequence_ids name the S sequences.
+
+    fresh bool [N] or None: True for tokens that the newest weights of the global batch have read or sampled first.
+    False for what an earlier version did, as in a rollout that was carried over or replayed, and for turns during
+    which the weights changed. None where nothing was sampled (supervised data): then every token counts as fresh.
+    images: for each sequence the images of its placeholder ids, in order; None without images. One placeholder
+    becomes all rows of its image in the model, so `row_lengths`, not `lengths`, say how large a sequence is there.
     """
 
     input_ids: np.ndarray
@@ -60,11 +70,37 @@ class TrainBatch:
     sequence_ids: tuple[str, ...]
     routes: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
+    fresh: np.ndarray | None = None
+    images: tuple[tuple[ImagePatches, ...], ...] | None = None
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence, int64 [S]."""
         return np.diff(self.cu_seqlens.astype(np.int64))
+
+    @property
+    def row_lengths(self) -> np.ndarray:
+        """Rows of each sequence in the model, images expanded, int64 [S]."""
+        if self.images is None:
+            return self.lengths
+        return self.lengths + [sum(image.rows - 1 for image in images) for images in self.images]
+
+    def rows_per_token(self, placeholder: int) -> np.ndarray:
+        """int64 [N]: rows of the model that each token becomes; `placeholder` is the id that stands for an image.
+
+        Raises BatchError when a sequence has more or fewer of them than images.
+        """
+        if self.images is None:
+            return np.ones(self.tokens, np.int64)
+        counts = []
+        for name, images, ids in zip(
+            self.sequence_ids, self.images, np.split(self.input_ids, self.cu_seqlens[1:-1]), strict=True
+        ):
+            try:
+                counts.append(rows_per_token(ids, images, placeholder))
+            except ValueError as error:
+                raise BatchError(f"sequence {name}: {error}") from error
+        return np.concatenate(counts)
 
     @property
     def tokens(self) -> int:
@@ -96,6 +132,8 @@ class TrainBatch:
             sequence_ids=tuple(sequence.id for sequence in sequences),
             routes=_optional(sequences, "routes", lambda sequence: sequence.routes),
             teacher_logprobs=_optional(sequences, "teacher_logprobs", lambda sequence: sequence.teacher_logprobs),
+            fresh=_optional(sequences, "fresh", lambda sequence: sequence.fresh),
+            images=tuple(s.images for s in sequences) if any(s.images for s in sequences) else None,
         )
         batch.validate()
         return batch
@@ -114,14 +152,16 @@ class TrainBatch:
             sequence_ids=tuple(self.sequence_ids[i] for i in chosen),
             routes=None if self.routes is None else self.routes[rows],
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[rows],
+            fresh=None if self.fresh is None else self.fresh[rows],
+            images=None if self.images is None else tuple(self.images[i] for i in chosen),
         )
 
     def split(self, token_budget: int) -> list[TrainBatch]:
-        """Micro-batches of at most `token_budget` tokens (best fit, deterministic), weights unchanged.
+        """Micro-batches of at most `token_budget` rows (tokens, images expanded; best fit), weights unchanged.
 
-        Raises SequenceTooLong when one sequence alone is longer than the budget.
+        Deterministic. Raises SequenceTooLong when one sequence alone is longer than the budget.
         """
-        return [self.select(chosen) for chosen in best_fit(self.lengths.tolist(), token_budget)]
+        return [self.select(chosen) for chosen in best_fit(self.row_lengths.tolist(), token_budget)]
 
     def reweighted(self, mode: WeightMode) -> TrainBatch:
         """The same batch with weights that sum to 1 over its own sequences."""
@@ -157,6 +197,10 @@ class TrainBatch:
                     f"routes have the shape {self.routes.shape}; wanted [{n}, MoE layers, experts per token]"
                 )
             _shaped("routes", self.routes, np.int16, (n, *self.routes.shape[1:]))
+        if self.fresh is not None:
+            _shaped("fresh", self.fresh, np.bool_, (n,))
+        if self.images is not None and len(self.images) != s:
+            raise BatchError(f"images are given for {len(self.images)} of {s} sequences; give each its own, maybe none")
         if len(set(self.sequence_ids)) != s:
             raise BatchError("two sequences of the batch have one id; ids join advantages to sequences")
         if s == 0 or self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != n or (self.lengths < 1).any():
@@ -213,16 +257,19 @@ def from_branches(
     *,
     mode: WeightMode = "token",
     routes: bool = False,
+    version: int | None = None,
 ) -> TrainBatch:
     """The batch of these branches, advantages joined by branch id.
 
     An advantage is one float for every sampled token of the branch, or one per token, [T] (what it says at tokens
     that were not sampled is ignored). Every branch must have one, and every one a branch. With `routes` the
-    recorded experts come along for replay. Raises BatchError.
+    recorded experts come along for replay. `version` is the weight version whose tokens are fresh, by default the
+    newest that sampled any of them. Raises BatchError.
     """
     _same_ids([branch.id for branch in branches], advantages, "advantages")
+    version = _newest(branches) if version is None else version
     return TrainBatch.pack(
-        [_sequence(branch, branch.id, advantages[branch.id], 0, routes) for branch in branches], mode
+        [_sequence(branch, branch.id, advantages[branch.id], 0, routes, version) for branch in branches], mode
     )
 
 
@@ -232,17 +279,19 @@ def from_episodes(
     *,
     mode: WeightMode = "token",
     routes: bool = False,
+    version: int | None = None,
 ) -> TrainBatch:
     """The batch of all branches of these episodes, one advantage per episode id. Sequence ids are `EPISODE/BRANCH`.
 
     A branch that starts with turns of its parent trains only the turns after them, so no sampled token counts
-    twice; a branch with no turn of its own is left out. Raises BatchError, also for a failed episode: it has no
-    reward, so any advantage of it would be invented.
+    twice; a branch with no turn of its own is left out. `routes` and `version` as in `from_branches`. Raises
+    BatchError, also for a failed episode: it has no reward, so any advantage of it would be invented.
     """
     _same_ids([episode.id for episode in episodes], advantages, "advantages")
     for episode in episodes:
         if isinstance(episode.score, Failed):
             raise BatchError(f"episode {episode.id} failed ({episode.score.reason}); leave it out before the baseline")
+    version = _newest([b for episode in episodes for b in episode.branches]) if version is None else version
     sequences = []
     for episode in episodes:
         by_id = {branch.id: branch for branch in episode.branches}
@@ -250,7 +299,7 @@ def from_episodes(
             shared = _shared_turns(branch, by_id)
             if shared < len(branch.turns):
                 name = f"{episode.id}/{branch.id}"
-                sequences.append(_sequence(branch, name, advantages[episode.id], shared, routes))
+                sequences.append(_sequence(branch, name, advantages[episode.id], shared, routes, version))
     return TrainBatch.pack(sequences, mode)
 
 
@@ -274,7 +323,24 @@ def branch_routes(branch: Branch) -> np.ndarray:
     return np.concatenate([*rows, last]).astype(np.int16, copy=False)
 
 
-def _sequence(branch: Branch, name: str, advantage: float | np.ndarray, shared: int, routes: bool) -> TrainSequence:
+def _newest(branches: Sequence[Branch]) -> int:
+    """The newest weight version that sampled any token of these branches."""
+    return max((turn.last_version for branch in branches for turn in branch.turns), default=0)
+
+
+def _fresh(branch: Branch, version: int) -> np.ndarray:
+    """bool [T]: tokens of turns that `version` alone sampled. A prompt token belongs to the first turn that has it."""
+    parts, known = [], 0
+    for turn in branch.turns:
+        length = len(turn.prompt_ids) + len(turn.sampled_ids)
+        parts.append(np.full(length - known, turn.first_version == turn.last_version == version))
+        known = length
+    return np.concatenate(parts)
+
+
+def _sequence(
+    branch: Branch, name: str, advantage: float | np.ndarray, shared: int, routes: bool, version: int
+) -> TrainSequence:
     """A branch as a sequence that trains the turns from number `shared` on."""
     if not branch.turns:
         raise BatchError(f"sequence {name} has no turns; leave episodes without a completion out of the batch")
@@ -300,6 +366,7 @@ def _sequence(branch: Branch, name: str, advantage: float | np.ndarray, shared: 
         sampler_logprobs=np.where(mask, logprobs, np.float32(0)),
         advantages=np.where(mask, values, np.float32(0)),
         routes=branch_routes(branch) if routes else None,
+        fresh=_fresh(branch, version),
     )
 
 
@@ -349,7 +416,7 @@ def _check_lengths(sequence: TrainSequence) -> None:
     """Per sequence, because lengths that are wrong twice could still add up to the right total."""
     if len(sequence.ids) == 0:
         raise BatchError(f"sequence {sequence.id} has no tokens")
-    for name in ("loss_mask", "sampler_logprobs", "advantages", "routes", "teacher_logprobs"):
+    for name in ("loss_mask", "sampler_logprobs", "advantages", "routes", "teacher_logprobs", "fresh"):
         values = getattr(sequence, name)
         if values is not None and len(values) != len(sequence.ids):
             raise BatchError(f"sequence {sequence.id} has {len(sequence.ids)} tokens and {len(values)} {name}")

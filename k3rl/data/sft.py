@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from k3rl.data.batch import TrainSequence
+from k3rl.data.images import ImagePatches, conversation_images
 from k3rl.tokens import Tokenizer, TokenizerError, xtml
 from k3rl.types import Message
 
@@ -113,15 +114,22 @@ def encode_example(
     thinking: bool,
     *,
     thinking_effort: str | None = None,
+    images: Sequence[ImagePatches] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids int64 [T], loss mask bool [T]) of a whole conversation, every assistant turn trained.
 
     True is exactly what the policy would sample: the assistant message after the generation prefix, END_OF_MSG
-    included. Arguments that are not JSON are masked out (k3.md 10.2). Raises XTMLError or TokenizerError for a
-    conversation that cannot be written, XTMLError when it has no assistant turn.
+    included. Arguments that are not JSON are masked out (k3.md 10.2). `images` (`conversation_images`) get one
+    placeholder id each, behind their original size; without them an image is the text of its placeholder. Raises
+    XTMLError or TokenizerError for a conversation that cannot be written, XTMLError when it has no assistant turn.
     """
     segments, trained = xtml.render_trained(
-        messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort, add_generation_prompt=False
+        messages,
+        tools=tools,
+        thinking=thinking,
+        thinking_effort=thinking_effort,
+        add_generation_prompt=False,
+        image_prompts=None if images is None else [image.prompt for image in images],
     )
     if not any(trained):
         raise xtml.XTMLError("the conversation has no assistant turn; there is nothing to train on")
@@ -159,11 +167,34 @@ def encode_dataset(
     ).with_format("numpy")
 
 
-def sft_sequence(name: str, ids: np.ndarray, loss_mask: np.ndarray) -> TrainSequence:
+def sft_sequence(
+    name: str, ids: np.ndarray, loss_mask: np.ndarray, images: Sequence[ImagePatches] = ()
+) -> TrainSequence:
     """An encoded example as a sequence to pack: advantage 1 at its targets, and no sampler."""
     mask = np.asarray(loss_mask, bool)
     nothing = np.zeros(len(mask), np.float32)
-    return TrainSequence(name, np.asarray(ids, np.int64), mask, nothing, mask.astype(np.float32))
+    return TrainSequence(name, np.asarray(ids, np.int64), mask, nothing, mask.astype(np.float32), images=tuple(images))
+
+
+def chat_sequence(
+    name: str,
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tokenizer: Tokenizer,
+    thinking: bool,
+    *,
+    thinking_effort: str | None = None,
+    folder: Path | None = None,
+) -> TrainSequence:
+    """A conversation, with its images if it has any, as a sequence to pack.
+
+    folder: where image files of this data set are (`conversation_images`). Raises ImageError, and as `encode_example`.
+    """
+    images = conversation_images(messages, folder=folder)
+    ids, mask = encode_example(
+        messages, tools, tokenizer, thinking, thinking_effort=thinking_effort, images=images or None
+    )
+    return sft_sequence(name, ids, mask, images)
 
 
 def _encode_row(

@@ -1,5 +1,7 @@
 """The model's states of every row: KDA recurrent and conv states, MLA latents, lengths; and one spare row.
 
+Whole states leave for the prefix cache by `source` and come back by `restore`, as copies both ways.
+
 Rows are fixed slots of one `model.new_cache`. The spare keeps the state of a prompt whose group did not find
 enough rows. A row that nobody owns holds garbage (NaN when `poison` is on) and is reset before it is used.
 """
@@ -7,20 +9,79 @@ enough rows. A row that nobody owns holds garbage (NaN when `poison` is on) and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from k3rl.engine.paged import PagedCache
+from k3rl.engine.prefix import FixedState, Hit, Part
 from k3rl.model import Cache, K3ForCausalLM
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How bytes become rows and pages: `rows` requests at once (and the spare row), `pages` of `page` tokens."""
+
+    rows: int
+    pages: int
+    page: int
+
+    @classmethod
+    def of(cls, model: K3ForCausalLM, memory_bytes: int, max_rows: int, max_context: int, page: int) -> MemoryPlan:
+        """As many rows as leave pages for one request of `max_context` tokens, `max_rows` at most.
+
+        Raises ValueError when the memory cannot hold one such request.
+        """
+        cache = model.new_cache(1)
+        cache.reserve(1)
+        slot = sum(_bytes(cache.recurrent(n)) + _bytes(cache.conv(n)) for n in model.config.kda_layers)
+        page_bytes = page * sum(_bytes(cache.latent(n, 1)) for n in model.config.mla_layers)
+        least = -(-max_context // page)
+        rows = max_rows if not slot else min(max_rows, (memory_bytes - least * page_bytes) // slot - 1)
+        if rows < 1:
+            raise ValueError(
+                f"memory_bytes is {memory_bytes}; one request of {max_context} tokens needs "
+                f"{2 * slot + least * page_bytes}: give more, or a smaller max_context"
+            )
+        pages = (memory_bytes - (rows + 1) * slot) // page_bytes if page_bytes else (rows + 1) * least
+        return cls(rows, pages, page)
+
+
 class StatePool:
-    """Model states of `rows` rows and the spare (index `rows`); inference tensors, which autograd never sees."""
+    """Model states of `rows` rows and the spare (index `rows`); inference tensors, which autograd never sees.
+
+    With a memory plan the latents are paged and bounded; without one they grow with the longest row.
+    """
 
     @torch.inference_mode()
-    def __init__(self, model: K3ForCausalLM, rows: int, poison: bool) -> None:
-        self.cache = model.new_cache(rows + 1)
+    def __init__(self, model: K3ForCausalLM, rows: int, poison: bool, plan: MemoryPlan | None = None) -> None:
+        self.paged: PagedCache | None = None
+        if plan is not None:
+            kind = model.language_model.lm_head.weight.dtype
+            self.paged = PagedCache(model.config, rows + 1, plan.pages, plan.page, kind, model.device)
+        # The model uses the part of a Cache that a PagedCache has.
+        self.cache: Cache = model.new_cache(rows + 1) if self.paged is None else cast(Cache, self.paged)
         self.spare, self.poison = rows, poison
+        self.kda_layers, self.mla_layers = sorted(model.config.kda_layers), sorted(model.config.mla_layers)
+
+    @torch.inference_mode()
+    def claim(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Makes room for so many more tokens in each of these rows."""
+        if self.paged is not None:
+            lengths = self.paged.lengths[_index(rows)].tolist()
+            self.paged.claim(rows, [length + more for length, more in zip(lengths, tokens, strict=True)])
+
+    @torch.inference_mode()
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """`copy` of rows that are given up; a paged row takes its pages along."""
+        if pairs and self.paged is not None:
+            source, target = zip(*pairs, strict=True)
+            self.paged.move_rows(_index(source), _index(target))
+        else:
+            self.copy(pairs)
 
     def view(self, rows: Sequence[int]) -> Cache:
         """The cache of these rows; what a forward writes to it lands in the pool."""
@@ -35,9 +96,10 @@ class StatePool:
     @torch.inference_mode()
     def free(self, rows: Sequence[int]) -> None:
         """Nobody owns these rows any more."""
-        self.reset(rows)
         if self.poison and len(rows):
             self.cache.poison(_index(rows))
+        else:
+            self.reset(rows)
 
     @torch.inference_mode()
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -45,6 +107,60 @@ class StatePool:
         if pairs:
             source, target = zip(*pairs, strict=True)
             self.cache.copy_rows(_index(source), _index(target))
+
+    def source(self, row: int, routes: np.ndarray | None, hidden: Tensor | None) -> RowSource:
+        """What a prefix cache copies from: a row, the routes of its tokens [T, M, k], the last hidden row [1, H]."""
+        return RowSource(self, row, routes, hidden)
+
+    @torch.inference_mode()
+    def restore(self, row: int, hit: Hit) -> None:
+        """Makes `row` what it was when the hit's checkpoint was taken."""
+        self.reset([row])
+        self.claim([row], [hit.length])
+        view = self.view([row])
+        for index, layer in enumerate(self.kda_layers):
+            view.store_recurrent(layer, hit.fixed.recurrent[index : index + 1])
+            view.store_conv(layer, hit.fixed.conv[index : index + 1])
+        view.reserve(hit.length)
+        device = view.recurrent(self.kda_layers[0]).device if self.kda_layers else hit.latent.device
+        segment, position = torch.zeros(hit.length, dtype=torch.long), torch.arange(hit.length)
+        for index, layer in enumerate(self.mla_layers):
+            view.append_latent(layer, segment.to(device), position.to(device), hit.latent[index].to(device))
+        view.advance(torch.tensor([hit.length]))
+
+
+class RowSource:
+    """A row of the pool as a `prefix.Source`."""
+
+    def __init__(self, pool: StatePool, row: int, routes: np.ndarray | None, hidden: Tensor | None) -> None:
+        self._pool, self._routes, self._hidden = pool, routes, hidden
+        self._view: Cache | PagedCache = pool.view([row])
+        self.has_routes, self.has_hidden = routes is not None, hidden is not None
+
+    def fixed(self) -> FixedState:
+        """Copies of the KDA states; see `prefix.FixedState`."""
+        layers, view = self._pool.kda_layers, self._view
+        hidden = None if self._hidden is None else self._hidden.clone()
+        if not layers:
+            return FixedState(torch.empty(0), torch.empty(0), hidden)
+        recurrent, conv = zip(*((view.recurrent(layer), view.conv(layer)) for layer in layers), strict=True)
+        return FixedState(torch.cat(recurrent), torch.cat(conv), hidden)
+
+    def part(self, start: int, stop: int) -> Part:
+        """Copies of the latents and routes of tokens start..stop."""
+        slices = [self._slice(layer, start, stop) for layer in self._pool.mla_layers]
+        latent = torch.cat(slices) if slices else torch.empty(0, stop - start, 0)
+        return Part(latent, None if self._routes is None else self._routes[start:stop].copy())
+
+    def _slice(self, layer: int, start: int, stop: int) -> Tensor:
+        """[1, stop - start, width]."""
+        if isinstance(self._view, PagedCache):
+            return self._view.latent_slice(layer, start, stop)
+        return self._view.latent(layer, stop)[:, start:]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _index(rows: Sequence[int]) -> Tensor:

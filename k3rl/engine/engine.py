@@ -11,16 +11,18 @@ sampled from yet start over under the new weights.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from k3rl.engine import diagnose, sampler
-from k3rl.engine.cache import StatePool
+from k3rl.engine.cache import MemoryPlan, StatePool
+from k3rl.engine.prefix import Hit, PrefixCache
 from k3rl.engine.protocol import (
     EngineError,
     InvalidRequest,
@@ -32,8 +34,10 @@ from k3rl.engine.protocol import (
 )
 from k3rl.engine.rows import Request, RowTable
 from k3rl.engine.scheduler import Scheduler, Segment
+from k3rl.engine.stopping import StopStrings
 from k3rl.engine.weights import WeightUpdate, check_names
 from k3rl.model import K3ForCausalLM
+from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, SamplingParams, StopReason
 
 
@@ -44,17 +48,28 @@ class EngineCounters:
     steps: int = 0
     prefilled_tokens: int = 0  # prompt tokens computed; a prompt shared by a group counts once
     sampled_tokens: int = 0
+    preempted: int = 0  # requests that gave up their row for want of memory
     prefill_s: float = 0.0  # inside the model
     decode_s: float = 0.0  # inside the model
     step_s: float = 0.0  # whole steps
 
 
 @dataclass(slots=True)
-class _SparePrompt:
-    """What goes with the state in the spare row: the last token's logits [1, V] and the prompt's routes."""
+class _Prompt:
+    """What is known of a prompt beside its state. routes: pieces int16 [n, M, k], None where a cache had none.
 
-    logits: Tensor
-    routes: np.ndarray
+    hidden [1, H] and logits [1, V] of the last token, once it is reached; cached: tokens that a cache had.
+    """
+
+    routes: list[np.ndarray | None] = field(default_factory=list)
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    cached: int = 0
+
+    def all_routes(self) -> np.ndarray | None:
+        """int16 [P, M, k], or None when some are not known."""
+        known = [piece for piece in self.routes if piece is not None]
+        return np.concatenate(known) if len(known) == len(self.routes) else None
 
 
 class Engine:
@@ -63,7 +78,11 @@ class Engine:
     max_running: rows, that is requests that can be decoded together. max_context: prompt plus sampled tokens of
     one request, at most (default and upper bound: the model's `max_position_embeddings`). prefill_tokens: prompt
     tokens per step. seed: of requests that bring none. version: number of the weights that `model` holds.
-    poison: fill rows that nobody owns with NaN, so that a state read by mistake is seen.
+    poison: fill rows that nobody owns with NaN, so that a state read by mistake is seen. tokenizer: needed for stop
+    strings only. prefix_cache: keeps the states at prompt and turn ends, for prompts that begin with them.
+    memory_bytes: what states and latents may take together. Latents then live in pages of `page_tokens`, there are as
+    many rows as leave room for one longest request, requests are admitted by the pages left, and the youngest are
+    preempted (and go on with the same tokens) when running ones need them. None: `max_running` is the only limit.
     """
 
     def __init__(
@@ -76,18 +95,28 @@ class Engine:
         *,
         prefill_tokens: int = 8192,
         version: int = 0,
+        tokenizer: Tokenizer | None = None,
+        prefix_cache: PrefixCache | None = None,
+        memory_bytes: int | None = None,
+        page_tokens: int = 64,
     ) -> None:
         config = model.config
         self.model, self.max_context = model, max_context or config.max_position_embeddings
         if self.max_context > config.max_position_embeddings:
             raise ValueError(f"max_context is {max_context}; the model allows {config.max_position_embeddings}")
-        self.seed, self._version = seed, version
+        self.seed, self._version, self._tokenizer = seed, version, tokenizer
         self.counters = EngineCounters()
-        self._scheduler = Scheduler(max_running, prefill_tokens)
-        self._pool = StatePool(model, max_running, poison)
+        plan = None
+        if memory_bytes is not None:
+            plan = MemoryPlan.of(model, memory_bytes, max_running, self.max_context, page_tokens)
+            max_running = plan.rows
+        self._scheduler = Scheduler(max_running, prefill_tokens, None if plan is None else plan.pages, page_tokens)
+        self._pool = StatePool(model, max_running, poison, plan)
         self._table = RowTable(max_running, (len(config.moe_layers), config.num_experts_per_token))
-        self._prompt_routes: list[list[np.ndarray]] = [[] for _ in range(max_running)]  # of rows being prefilled
-        self._spare: _SparePrompt | None = None
+        self._prompts = [_Prompt() for _ in range(max_running)]  # of rows being prefilled
+        self._spare: _Prompt | None = None  # of the state in the spare row
+        self.prefix_cache = prefix_cache
+        self._hits: dict[int, Hit] = {}  # found for requests that are admitted in this step
         self._requests: dict[int, Request] = {}
         self._submitted = 0
         self._ended: list[tuple[int, Outcome]] = []  # not yet handed out by `step`
@@ -116,20 +145,38 @@ class Engine:
         """Queues one prompt and returns its id.
 
         Raises InvalidRequest for an empty prompt, an id outside the vocabulary, a prompt longer than the
-        context, or max_tokens that do not fit behind it.
+        context, max_tokens that do not fit behind it, or options that this engine cannot keep.
         """
         prompt = self._validated(prompt_ids, params)
         number, self._submitted = self._submitted, self._submitted + 1
         seed = sampler.request_seed(params.seed, self.seed, number)
-        self._requests[number] = Request(number, prompt, params, seed)
-        self._scheduler.submit(number, prompt.tobytes(), len(prompt))
+        stop = StopStrings(params.stop, self._tokenizer) if params.stop and self._tokenizer is not None else None
+        self._requests[number] = Request(number, prompt, params, seed, stop)
+        self._scheduler.submit(number, (prompt.tobytes(), params.cache_salt), len(prompt))
         return number
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises InvalidRequest as `submit` would, and queues nothing. Any thread may ask."""
+        self._validated(prompt_ids, params)
 
     def abort(self, request: int) -> None:
         """Frees the request's slot at once; the next `step` returns it as aborted. Raises UnknownRequest."""
         if request not in self._requests:
             raise UnknownRequest(f"request {request} is neither waiting nor running: it ended or never was")
         self._end([(request, self._aborted(request))])
+
+    def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """(ids, logprobs) of what a live request has sampled from its `start`-th token on; nothing while it waits."""
+        row = self._scheduler.row_of.get(request)
+        if row is None:
+            if request not in self._requests:
+                raise UnknownRequest(f"request {request} is neither waiting nor running: it ended or never was")
+            progress = self._requests[request].progress
+            if progress is None:
+                return (), ()
+            return tuple(progress.tokens[start:].tolist()), tuple(progress.logprobs[start:].tolist())
+        place = slice(start, int(self._table.count[row]))
+        return tuple(self._table.tokens[row, place].tolist()), tuple(self._table.logprobs[row, place].tolist())
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
@@ -151,6 +198,10 @@ class Engine:
                 raise outcome
             completions.append(outcome)
         return completions
+
+    def samples(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
+        """n completions of one prompt, which is computed once; a seed gives each its own, the first one itself."""
+        return self.generate([prompt_ids] * n, sampler.request_samples(params, n))
 
     def drain(self) -> list[tuple[int, Outcome]]:
         """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
@@ -189,10 +240,22 @@ class Engine:
         return ended
 
     def _advance(self, admit: bool) -> None:
-        plan = self._scheduler.plan(admit)
+        victims = self._scheduler.overcommitted()
+        if victims:
+            self._preempt(victims)
+        if self._scheduler.spare is None:
+            self._drop_spare()
+        plan = self._scheduler.plan(admit, self._cached if self.prefix_cache is not None else None)
+        for number, row in plan.cached:
+            hit = self._hits[number]
+            self._pool.restore(row, hit)
+            self._prompts[row] = _Prompt([hit.routes], hit.fixed.hidden, cached=hit.length)
+        self._hits.clear()
         parts = []
         if plan.from_spare:  # before the prefill, which may put another prompt into the spare row
             parts.append(self._start_from_spare(plan.from_spare))
+        if plan.drop_spare:
+            self._drop_spare()
         if plan.segments:
             parts.append(self._prefill(plan.segments))
         if plan.decode:
@@ -203,15 +266,24 @@ class Engine:
         if rows.size:
             self._sample(rows, torch.cat([logits for _, logits in parts]) if len(parts) > 1 else parts[0][1])
 
+    def _cached(self, members: Sequence[int]) -> int:
+        """How many tokens of these requests' prompt the prefix cache has; the hit is kept for this step."""
+        requests = [self._requests[number] for number in members]
+        first = requests[0]
+        need_routes = any(request.params.return_routes for request in requests)
+        assert self.prefix_cache is not None
+        hit = self.prefix_cache.find(first.ids, self._version, first.params.cache_salt, need_routes)
+        if hit is None:
+            return 0
+        self._hits[first.number] = hit
+        return hit.length
+
     def _start_from_spare(self, pairs: list[tuple[int, int]]) -> tuple[np.ndarray, Tensor]:
         spare = self._spare
-        if spare is None:
+        if spare is None or spare.logits is None:
             raise EngineError("the scheduler admits from the spare row, and the spare row holds no prompt")
         self._pool.copy([(self._pool.spare, row) for _, row in pairs])
-        rows = self._start(pairs, spare.routes)
-        if self._scheduler.spare is None:
-            self._drop_spare()
-        return rows, spare.logits.expand(len(pairs), -1)
+        return self._start(pairs, spare), spare.logits.expand(len(pairs), -1)
 
     def _prefill(self, segments: list[Segment]) -> tuple[np.ndarray, Tensor]:
         """Computes all segments in one packed call; (rows, logits [rows, V]) of the prompts that it completes."""
@@ -219,22 +291,33 @@ class Engine:
         fresh = [segment.row for segment in segments if segment.start == 0]
         self._pool.reset(fresh)
         for row in fresh:
-            self._prompt_routes[row] = []
-        ids = np.concatenate([self._requests[s.request].prompt[s.start : s.stop] for s in segments])
-        bounds = np.cumsum([0] + [s.stop - s.start for s in segments])
+            self._prompts[row] = _Prompt()
+        self._compute([segment for segment in segments if segment.stop > segment.start])
+        complete = [segment for segment in segments if segment.starts]
+        hidden = [last for segment in complete if (last := self._prompts[segment.row].hidden) is not None]
+        logits = self.model.logits(torch.cat(hidden)) if hidden else torch.empty(0, self.model.config.vocab_size)
+        self.counters.prefill_s += time.perf_counter() - began
+        return self._start_groups(complete, logits)
+
+    def _compute(self, segments: list[Segment]) -> None:
+        """Runs prompt tokens through the model; their routes and last hidden rows go to the rows' prompts."""
+        if not segments:
+            return
+        ids = np.concatenate([self._requests[s.request].ids[s.start : s.stop] for s in segments])
+        counts = [s.stop - s.start for s in segments]
+        bounds = np.cumsum([0, *counts])
+        self._pool.claim([s.row for s in segments], counts)
         out = self.model.hidden(
             self._tensor(ids)[None],
             cu_seqlens=self._tensor(bounds),
             cache=self._pool.view([s.row for s in segments]),
         )
-        complete = [index for index, segment in enumerate(segments) if segment.starts]
-        logits = self.model.logits(out.hidden[0, self._tensor(bounds[1:][complete] - 1)])
         self.counters.prefilled_tokens += len(ids)
-        self.counters.prefill_s += time.perf_counter() - began
         routes = np.split(out.routes[0].cpu().numpy(), bounds[1:-1])
-        for segment, part in zip(segments, routes, strict=True):
-            self._prompt_routes[segment.row].append(part)
-        return self._start_groups([segments[index] for index in complete], logits)
+        for segment, part, end in zip(segments, routes, bounds[1:].tolist(), strict=True):
+            prompt = self._prompts[segment.row]
+            prompt.routes.append(part)
+            prompt.hidden = out.hidden[0, end - 1 : end]
 
     def _start_groups(self, segments: list[Segment], logits: Tensor) -> tuple[np.ndarray, Tensor]:
         """Copies computed prompts to their siblings, and to the spare when some wait for a row.
@@ -243,26 +326,53 @@ class Engine:
         """
         copies, rows, source = [], [], []
         for index, segment in enumerate(segments):
-            parts, self._prompt_routes[segment.row] = self._prompt_routes[segment.row], []
-            routes = np.concatenate(parts)
-            rows.append(self._start(segment.starts, routes))
+            prompt, self._prompts[segment.row] = self._prompts[segment.row], _Prompt()
+            prompt.routes, prompt.logits = [prompt.all_routes()], logits[index : index + 1]
+            if self.prefix_cache is not None:
+                self._keep_prompt(self.prefix_cache, segment, prompt)
+            rows.append(self._start(segment.starts, prompt))
             source += [index] * len(segment.starts)
             copies += [(segment.row, row) for _, row in segment.starts[1:]]
             if segment.hold:
                 copies.append((segment.row, self._pool.spare))
-                self._spare = _SparePrompt(logits[index : index + 1], routes)
+                self._spare = prompt
         self._pool.copy(copies)
         return np.concatenate(rows or [np.empty(0, np.int64)]), logits[source]
 
-    def _start(self, pairs: Sequence[tuple[int, int]], routes: np.ndarray) -> np.ndarray:
+    def _start(self, pairs: Sequence[tuple[int, int]], prompt: _Prompt) -> np.ndarray:
         for number, row in pairs:
-            self._table.start(row, self._requests[number], routes, self._version)
+            request = self._requests[number]
+            self._table.start(row, request, prompt.routes[0], self._version, prompt.cached)
+            if request.progress is not None:
+                self._table.resume(row, request, request.progress)
         return np.array([row for _, row in pairs])
+
+    def _keep_prompt(self, prefix: PrefixCache, segment: Segment, prompt: _Prompt) -> None:
+        """Gives the state at the end of a prompt to the prefix cache; a broken one is of no use to anyone."""
+        request = self._requests[segment.request]
+        if prompt.logits is not None and prompt.logits.isfinite().all():
+            source = self._pool.source(segment.row, prompt.routes[0], prompt.hidden)
+            prefix.put(request.ids, self._version, request.params.cache_salt, source)
+
+    def _keep_turns(self, prefix: PrefixCache, ended: list[tuple[int, Outcome]]) -> None:
+        """Gives the states of rows that end well to the prefix cache: all tokens but the last, which was not read.
+
+        A row that went on after a weight update has states of two versions and is not kept.
+        """
+        for number, outcome in ended:
+            row = self._scheduler.row_of.get(number)
+            if row is None or isinstance(outcome, EngineError) or self._table.first_version[row] != self._version:
+                continue
+            request = self._requests[number]
+            ids = np.concatenate([request.prompt, self._table.tokens[row, : self._table.count[row] - 1]])
+            source = self._pool.source(row, self._table.routes_of(row), None)
+            prefix.put(ids, self._version, request.params.cache_salt, source)
 
     def _decode(self, rows: list[int]) -> tuple[np.ndarray, Tensor]:
         """Feeds every running row its last sampled token."""
         began = time.perf_counter()
         index = np.array(rows)
+        self._pool.claim(rows, [1] * len(rows))
         out = self.model.hidden(self._tensor(self._table.token[index])[:, None], cache=self._pool.view(rows))
         logits = self.model.logits(out.hidden[:, 0])
         self.counters.decode_s += time.perf_counter() - began
@@ -293,23 +403,45 @@ class Engine:
         """Forgets requests, closes the holes they leave, and frees the rows at the end."""
         if not ended:
             return
+        if self.prefix_cache is not None:
+            self._keep_turns(self.prefix_cache, ended)
         used = len(self._scheduler.occupants)
-        moves = self._scheduler.remove([number for number, _ in ended])
-        self._pool.copy(moves)
-        self._table.move(moves)
-        for source, target in moves:
-            self._prompt_routes[target] = self._prompt_routes[source]
-        self._pool.free(range(len(self._scheduler.occupants), used))
-        if self._spare is not None and self._scheduler.spare is None:
-            self._drop_spare()
+        self._close_holes(self._scheduler.remove([number for number, _ in ended]), used)
         for number, _ in ended:
             del self._requests[number]
         self._ended += ended
+
+    def _preempt(self, victims: list[int]) -> None:
+        """Running requests lose their rows and wait, with what they have sampled, to be computed again."""
+        if self.prefix_cache is not None:
+            self._keep_turns(self.prefix_cache, [(number, self._aborted(number)) for number in victims])
+        waiting = []
+        for number in victims:
+            request = self._requests[number]
+            progress = self._table.progress(self._scheduler.row_of[number])
+            self._requests[number] = dataclasses.replace(request, progress=progress)
+            waiting.append((number, len(request.prompt) + len(progress.tokens)))
+        used = len(self._scheduler.occupants)
+        self._close_holes(self._scheduler.preempt(waiting), used)
+        self.counters.preempted += len(victims)
+
+    def _close_holes(self, moves: list[tuple[int, int]], used: int) -> None:
+        """Follows the scheduler's moves and frees the rows behind the last one in use; `used` were in use before."""
+        self._pool.move(moves)
+        self._table.move(moves)
+        for source, target in moves:
+            self._prompts[target] = self._prompts[source]
+        self._pool.free(range(len(self._scheduler.occupants), used))
+        if self._spare is not None and self._scheduler.spare is None:
+            self._drop_spare()
 
     def _aborted(self, number: int) -> Completion:
         row = self._scheduler.row_of.get(number)
         if row is not None:
             return self._table.completion(row, aborted=True)
+        progress = self._requests[number].progress
+        if progress is not None:
+            return progress.aborted()
         return Completion((), (), StopReason.ABORTED, self._version, self._version)
 
     def _broken(self, rows: np.ndarray) -> list[tuple[int, Outcome]]:
@@ -367,6 +499,8 @@ class Engine:
         self._version, self.model = prepared
         self._scheduler.restart()
         self._drop_spare()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
 
     def abort_weight_update(self) -> None:
         """Drops an open or prepared update, if any; the current version stays."""
@@ -403,7 +537,18 @@ class Engine:
                 f"{prompt.size} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
                 f"{self.max_context}; ask for at most {self.max_context - prompt.size}"
             )
+        self._validate_options(params)
         return prompt.astype(np.int64)
+
+    def _validate_options(self, params: SamplingParams) -> None:
+        vocabulary = self.model.config.vocab_size
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequest("stop strings need the text of tokens; give the engine a tokenizer, or use stop_ids")
+        for token, _ in params.logit_bias:
+            if not 0 <= token < vocabulary:
+                raise InvalidRequest(f"logit_bias names token id {token}, outside the vocabulary of {vocabulary}")
+        if sum(bias == -np.inf for _, bias in params.logit_bias) == vocabulary:
+            raise InvalidRequest("logit_bias forbids every token; leave at least one")
 
     def _refuse_if_stalled(self) -> None:
         """A paused engine would be waited for without end."""

@@ -18,14 +18,46 @@ _FIRST_CAPACITY = 64  # sampled tokens per row; doubles when a row needs more
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What a preempted request had sampled: everything that its states do not tell."""
+
+    tokens: np.ndarray  # int64 [S]
+    logprobs: np.ndarray  # float64 [S]
+    kept: list[np.ndarray] | None
+    first_version: int
+    last_version: int
+    cached: int
+    routes: np.ndarray | None  # int16 [P + S - 1, M, k], when the request wants them
+
+    def aborted(self) -> Completion:
+        """The completion of a request that is taken back while it waits."""
+        return Completion(
+            tuple(self.tokens.tolist()),
+            tuple(self.logprobs.tolist()),
+            StopReason.ABORTED,
+            self.last_version,
+            self.first_version,
+            self.routes,
+            tuple(self.kept) if self.kept else None,
+            cached_tokens=self.cached,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """A validated request. `prompt` int64 [P]; `seed` is a 64-bit word."""
+    """A validated request. `prompt` int64 [P]; `seed` is a 64-bit word; `progress` when it was preempted."""
 
     number: int
     prompt: np.ndarray
     params: SamplingParams
     seed: int
     stop: StopStrings | None = None
+    progress: Progress | None = None
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64: what must be computed before the next token can be sampled."""
+        return self.prompt if self.progress is None else np.concatenate([self.prompt, self.progress.tokens])
 
 
 class RowTable:
@@ -40,6 +72,8 @@ class RowTable:
         self.top_p = np.ones(rows)
         self.top_k = np.zeros(rows, np.int64)
         self.min_p = np.zeros(rows)
+        self.watches_text = np.zeros(rows, bool)  # has stop strings
+        self.is_biased = np.zeros(rows, bool)
         self.bias_ids = np.full(rows, None, object)  # int64 [n] and float64 [n], or None without biases
         self.bias_values = np.full(rows, None, object)
         self.stop = np.full(rows, None, object)  # the request's StopStrings, or None
@@ -47,6 +81,7 @@ class RowTable:
         self.seed = np.zeros(rows, np.uint64)
         self.first_version = np.zeros(rows, np.int64)
         self.last_version = np.zeros(rows, np.int64)
+        self.cached = np.zeros(rows, np.int64)  # prompt tokens that the prefix cache had
         self.wants_routes = np.zeros(rows, bool)
         self.stop_ids = np.full((rows, 1), -1, np.int64)
         self.tokens = np.zeros((rows, _FIRST_CAPACITY), np.int64)
@@ -55,8 +90,10 @@ class RowTable:
         self.prompt_routes = np.full(rows, None, object)  # int16 [P, M, k], shared by the rows of one group
         self.kept = np.full(rows, None, object)  # list of id arrays, or None where nothing can be cut
 
-    def start(self, row: int, request: Request, prompt_routes: np.ndarray, version: int) -> None:
-        """Puts a request whose prompt is computed into a row."""
+    def start(
+        self, row: int, request: Request, prompt_routes: np.ndarray | None, version: int, cached: int = 0
+    ) -> None:
+        """Puts a request whose prompt is computed into a row; `cached` tokens of it came from the prefix cache."""
         params = request.params
         stops = len(params.stop_ids)
         if stops > self.stop_ids.shape[1]:
@@ -69,16 +106,50 @@ class RowTable:
         bias = params.logit_bias
         self.bias_ids[row] = np.array([token for token, _ in bias], np.int64) if bias else None
         self.bias_values[row] = np.array([value for _, value in bias], np.float64) if bias else None
+        self.is_biased[row], self.watches_text[row] = bool(bias), request.stop is not None
         self.stop[row], self.stopped_by[row] = request.stop, None
         self.first_version[row] = version
-        self.wants_routes[row], self.prompt_routes[row] = params.return_routes, prompt_routes
+        self.wants_routes[row], self.prompt_routes[row], self.cached[row] = params.return_routes, prompt_routes, cached
         cuts = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or any(b == -np.inf for _, b in bias)
         self.kept[row] = [] if cuts else None
 
+    def progress(self, row: int) -> Progress:
+        """What a row that is about to be preempted must not lose."""
+        count = int(self.count[row])
+        return Progress(
+            self.tokens[row, :count].copy(),
+            self.logprobs[row, :count].copy(),
+            self.kept[row],
+            int(self.first_version[row]),
+            int(self.last_version[row]),
+            int(self.cached[row]),
+            self.routes_of(row),
+        )
+
+    def resume(self, row: int, request: Request, progress: Progress) -> None:
+        """After `start` with the routes of prompt and sampled tokens: goes on where the request was preempted.
+
+        Routes that were recorded stay; only the token that had not been read yet has its route from the new pass.
+        """
+        count, length = len(progress.tokens), len(request.prompt)
+        while self.tokens.shape[1] <= count:
+            self.tokens = _widen(self.tokens, 2 * self.tokens.shape[1], 0)
+            self.logprobs = _widen(self.logprobs, 2 * self.logprobs.shape[1], 0)
+        self.tokens[row, :count], self.logprobs[row, :count] = progress.tokens, progress.logprobs
+        self.token[row], self.count[row] = progress.tokens[-1], count
+        self.first_version[row], self.last_version[row] = progress.first_version, progress.last_version
+        self.kept[row], self.cached[row] = progress.kept, progress.cached
+        if progress.routes is not None:
+            fresh = self.prompt_routes[row]
+            if self.routes.shape[1] < self.tokens.shape[1]:
+                self.routes = _widen(self.routes, self.tokens.shape[1], 0)
+            self.prompt_routes[row] = progress.routes[:length]
+            self.routes[row, : count - 1], self.routes[row, count - 1] = progress.routes[length:], fresh[-1]
+
     def biases(self, rows: np.ndarray) -> Biases | None:
         """The logit biases of these rows, numbered by their place in `rows`; None when they have none."""
-        having = [place for place, ids in enumerate(self.bias_ids[rows]) if ids is not None]
-        if not having:
+        having = np.flatnonzero(self.is_biased[rows])
+        if not having.size:
             return None
         ids, values = self.bias_ids[rows[having]].tolist(), self.bias_values[rows[having]].tolist()
         forbids = np.zeros(len(rows), bool)
@@ -108,7 +179,7 @@ class RowTable:
         self.token[alive], self.count[alive], self.last_version[alive] = ids, at + 1, version
         self._append_kept(rows, draws)
         stopped = (self.stop_ids[alive] == ids[:, None]).any(1)
-        for place in np.flatnonzero(self.stop[alive] != None):  # noqa: E711 - elementwise
+        for place in np.flatnonzero(self.watches_text[alive]).tolist():
             row = alive[place]
             self.stopped_by[row] = self.stop[row].feed(int(ids[place]))
             stopped[place] |= self.stopped_by[row] is not None
@@ -123,19 +194,23 @@ class RowTable:
         else:
             stopped = self.stopped_by[row] is not None or (self.stop_ids[row] == tokens[-1]).any()
             reason = StopReason.STOP if stopped else StopReason.LENGTH
-        routes = None
-        if self.wants_routes[row]:
-            routes = np.concatenate([self.prompt_routes[row], self.routes[row, : max(count - 1, 0)]])
         return Completion(
             token_ids=tuple(tokens.tolist()),
             logprobs=tuple(self.logprobs[row, :count].tolist()),
             stop_reason=reason,
             weight_version=int(self.last_version[row]),
             first_version=int(self.first_version[row]),
-            routes=routes,
+            routes=self.routes_of(row),
             kept=tuple(self.kept[row]) if self.kept[row] else None,
             stop_string=self.stopped_by[row],
+            cached_tokens=int(self.cached[row]),
         )
+
+    def routes_of(self, row: int) -> np.ndarray | None:
+        """int16 [prompt + sampled - 1, M, k], or None when the request did not ask for them."""
+        if not self.wants_routes[row]:
+            return None
+        return np.concatenate([self.prompt_routes[row], self.routes[row, : max(int(self.count[row]) - 1, 0)]])
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copies rows, (source, target); no row is both."""

@@ -12,7 +12,7 @@ group. A group closes to newcomers when it starts, so a stream of equal prompts 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -29,7 +29,7 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Prompt tokens start..stop of `request`, to be computed in `row`.
+    """Prompt tokens start..stop of `request`, to be computed in `row`; none when a cache had the whole prompt.
 
     When they end the prompt, `starts` lists (request, row) of everyone who samples from the last of them (the
     first pair holds `row` itself), and `hold` says that members without a row still need the prompt's state.
@@ -45,17 +45,23 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: rows to decode, (request, row) pairs admitted from the spare row, prompt segments to compute."""
+    """One step: rows to decode, (request, row) pairs admitted from the spare row, (leader, row) pairs whose first
+    tokens a cache has, prompt segments to compute. drop_spare: after those admissions the spare row is free."""
 
     decode: list[int]
     from_spare: list[tuple[int, int]]
+    cached: list[tuple[int, int]]
+    drop_spare: bool
     segments: list[Segment]
 
 
 class Scheduler:
-    """Plans steps over `rows` rows, computing at most `prefill_tokens` prompt tokens in each."""
+    """Plans steps over `rows` rows, computing at most `prefill_tokens` prompt tokens in each.
 
-    def __init__(self, rows: int, prefill_tokens: int) -> None:
+    pages: of `page` tokens each, shared by all rows; None when memory is not bounded. Any one request must fit alone.
+    """
+
+    def __init__(self, rows: int, prefill_tokens: int, pages: int | None = None, page: int = 1) -> None:
         if rows < 1 or prefill_tokens < 1:
             raise ValueError(f"rows is {rows}, prefill_tokens is {prefill_tokens}; both must be at least 1")
         self.rows, self.prefill_tokens = rows, prefill_tokens
@@ -64,6 +70,8 @@ class Scheduler:
         self.spare: PromptGroup | None = None  # its prompt state is in the spare row; its members have no row
         self.occupants: list[int | PromptGroup] = []  # of rows 0..n-1: a running request, or a prefilling group
         self.row_of: dict[int, int] = {}  # running requests
+        self.pages, self.page = pages, page
+        self.tokens: dict[int, int] = {}  # of running requests: tokens in their state
 
     @property
     def idle(self) -> bool:
@@ -84,19 +92,59 @@ class Scheduler:
         else:
             group.members.append(request)
 
-    def plan(self, admit: bool = True) -> Plan:
-        """The next step; the state is already that after it. `admit` False gives no row to anyone new."""
+    def plan(self, admit: bool = True, cached: Callable[[Sequence[int]], int] | None = None) -> Plan:
+        """The next step; the state is already that after it. `admit` False gives no row to anyone new.
+
+        cached(members) of a group that is admitted: how many tokens of its prompt need no computing.
+        """
         decode = [row for row, occupant in enumerate(self.occupants) if isinstance(occupant, int)]
+        for request in self.tokens:
+            self.tokens[request] += 1  # decoded in this step
+        before = len(self.prefilling)
+        spare = self.spare
         from_spare = self._admit() if admit else []
+        drop_spare = spare is not None and self.spare is None
+        restored = []
+        for group in self.prefilling[before:]:
+            group.done = 0 if cached is None else cached(group.members)
+            if group.done:
+                restored.append((group.members[0], group.rows[0]))
         segments: list[Segment] = []
         budget = self.prefill_tokens
         for group in list(self.prefilling):
             stop = min(group.length, group.done + budget)
-            if stop == group.done:
+            if stop == group.done < group.length:
                 break
             budget -= stop - group.done
             segments.append(self._advance(group, stop))
-        return Plan(decode, from_spare, segments)
+        return Plan(decode, from_spare, restored, drop_spare, segments)
+
+    def overcommitted(self) -> list[int]:
+        """Running requests to preempt before the next step, the youngest first; drops the spare prompt before any.
+
+        Call `preempt` with them.
+        """
+        if self.pages is None or self._promised() <= self.pages:
+            return []
+        if self.spare is not None:
+            self._requeue_spare()
+        excess = self._promised() - self.pages
+        victims = []
+        for request in sorted(self.tokens, reverse=True):
+            if excess <= 0:
+                break
+            victims.append(request)
+            excess -= self._pages(self.tokens[request] + 1)
+        return victims
+
+    def preempt(self, requests: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(request, tokens so far) pairs, youngest first, wait again in front of everyone; moves as `remove` gives."""
+        moves = self.remove([request for request, _ in requests])
+        for request, length in requests:
+            key = ("preempted", request)
+            self.waiting[key] = PromptGroup(key, length, [request])
+            self.waiting.move_to_end(key, last=False)
+        return moves
 
     def remove(self, requests: Iterable[int]) -> list[tuple[int, int]]:
         """Forgets requests in any state; returns the moves (source row, target row) that close the holes.
@@ -107,6 +155,7 @@ class Scheduler:
         released: set[int] = set()
         for request in requests:
             row = self.row_of.pop(request, None)
+            self.tokens.pop(request, None)
             if row is None:
                 row = self._leave_group(request)
             if row is not None:
@@ -117,27 +166,55 @@ class Scheduler:
         """Prompt states are of no use any more (other weights): prompts that have not been sampled from start over."""
         for group in self.prefilling:
             group.done = 0
+        self._requeue_spare()
+
+    def _requeue_spare(self) -> None:
+        """The members of the spare prompt wait in front of everyone, for their prompt to be computed again."""
         if self.spare is not None:
             group, self.spare = self.spare, None
-            younger = self.waiting.pop(group.key, None)
-            if younger is not None:
-                group.members += younger.members
-            group.done = 0
-            self.waiting[group.key] = group
-            self.waiting.move_to_end(group.key, last=False)
+            self._wait_again(group)
+
+    def _wait_again(self, group: PromptGroup) -> None:
+        younger = self.waiting.pop(group.key, None)
+        if younger is not None:
+            group.members += younger.members
+        group.done = 0
+        self.waiting[group.key] = group
+        self.waiting.move_to_end(group.key, last=False)
+
+    # ---- memory
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page)
+
+    def _promised(self) -> int:
+        """Pages that rows may claim in the next step, and those of the spare."""
+        groups = sum(len(group.rows) * self._pages(group.length + 1) for group in self.prefilling)
+        running = sum(self._pages(tokens + 1) for tokens in self.tokens.values())
+        return groups + running + (self._pages(self.spare.length) if self.spare is not None else 0)
+
+    def _room(self, tokens: int) -> bool:
+        """Whether so many tokens more can be promised."""
+        return self.pages is None or self._promised() + self._pages(tokens) <= self.pages
+
+    # ---- rows
 
     def _admit(self) -> list[tuple[int, int]]:
         """Gives out free rows: to members in the spare, to started groups that lack rows, then to new groups."""
         from_spare = []
-        while self.spare is not None and len(self.occupants) < self.rows:
+        if self.spare is not None and not self.occupants and not self._room(self.spare.length + 1):
+            self._requeue_spare()  # nobody runs who could make room beside it
+        while self.spare is not None and len(self.occupants) < self.rows and self._room(self.spare.length + 1):
             request, row = self.spare.members.pop(0), len(self.occupants)
-            self._run(request, row)
+            self._run(request, row, self.spare.length)
             from_spare.append((request, row))
             if not self.spare.members:
                 self.spare = None
         for group in self.prefilling:
             self._reserve(group)
         while self.waiting and self.spare is None and len(self.occupants) < self.rows:
+            if not self._room(next(iter(self.waiting.values())).length + 1):
+                break
             _, group = self.waiting.popitem(last=False)
             self.prefilling.append(group)
             self._reserve(group)
@@ -145,10 +222,13 @@ class Scheduler:
 
     def _reserve(self, group: PromptGroup) -> None:
         while len(group.rows) < len(group.members) and len(self.occupants) < self.rows:
+            if not self._room(group.length + 1):
+                break
             group.rows.append(len(self.occupants))
             self.occupants.append(group)
 
-    def _run(self, request: int, row: int) -> None:
+    def _run(self, request: int, row: int, length: int) -> None:
+        self.tokens[request] = length
         if row == len(self.occupants):
             self.occupants.append(request)
         else:
@@ -164,11 +244,15 @@ class Scheduler:
         self.prefilling.remove(group)
         starts = tuple(zip(group.members, group.rows, strict=False))
         for member, member_row in starts:
-            self._run(member, member_row)
+            self._run(member, member_row, group.length)
         left = group.members[len(group.rows) :]
-        if left:
-            self.spare = PromptGroup(group.key, group.length, left, done=stop)
-        return Segment(request, row, start, stop, starts, hold=bool(left))
+        rest = PromptGroup(group.key, group.length, left, done=stop)
+        hold = bool(left) and self._room(group.length)
+        if hold:
+            self.spare = rest
+        elif left:
+            self._wait_again(rest)
+        return Segment(request, row, start, stop, starts, hold)
 
     def _leave_group(self, request: int) -> int | None:
         """Takes a request out of its group; returns the row that the group then no longer needs, if any."""

@@ -106,6 +106,10 @@ class ResidualStream:
         """Adds a sublayer's output [N, H] to the running sum."""
         self.prefix = output if self.prefix is None else self.prefix + output
 
+    def total(self) -> Tensor:
+        """The running sum [N, H]: all of the stream where nothing is ever pushed, as in a plain residual sum."""
+        return self._running()
+
     def _running(self) -> Tensor:
         if self.prefix is None:
             raise RuntimeError("a block has no running sum before its first sublayer")

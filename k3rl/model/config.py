@@ -1,7 +1,8 @@
 """K3Config: what a checkpoint's `config.json` says, under the official key names (k3.md 1.1, 1.2, 11).
 
 The keys of `text_config` are fields of `K3Config` itself; `linear_attn_config` and `vision_config` are nested.
-`to_dict` gives the official nested layout back. The one key of our own is `k3rl_quantization`.
+`to_dict` gives the official nested layout back. The keys of our own are `k3rl_quantization` and, where a part of K3
+is replaced, `k3rl_ablation`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from k3rl.config import K3Error
+from k3rl.model.ablation import K3_PARTS, AblationConfig, ModelConfigError
 from k3rl.tokens.special_ids import K3_SPECIAL_IDS, SMALL_SPECIAL_IDS
 
 MX_BLOCK = 32  # elements that share one scale
-
-
-class ModelConfigError(K3Error, ValueError):
-    """A model configuration that this program cannot compute; the message says what to change."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +67,12 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What training keeps in the loop. `scale_rule` is that of `numerics.mx` for weights and activations.
+    """What is quantized, and when. `scale_rule` is that of `numerics.mx` for weights and activations.
 
-    weights: routed experts are MXFP4 ("mxfp4") or plain ("none"); activations: inputs of w1, w3 and w2 of the
-    routed experts are MXFP8 ("mxfp8") or plain ("none").
+    weights: routed experts are MXFP4 in the loop ("mxfp4"), plain ("none"), or plain until a checkpoint is saved
+    ("post_hoc"): the model then computes without any quantization, and what is saved has MXFP4 experts and says
+    "mxfp4". activations: inputs of w1, w3 and w2 of the routed experts are MXFP8 ("mxfp8") or plain ("none"); with
+    "post_hoc" weights this too holds for the saved model only.
     """
 
     weights: str = "mxfp4"
@@ -84,7 +81,7 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         for key, allowed in (
-            ("weights", ("mxfp4", "none")),
+            ("weights", ("mxfp4", "post_hoc", "none")),
             ("scale_rule", ("ceil", "floor", "even")),
             ("activations", ("mxfp8", "none")),
         ):
@@ -92,6 +89,17 @@ class QuantizationConfig:
                 raise ModelConfigError(
                     f"k3rl_quantization.{key} is {getattr(self, key)!r}; it must be one of {', '.join(allowed)}"
                 )
+
+    @property
+    def computed_activations(self) -> str:
+        """What this model does to expert inputs: "mxfp8" or "none"."""
+        return "none" if self.weights == "post_hoc" else self.activations
+
+    def shipped(self) -> QuantizationConfig:
+        """What a saved checkpoint says: post-hoc quantization is done by saving."""
+        if self.weights != "post_hoc":
+            return self
+        return dataclasses.replace(self, weights="mxfp4")
 
 
 # Keys with one supported value: the model would be another one with any other.
@@ -241,6 +249,7 @@ class K3Config:
     initializer_range: float = 0.02
     vision_config: VisionConfig | None = None
     quantization: QuantizationConfig = QuantizationConfig(weights="none")
+    ablation: AblationConfig = K3_PARTS
     other_keys: Mapping[str, Any] = field(default_factory=dict, compare=False)  # text keys kept for writing back
 
     def __post_init__(self) -> None:
@@ -262,8 +271,9 @@ class K3Config:
                     f"linear_attn_config.{key} is {getattr(self.linear_attn_config, key)!r}; "
                     f"this program computes only {wanted!r}"
                 )
-        if self.quantization.weights == "mxfp4":
-            for key in ("routed_expert_hidden_size", "moe_intermediate_size"):
+        if self.quantization.weights != "none":
+            inputs = "hidden_size" if self.ablation.experts == "full_width" else "routed_expert_hidden_size"
+            for key in (inputs, "moe_intermediate_size"):
                 if getattr(self, key) % MX_BLOCK:
                     raise ModelConfigError(
                         f"{key} is {getattr(self, key)}; MXFP4 experts need a multiple of {MX_BLOCK}"
@@ -280,18 +290,29 @@ class K3Config:
             )
         if self.attn_res_block_size < 1:
             raise ModelConfigError(f"attn_res_block_size is {self.attn_res_block_size}; it must be at least 1")
+        if self.ablation.attention == "mla_rope" and self.qk_rope_head_dim % 2:
+            raise ModelConfigError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; rotation needs an even number")
 
     # -- layer maps, all 0-based --------------------------------------------------------------------------------
 
     @cached_property
     def kda_layers(self) -> tuple[int, ...]:
         """KDA layers, counted from 0."""
+        if self.ablation.attention != "hybrid":
+            return ()
         return tuple(layer - 1 for layer in sorted(self.linear_attn_config.kda_layers))
 
     @cached_property
     def mla_layers(self) -> tuple[int, ...]:
         """Gated MLA layers, counted from 0."""
+        if self.ablation.attention != "hybrid":
+            return tuple(range(self.num_hidden_layers))
         return tuple(layer - 1 for layer in sorted(self.linear_attn_config.full_attn_layers))
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """What a routed expert reads and writes: the latent's width, or the hidden width."""
+        return self.hidden_size if self.ablation.experts == "full_width" else self.routed_expert_hidden_size
 
     @cached_property
     def moe_layers(self) -> tuple[int, ...]:
@@ -324,7 +345,8 @@ class K3Config:
         if "text_config" not in given:
             raise ModelConfigError("config.json has no text_config; the official layout nests the language model there")
         text = dict(given["text_config"])
-        _refuse_other_models(text, _FIXED_TEXT, "text_config")
+        ablation = AblationConfig.from_dict(given.get("k3rl_ablation", {}))
+        _refuse_other_models(text, {**_FIXED_TEXT, **ablation.official_keys()}, "text_config")
         if "num_key_value_heads" in text and text["num_key_value_heads"] != text.get("num_attention_heads"):
             raise ModelConfigError(
                 f"num_key_value_heads is {text['num_key_value_heads']}; it must equal num_attention_heads"
@@ -336,7 +358,7 @@ class K3Config:
         if vision is not None:
             _refuse_other_models(vision, _FIXED_VISION, "vision_config")
             values["vision_config"] = VisionConfig(**_pick(VisionConfig, vision, "vision_config"))
-        values["quantization"] = cls._quantization(given, text)
+        values["quantization"], values["ablation"] = cls._quantization(given, text), ablation
         known = {entry.name for entry in dataclasses.fields(cls)} | set(_CONSTANT_TEXT)
         known |= {"num_key_value_heads", "quantization_config"}
         values["other_keys"] = {key: value for key, value in text.items() if key not in known}
@@ -355,8 +377,9 @@ class K3Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The official nested layout, ready for `config.json`; `from_dict` reads it back to an equal config."""
-        own = ("vision_config", "quantization", "other_keys", "media_placeholder_token_id", "mla_latent_norm_eps")
-        text: dict[str, Any] = {**self.other_keys, **_CONSTANT_TEXT}
+        own = {"vision_config", "quantization", "ablation", "other_keys"}
+        own |= {"media_placeholder_token_id", "mla_latent_norm_eps"}
+        text: dict[str, Any] = {**self.other_keys, **_CONSTANT_TEXT, **self.ablation.official_keys()}
         for entry in dataclasses.fields(self):
             if entry.name not in own:
                 text[entry.name] = getattr(self, entry.name)
@@ -372,6 +395,8 @@ class K3Config:
         if self.vision_config is not None:
             top["vision_config"] = _plain(self.vision_config)
         top["k3rl_quantization"] = _plain(self.quantization)
+        if replaced := self.ablation.to_dict():
+            top["k3rl_ablation"] = replaced
         return top
 
     def replace(self, **changes: Any) -> K3Config:

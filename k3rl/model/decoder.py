@@ -77,10 +77,10 @@ class DecoderLayer(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, **kind)
         self.post_attention_layernorm = RMSNorm(hidden, eps, **kind)
-        self.self_attention_res_norm = Weight(hidden, **kind)
-        self.self_attention_res_proj = Weight(1, hidden, **kind)
-        self.mlp_res_norm = Weight(hidden, **kind)
-        self.mlp_res_proj = Weight(1, hidden, **kind)
+        mixes = config.ablation.residual == "attn_res"
+        for site in ("self_attention", "mlp") if mixes else ():
+            setattr(self, f"{site}_res_norm", Weight(hidden, **kind))
+            setattr(self, f"{site}_res_proj", Weight(1, hidden, **kind))
         self.is_kda = layer in config.kda_layers
         self.self_attn = (KimiDeltaAttention if self.is_kda else GatedMLA)(config, layer, **kind)
         self.is_moe = layer in config.moe_layers
@@ -88,23 +88,30 @@ class DecoderLayer(nn.Module):
             self.block_sparse_moe = LatentMoE(config, layer, **kind)
         else:
             self.mlp = MLP(config, config.intermediate_size, **kind)
-        self.starts_block = layer % config.attn_res_block_size == 0
+        self.mixes = mixes
+        self.starts_block = mixes and layer % config.attn_res_block_size == 0  # without blocks the stream is a sum
 
     def forward(
         self, stream: ResidualStream, parts: list[_Part], routes: Tensor | None, observer: ForwardObserver | None
     ) -> Tensor | None:
         """Reads and extends the stream; returns the expert ids [N, k], or None for a dense layer."""
-        seen = stream.read(self.self_attention_res_norm.weight, self.self_attention_res_proj.weight)
+        seen = self._read(stream, "self_attention")
         if self.starts_block:
             stream.push()
         stream.add(self._attend(self.input_layernorm(seen), parts, observer))
-        x = self.post_attention_layernorm(stream.read(self.mlp_res_norm.weight, self.mlp_res_proj.weight))
+        x = self.post_attention_layernorm(self._read(stream, "mlp"))
         if not self.is_moe:
             stream.add(self.mlp(x))
             return None
         out, ids = self.block_sparse_moe(x, routes, observer)
         stream.add(out)
         return ids
+
+    def _read(self, stream: ResidualStream, site: str) -> Tensor:
+        """What a site sees of the stream [N, H]."""
+        if not self.mixes:
+            return stream.total()
+        return stream.read(getattr(self, f"{site}_res_norm").weight, getattr(self, f"{site}_res_proj").weight)
 
     def _attend(self, x: Tensor, parts: list[_Part], observer: ForwardObserver | None) -> Tensor:
         attend: Callable[[Tensor, Layout, Cache | None], Tensor] = (
@@ -129,8 +136,10 @@ class DecoderStack(nn.Module):
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size, **kind)
         self.layers = nn.ModuleList(DecoderLayer(config, n, **kind) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
-        self.output_attn_res_norm = Weight(config.hidden_size, **kind)
-        self.output_attn_res_proj = Weight(1, config.hidden_size, **kind)
+        self.mixes = config.ablation.residual == "attn_res"
+        if self.mixes:
+            self.output_attn_res_norm = Weight(config.hidden_size, **kind)
+            self.output_attn_res_proj = Weight(1, config.hidden_size, **kind)
 
     def forward(
         self, embedded: Tensor, parts: list[_Part], routes: Tensor | None, observer: ForwardObserver | None
@@ -143,6 +152,8 @@ class DecoderStack(nn.Module):
             ids = layer(stream, parts, replay if layer.is_moe else None, observer)
             if ids is not None:
                 used.append(ids)
+        if not self.mixes:
+            return self.norm(stream.total()), used
         return self.norm(stream.read(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight)), used
 
 
@@ -205,6 +216,12 @@ class K3ForCausalLM(nn.Module):
         for number, layer in enumerate(self.language_model.model.layers):
             if isinstance(layer, DecoderLayer) and layer.is_moe:
                 yield number, layer.block_sparse_moe.gate.e_score_correction_bias
+
+    def moe_parts(self) -> Iterator[LatentMoE]:
+        """The LatentMoE of every MoE layer in depth order."""
+        for layer in self.language_model.model.layers:
+            if isinstance(layer, DecoderLayer) and layer.is_moe:
+                yield layer.block_sparse_moe
 
     # -- forward ------------------------------------------------------------------------------------------------
 

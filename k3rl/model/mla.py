@@ -2,7 +2,8 @@
 
 Training and prefill expand the latents to keys and values on a padded grid; one-token decode works in latent space
 (the K half of kv_b_proj goes into the query, the V half onto the output). Both read the same cache: per token the
-normed latent and the shared key part, which is never rotated.
+normed latent and the shared key part. K3 rotates neither; `AblationConfig.attention` "mla_rope" rotates the shared key
+part and its queries by the token's position before they are used or cached.
 
 Letters: N rows, h heads, n and r the two parts of a key (nope, rope), D = n + r, V value width, Z latent width.
 """
@@ -20,6 +21,8 @@ from k3rl.model.fused import Fused, Weight
 from k3rl.model.layout import Grid, Layout
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.types import ForwardObserver
+
+ROPE_BASE = 10000.0
 
 
 def _to_grid(x: Tensor, grid: Grid) -> Tensor:
@@ -49,6 +52,16 @@ def _largest(logits: Tensor, grid: Grid, heads: int) -> Tensor:
     b, t = grid.rows.shape
     rows = logits.view(b, heads, t, t).amax(-1).masked_fill(~grid.valid.view(b, 1, t), float("-inf"))
     return rows.amax((0, 2))
+
+
+def rotate(x: Tensor, position: Tensor) -> Tensor:
+    """x [N, ..., r] turned by position [N] int64, in x's dtype: channels (2i, 2i + 1) by position * 10000^(-2i / r)."""
+    kind, r = wide(x.dtype), x.shape[-1]
+    frequency = ROPE_BASE ** (-torch.arange(0, r, 2, dtype=kind, device=x.device) / r)
+    angle = (position.to(kind).unsqueeze(-1) * frequency).view(len(position), *[1] * (x.dim() - 2), r // 2)
+    real, imaginary = x.to(kind).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -104,6 +117,7 @@ class GatedMLA(nn.Module):
         self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.latent = config.kv_lora_rank
         self.scale = (self.nope + self.rope) ** -0.5
+        self.rotates = config.ablation.attention == "mla_rope"
         h, hidden, q_rank = self.heads, config.hidden_size, config.q_lora_rank
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self.q_a_proj = Weight(q_rank, hidden, **kind)
@@ -123,8 +137,12 @@ class GatedMLA(nn.Module):
         q = nn.functional.linear(self.q_a_layernorm(q_a), self.q_b_proj.weight)
         q = q.view(-1, self.heads, self.nope + self.rope)
         c = self.kv_a_layernorm(c)
-        if cache is not None:
-            past = cache.lengths.to(x.device)
+        past = None if cache is None else cache.lengths.to(x.device)
+        if self.rotates:
+            position = layout.position if past is None else past.index_select(0, layout.segment) + layout.position
+            q = torch.cat([q[..., : self.nope], rotate(q[..., self.nope :], position)], dim=-1)
+            k_r = rotate(k_r, position)
+        if cache is not None and past is not None:
             position = past.index_select(0, layout.segment) + layout.position
             cache.append_latent(self.layer, layout.segment, position, torch.cat([c, k_r], dim=-1))
             if layout.longest == 1:

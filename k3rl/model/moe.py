@@ -1,5 +1,7 @@
 """Stable LatentMoE (k3.md 4): router over all experts, routed experts in a latent space, shared experts beside them.
 
+`AblationConfig.experts` leaves out the norm on the sum, or the latent altogether.
+
 The routed experts of a layer are one bank with per-expert leaf parameters and a written-out backward: tokens are
 sorted by expert once, each expert does two products forward and four backward, everything else is one call for all.
 
@@ -8,6 +10,7 @@ Letters: N rows, E experts, k experts per token, Z latent width, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +18,8 @@ from torch import Tensor, nn
 
 from k3rl.model.config import K3Config, QuantizationConfig
 from k3rl.model.fused import Fused, Weight
+from k3rl.model.gated import GatedUnit, gated_unit
 from k3rl.model.norm import RMSNorm, wide
-from k3rl.model.situ import situ, situ_backward, situ_from_parts, situ_parts
 from k3rl.numerics import mx
 from k3rl.types import ForwardObserver
 
@@ -25,20 +28,27 @@ _GRID_ROOM = 64  # rows of the busiest expert, at most
 _GRID_WASTE = 4  # cells for each row that is there, at most
 
 
+RouterLoss = Callable[[int, Tensor, Tensor], None]
+
+
+def _unit(config: K3Config) -> GatedUnit:
+    return gated_unit(config.ablation, config.activation_situ_beta, config.activation_situ_linear_beta)
+
+
 class MLP(nn.Module):
-    """SiTU-GLU MLP: the dense layer, and the shared experts as one MLP of their summed width."""
+    """Gated MLP: the dense layer, and the shared experts as one MLP of their summed width."""
 
     def __init__(self, config: K3Config, width: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.gate_proj = Weight(width, config.hidden_size, dtype=dtype, device=device)
         self.up_proj = Weight(width, config.hidden_size, dtype=dtype, device=device)
         self.down_proj = Weight(config.hidden_size, width, dtype=dtype, device=device)
-        self._betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+        self.unit = _unit(config)
         self._inputs = Fused([self.gate_proj.weight, self.up_proj.weight])
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]."""
-        return nn.functional.linear(situ(self._inputs.linear(x), *self._betas), self.down_proj.weight)
+        return nn.functional.linear(self.unit(self._inputs.linear(x)), self.down_proj.weight)
 
 
 class _Expert(nn.Module):
@@ -99,15 +109,15 @@ def _sum_choices(rows: Tensor, place: Tensor, weights: Tensor | None, k: int) ->
 
 
 class _ExpertBank(torch.autograd.Function):
-    """z [N, Z], weights [N, k], ids [N, k] -> sum_e p_e W2_e SiTU(W1_e z, W3_e z) [N, Z]."""
+    """z [N, Z], weights [N, k], ids [N, k] -> sum_e p_e W2_e unit(W1_e z, W3_e z) [N, Z]."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, weights: Tensor, ids: Tensor, bank: ExpertBank, *parameters: Tensor) -> Tensor:
         gate_up, down = bank.matrices()
         sort = _sort(ids, bank.experts)
         rows = bank.read(z).index_select(0, sort.token)
-        parts = situ_parts(_per_expert(rows, gate_up.mT, sort.counts), *bank.betas)
-        active = bank.read(situ_from_parts(parts, *bank.betas).to(z.dtype))
+        parts = bank.unit.parts(_per_expert(rows, gate_up.mT, sort.counts))
+        active = bank.read(bank.unit.value(parts).to(z.dtype))
         result = _per_expert(active, down.mT, sort.counts)
         ctx.save_for_backward(weights, sort.order, sort.token, sort.inverse, gate_up, down, rows, *parts, active)
         ctx.bank, ctx.counts = bank, sort.counts
@@ -121,7 +131,7 @@ class _ExpertBank(torch.autograd.Function):
         weight = weights.reshape(-1, 1).index_select(0, order).to(kind)
         d_active = _per_expert(spread, down, counts)
         d_weights = torch.linalg.vecdot(d_active, active).index_select(0, inverse).view_as(weights)
-        d_hidden = situ_backward(d_active.mul_(weight), tuple(parts), *bank.betas).to(kind)
+        d_hidden = bank.unit.backward(d_active.mul_(weight), tuple(parts)).to(kind)
         d_z = _sum_choices(_per_expert(d_hidden, gate_up, counts), inverse, None, weights.shape[1]).to(kind)
         d_gate_up = _outer(d_hidden, rows, counts, torch.empty_like(gate_up))
         d_down = _outer(spread.mul_(weight), active, counts, torch.empty_like(down))
@@ -139,9 +149,9 @@ class ExpertBank:
 
     def __init__(self, experts: nn.ModuleList, config: K3Config) -> None:
         self.experts = len(experts)
-        self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+        self.unit = _unit(config)
         self.quantization: QuantizationConfig = config.quantization
-        latent, width = config.routed_expert_hidden_size, config.moe_intermediate_size
+        latent, width = config.expert_hidden_size, config.moe_intermediate_size
         first = [weight for e in experts for weight in (e.w1.weight, e.w3.weight)]  # type: ignore[union-attr]
         second = [e.w2.weight for e in experts]  # type: ignore[union-attr]
         self._gate_up = Fused(first, (self.experts, 2 * width, latent))  # type: ignore[arg-type]
@@ -158,7 +168,7 @@ class ExpertBank:
 
     def read(self, x: Tensor) -> Tensor:
         """What a product sees of its input [R, n]: the values, or their MXFP8 rounding."""
-        if self.quantization.activations == "none":
+        if self.quantization.computed_activations == "none":
             return x
         return mx.fake_quantize_mxfp8(x, self.quantization.scale_rule)
 
@@ -180,7 +190,7 @@ class ExpertBank:
         return _sum_choices(result, place, weights, weights.shape[1]).to(z.dtype)
 
     def _activate(self, hidden: Tensor) -> Tensor:
-        return self.read(situ_from_parts(situ_parts(hidden, *self.betas), *self.betas).to(hidden.dtype))
+        return self.read(self.unit.value(self.unit.parts(hidden)).to(hidden.dtype))
 
     def _grid(self, sort: _Sorted, ids: Tensor, room: int) -> tuple[Tensor, Tensor]:
         """Cells [E * room] with `room` rows for each expert -> cell of each assignment [N * k], token of each cell."""
@@ -205,22 +215,36 @@ class _Gate(nn.Module):
 
 
 class LatentMoE(nn.Module):
-    """One MoE layer. Its parameters carry the official names under `block_sparse_moe`."""
+    """One MoE layer. Its parameters carry the official names under `block_sparse_moe`.
+
+    router_loss: told (layer, scores [N, E] with gradient, ids [N, k]) in training forwards, for a loss on the router;
+    None, as in K3, costs nothing.
+    """
 
     def __init__(self, config: K3Config, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.layer = layer
         self.k, self.scaling = config.num_experts_per_token, config.routed_scaling_factor
         self.renormalize = config.moe_renormalize and self.k > 1
-        latent, width = config.routed_expert_hidden_size, config.moe_intermediate_size
+        latent, width = config.expert_hidden_size, config.moe_intermediate_size
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.router_loss: RouterLoss | None = None
         self.gate = _Gate(config, **kind)
         self.experts = nn.ModuleList(_Expert(latent, width, **kind) for _ in range(config.num_experts))
         self.shared_experts = MLP(config, config.num_shared_experts * width, **kind)
-        self.routed_expert_down_proj = Weight(latent, config.hidden_size, **kind)
-        self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps, **kind)
-        self.routed_expert_up_proj = Weight(config.hidden_size, latent, **kind)
+        self.in_latent = config.ablation.experts != "full_width"
+        self.norms_sum = config.ablation.experts == "latent_norm"
+        if self.in_latent:
+            self.routed_expert_down_proj = Weight(latent, config.hidden_size, **kind)
+            if self.norms_sum:
+                self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps, **kind)
+            self.routed_expert_up_proj = Weight(config.hidden_size, latent, **kind)
         self._bank = ExpertBank(self.experts, config)
+
+    @property
+    def bank(self) -> ExpertBank:
+        """The routed experts."""
+        return self._bank
 
     def route(self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None) -> tuple[Tensor, Tensor]:
         """x [N, H] -> weights [N, k] in float32 or wider, expert ids [N, k] int64.
@@ -230,6 +254,8 @@ class LatentMoE(nn.Module):
         kind = wide(x.dtype)
         scores = torch.sigmoid(nn.functional.linear(x.to(kind), self.gate.weight.to(kind)))
         ids = self._choose(scores.detach(), observer if torch.is_grad_enabled() else None, routes)
+        if self.router_loss is not None and torch.is_grad_enabled():
+            self.router_loss(self.layer, scores, ids)
         weights = scores.gather(1, ids)
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -248,7 +274,11 @@ class LatentMoE(nn.Module):
     def forward(self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None) -> tuple[Tensor, Tensor]:
         """x [N, H] -> output [N, H] and the expert ids used [N, k] int64."""
         weights, ids = self.route(x, routes, observer)
+        if not self.in_latent:
+            return self._bank(x, weights, ids) + self.shared_experts(x), ids
         z = nn.functional.linear(x, self.routed_expert_down_proj.weight)
-        u = self.routed_expert_norm(self._bank(z, weights, ids))
+        u = self._bank(z, weights, ids)
+        if self.norms_sum:
+            u = self.routed_expert_norm(u)
         routed = nn.functional.linear(u, self.routed_expert_up_proj.weight)
         return routed + self.shared_experts(x), ids

@@ -8,7 +8,7 @@ auxiliary loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class QuantileBalancer:
     """Histograms of required biases for every MoE layer, and the update made from them once a step.
 
     `counts` [L, E, 1000] int32 and `loads` [L, E] int64 are sums over tokens: add those of other ranks or micro-batches
-    (see `tensors`) before `update`. L counts MoE layers in depth order, as in `routes`.
+    (`all_reduce`) before `update`. L counts MoE layers in depth order, as in `routes`.
 
     Raises BalanceError when top_k is not below n_experts: then every token goes everywhere and there is no cutoff.
     """
@@ -85,6 +85,15 @@ class QuantileBalancer:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """(counts, loads): what is summed over ranks, in place, once a step before `update`."""
         return self.counts, self.loads
+
+    @torch.no_grad()
+    def all_reduce(self, add: Callable[[Tensor], None]) -> None:
+        """Sum counts and loads over ranks with one call of `add`, which sums an int32 tensor over them in place."""
+        flat = torch.cat([self.counts.flatten(), self.loads.flatten().to(torch.int32)])
+        add(flat)
+        counts, loads = flat.split([self.counts.numel(), self.loads.numel()])
+        self.counts.copy_(counts.view_as(self.counts))
+        self.loads.copy_(loads.view_as(self.loads))
 
     @torch.no_grad()
     def update(self, biases: Sequence[Tensor]) -> list[Tensor]:

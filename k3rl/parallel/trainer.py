@@ -16,11 +16,12 @@ import torch
 from pydantic import Field
 
 from k3rl.config import Config, K3Error
-from k3rl.data.batch import TrainBatch
+from k3rl.data.batch import BatchError, TrainBatch
+from k3rl.data.images import stack
 from k3rl.losses import LossInputs, LossOutput
 from k3rl.model import K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
-from k3rl.optim import PerHeadMuon, QuantileBalancer, qk_clip_
+from k3rl.optim import AuxiliaryLoss, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_
 from k3rl.parallel.data import DataParallel, PeerFailed
 from k3rl.run.metrics import Accumulator
 
@@ -44,8 +45,15 @@ class TrainerConfig(Config):
     """Largest global gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: int = Field(6144, ge=1)
     """Token budget of one forward and backward pass."""
-    balance: Literal["step", "batch", "freeze"] = "step"
-    """When Quantile Balancing moves the router bias: each optimizer step, once per batch of steps, or never."""
+    balance: Literal["step", "batch", "fresh", "freeze"] = "step"
+    """When the router bias moves: each optimizer step, once per batch of steps, once per batch from those tokens only
+    that the newest weights sampled (`TrainBatch.fresh`), or never."""
+    balance_by: Literal["quantile", "fixed_step", "auxiliary_loss", "none"] = "quantile"
+    """K3's Quantile Balancing, or what it replaces: a bias moved by `balance_rate`, a loss on the router, nothing."""
+    balance_rate: float = Field(0.001, gt=0)
+    """Change of the bias a step with `fixed_step`."""
+    auxiliary_weight: float = Field(0.01, ge=0)
+    """Weight of the loss with `auxiliary_loss`."""
     qk_clip: float = Field(100.0, gt=0)
     """Largest pre-softmax logit of MLA before its query and key weights are scaled down."""
 
@@ -57,10 +65,11 @@ class _Statistics:
         self._biases = dict(model.router_biases())
         self._index = {layer: i for i, layer in enumerate(self._biases)}
         self._balancer = balancer
+        self.counted: torch.Tensor | None = None  # bool [rows] of the micro-batch: who counts in the load
         self.max_logits: dict[int, torch.Tensor] = {}
 
     def router(self, layer: int, scores: torch.Tensor, cutoff: torch.Tensor) -> None:
-        self._balancer.observe(self._index[layer], scores, cutoff, self._biases[layer])
+        self._balancer.observe(self._index[layer], scores, cutoff, self._biases[layer], self.counted)
 
     def attention_logits(self, layer: int, maximum: torch.Tensor) -> None:
         seen = self.max_logits.get(layer)
@@ -71,7 +80,10 @@ class Trainer:
     """Owns a model, its optimizer, its balancing bias and its step count."""
 
     def __init__(self, model: K3ForCausalLM, config: TrainerConfig, group: DataParallel | None = None) -> None:
-        """group: the data-parallel ranks that train together, each with its own copy; None for one process."""
+        """group: the data-parallel ranks that train together, each with its own copy; None for one process.
+
+        A vision tower is frozen: its parameters no longer require a gradient.
+        """
         self.model = model
         self.config = config
         self.group = group
@@ -81,6 +93,9 @@ class Trainer:
             stored = stored_dtype(name, quantization.weights)
             return project(master, stored, quantization.scale_rule)
 
+        for name, parameter in model.official_parameters():
+            if name.startswith("vision_tower."):
+                parameter.requires_grad_(False)
         self.optimizer = PerHeadMuon(
             model.official_parameters(),
             model.config,
@@ -94,6 +109,9 @@ class Trainer:
         self.balancer = QuantileBalancer(
             model.config.num_experts, model.config.num_experts_per_token, len(model.config.moe_layers)
         )
+        self.auxiliary: AuxiliaryLoss | None = None
+        if config.balance_by == "auxiliary_loss":
+            self.auxiliary = AuxiliaryLoss(config.auxiliary_weight, model.config.num_experts_per_token)
         self.steps = 0
 
     def target_inputs(self, batch: TrainBatch, temperature: float = 1.0) -> LossInputs:
@@ -102,8 +120,21 @@ class Trainer:
         ids = torch.from_numpy(batch.input_ids).to(device)
         targets = torch.from_numpy(np.flatnonzero(batch.loss_mask)).to(device)
         routes = None if batch.routes is None else torch.from_numpy(batch.routes)[None].to(device)
-        out = self.model.hidden(ids[None], cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device), routes=routes)
-        logits = self.model.logits(out.hidden[0].index_select(0, targets - 1))
+        before, pixel_values, grid_thws = targets - 1, None, None
+        if pictures := [image for own in batch.images or () for image in own]:
+            if routes is not None:
+                raise BatchError("a batch has images and recorded routes; routes of image rows are not recorded")
+            pixels, grids = stack(pictures)
+            pixel_values, grid_thws = torch.from_numpy(pixels), torch.from_numpy(grids)
+            before = torch.from_numpy(self._rows(batch).cumsum() - 1).to(device)[before]  # the last row of each token
+        out = self.model.hidden(
+            ids[None],
+            cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device),
+            routes=routes,
+            pixel_values=pixel_values,
+            grid_thws=grid_thws,
+        )
+        logits = self.model.logits(out.hidden[0].index_select(0, before))
         if temperature not in (0.0, 1.0):
             logits = logits / temperature
         table = torch.log_softmax(logits, dim=-1)
@@ -124,6 +155,10 @@ class Trainer:
             entropy=entropy,
         )
 
+    def _rows(self, batch: TrainBatch) -> np.ndarray:
+        """int64 [N]: rows of the model that each token becomes."""
+        return batch.rows_per_token(self.model.config.media_placeholder_token_id)
+
     def train(
         self,
         batch: TrainBatch | None,
@@ -139,7 +174,7 @@ class Trainer:
 
         batch: this rank's share of the global batch, None when it has no sequence.
         lr_scale: the schedule's factor on both learning rates; temperature: the sampler's, so that logprobs compare.
-        last_of_batch: whether the rollout batch ends with this step (for `balance = "batch"`).
+        last_of_batch: whether the rollout batch ends with this step (for `balance` "batch" and "fresh").
         """
         started = time.perf_counter()
         statistics = _Statistics(self.model, self.balancer)
@@ -158,6 +193,8 @@ class Trainer:
         metrics.add("optim/grad_norm", norm)
         metrics.add("optim/lr", self.config.muon_lr * lr_scale)
         metrics.add("optim/qk_clipped_heads", clipped)
+        for largest in max_logits.values():
+            metrics.maximum("attention/logit/max", float(largest.max()))
         metrics.add("perf/train_tokens", batch.tokens if batch is not None else 0)
         metrics.add("time/train_step", time.perf_counter() - started)
         return metrics
@@ -184,33 +221,65 @@ class Trainer:
         metrics = Accumulator()
         self.optimizer.zero_grad()
         self.model.observer = statistics
+        self._watch_router(self.auxiliary)
         try:
             for micro in [] if batch is None else batch.split(self.config.micro_batch_tokens):
+                if self.config.balance == "fresh":
+                    statistics.counted = self._counted(micro, metrics)
                 out = loss(self.target_inputs(micro, temperature))
+                total = out.loss if self.auxiliary is None else out.loss + self._auxiliary_loss(micro, metrics)
                 if not torch.isfinite(out.loss):
                     raise NonFiniteLoss(
                         f"the loss of step {self.steps} is {out.loss.item()}; wanted a finite number. "
                         "The weights are unchanged; lower the learning rate or look at the batch"
                     )
-                out.loss.backward()
+                total.backward()
                 _keep(metrics, out)
         finally:
             self.model.observer = None
+            self._watch_router(None)
         return metrics
 
+    def _watch_router(self, auxiliary: AuxiliaryLoss | None) -> None:
+        if self.auxiliary is not None:
+            self.auxiliary.clear()
+            for part in self.model.moe_parts():
+                part.router_loss = auxiliary
+
+    def _auxiliary_loss(self, micro: TrainBatch, metrics: Accumulator) -> torch.Tensor:
+        """The loss on the router, weighted by the micro-batch's share of the global batch."""
+        assert self.auxiliary is not None
+        share, term = float(micro.weights.sum()), self.auxiliary.take()
+        metrics.add("moe/auxiliary_loss", float(term.detach()) * share, share)
+        return term * share
+
+    def _counted(self, micro: TrainBatch, metrics: Accumulator) -> torch.Tensor:
+        """bool [rows]: rows of fresh tokens."""
+        fresh = np.ones(micro.tokens, bool) if micro.fresh is None else micro.fresh
+        metrics.add("moe/fresh_tokens", float(fresh.sum()), micro.tokens)
+        return torch.from_numpy(np.repeat(fresh, self._rows(micro))).to(self.model.device)
+
     def _balance(self, metrics: Accumulator, last_of_batch: bool) -> None:
-        due = self.config.balance == "step" or (self.config.balance == "batch" and last_of_batch)
+        frozen = self.config.balance == "freeze" or self.config.balance_by in ("auxiliary_loss", "none")
+        due = not frozen and (self.config.balance == "step" or last_of_batch)
         if due and self.group is not None:
-            self.group.sum(*self.balancer.tensors())
+            self.balancer.all_reduce(self.group.sum)
         for violation in self.balancer.max_violation():  # one value a MoE layer
             metrics.add("moe/max_vio/mean", violation)
             metrics.maximum("moe/max_vio/max", violation)
-        if self.config.balance == "freeze":
+        if frozen:
             self.balancer.clear()
         elif due:
             biases = [bias for _, bias in self.model.router_biases()]
-            for bias, new in zip(biases, self.balancer.update(biases), strict=True):
+            for bias, new in zip(biases, self._next_biases(biases), strict=True):
                 bias.copy_(new)
+
+    def _next_biases(self, biases: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        if self.config.balance_by == "quantile":
+            return self.balancer.update(biases)
+        new = fixed_step(biases, self.balancer.loads, self.config.balance_rate)
+        self.balancer.clear()
+        return new
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> np.ndarray:

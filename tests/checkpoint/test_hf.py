@@ -19,14 +19,17 @@ from torch import Tensor
 
 from k3rl.checkpoint import (
     CheckpointError,
+    add_to_card,
     assign_official_tensors,
     load_checkpoint,
     official_tensors,
+    read_card,
     save_checkpoint,
     stored_dtype,
 )
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.numerics import mx, project
+from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.tokens import TOKENIZER_FILES, Tokenizer
 
 
@@ -128,6 +131,23 @@ def test_saved_directory_holds_what_other_programs_look_for(nano, tmp_path) -> N
     assert "# T\n" in card
     assert "| steps | 3 |" in card
     assert tensors["language_model.model.layers.0.self_attn.A_log"].shape == (32,)
+
+
+def test_facts_can_be_added_to_a_card_after_saving(nano, tmp_path) -> None:
+    save_checkpoint(nano(0), tmp_path / "ck", card={"title": "T", "config_hash": "abc", "note": "a | b"})
+    before = files_of(tmp_path / "ck")
+    add_to_card(tmp_path / "ck", {"pass@1 coding-lists": 0.625, "note": "c | d"})
+    add_to_card(tmp_path / "ck", {"pass@1 coding-lists": 0.75})
+    facts = read_card(tmp_path / "ck")
+    assert (facts["config_hash"], facts["pass@1 coding-lists"], facts["note"]) == ("abc", "0.75", "c | d")
+    text = (tmp_path / "ck" / "README.md").read_text()
+    assert text.count("pass@1") == 1
+    assert text.index("| note |") < text.index("| pass@1 coding-lists | 0.75 |") < text.index("```python")
+    assert equal(before, files_of(tmp_path / "ck"))
+    save_checkpoint(nano(0), tmp_path / "copy", card=read_card(tmp_path / "ck"))
+    assert read_card(tmp_path / "copy") == facts
+    with pytest.raises(CheckpointError, match="does not exist"):
+        add_to_card(tmp_path, {"a": 1})
 
 
 def test_the_loaded_configuration_keeps_quantization_in_the_loop(nano, tmp_path) -> None:
@@ -318,3 +338,11 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(nano, tmp_path) -> None:
         assert any(equal(loaded, one) for one in either)
     save_checkpoint(nano(1), path)  # leftovers of the killed writers are cleared away
     assert [p.name for p in tmp_path.iterdir()] == ["ck"]
+
+
+@pytest.mark.parametrize("case", ["a", "d", "v"])
+def test_a_trainer_that_has_taken_no_step_changes_no_stored_byte(golden_dir, case) -> None:
+    """The golden experts were packed by another rule, with negative zeros; masters must not re-quantize them."""
+    model = load_checkpoint(golden_dir(case), dtype=torch.float32)
+    Trainer(model, TrainerConfig())
+    assert equal(stored(model), load_file(golden_dir(case) / "model.safetensors"))

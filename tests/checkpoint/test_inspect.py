@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -75,3 +76,61 @@ def test_files_that_disagree_with_the_configuration_are_refused(golden_dir, tmp_
 def test_something_else_is_refused() -> None:
     with pytest.raises(CheckpointError, match="neither a checkpoint directory nor one of k3-nano"):
         inspect("k3-giant")
+
+
+def index_only(directory, config: K3Config, total: int | None = None) -> None:
+    """What a user has who downloaded no weights: config.json and the index."""
+    names: dict[str, str] = {}
+    size = 0
+    for entry in tensor_table(config):
+        size += entry.bytes
+        for copy in range(entry.copies):
+            name = entry.name.replace(".experts.0.", f".experts.{copy}.") if entry.copies > 1 else entry.name
+            kinds = ("_packed", "_scale") if entry.stored == "mxfp4" else ("",)
+            names |= {f"{name}{kind}": "model-00001-of-000096.safetensors" for kind in kinds}
+    index = {"metadata": {"total_size": size if total is None else total}, "weight_map": names}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "config.json").write_text(json.dumps(config.to_dict()))
+
+
+def test_an_index_without_weights_arrives_at_the_released_totals(tmp_path) -> None:
+    index_only(tmp_path, K3Config.named("k3"))
+    found = inspect(tmp_path)
+    assert (found["tensors"], found["parameters"]) == (497_220, 2_779_931_834_976)
+    assert found["bytes"] == 1_560_860_324_864
+    assert (found["model"], found["differences"]) == ("k3", {})
+
+
+def test_an_index_that_does_not_fit_its_configuration_is_refused(tmp_path) -> None:
+    index_only(tmp_path, K3Config.named("k3-nano"), total=1)
+    with pytest.raises(CheckpointError, match="the index says 1 bytes"):
+        inspect(tmp_path)
+    index_only(tmp_path, K3Config.named("k3-nano"))
+    (tmp_path / "config.json").write_text(json.dumps(K3Config.named("k3-mini").to_dict()))
+    with pytest.raises(CheckpointError, match=r"is not stored|belongs to no parameter"):
+        inspect(tmp_path)
+
+
+def test_a_tensor_of_another_size_is_named(tmp_path) -> None:
+    model = K3ForCausalLM(K3Config.named("k3-nano").replace(num_experts=4), dtype=torch.float32)
+    model.init_weights(0)
+    save_checkpoint(model, tmp_path / "ck")
+    changed = model.config.replace(intermediate_size=256)
+    (tmp_path / "ck" / "config.json").write_text(json.dumps(changed.to_dict()))
+    with pytest.raises(CheckpointError, match=r"mlp\.\w+_proj.weight has 16384 bytes, wanted 32768"):
+        inspect(tmp_path / "ck")
+
+
+def test_formats_are_counted_by_part_as_they_are_stored(golden_dir, tmp_path) -> None:
+    parts = inspect("k3")["parts"]
+    assert set(parts["routed_experts"]["dtypes"]) == {"mxfp4"}
+    assert set(parts["kda"]["dtypes"]) == {"bf16", "fp32"}
+    assert inspect("k3")["quantized"] == ["routed_experts"]
+    for part in parts.values():
+        assert sum(part["dtypes"].values()) == part["parameters"]
+    plain = json.loads((golden_dir("a") / "config.json").read_text())
+    del plain["text_config"]["quantization_config"]  # what is stored decides, not what the configuration says
+    shutil.copytree(golden_dir("a"), tmp_path / "ck")
+    (tmp_path / "ck" / "config.json").write_text(json.dumps(plain))
+    assert inspect(tmp_path / "ck")["quantized"] == ["routed_experts"]
+    assert inspect(tmp_path / "ck")["bytes"] == inspect(golden_dir("a"))["bytes"]

@@ -235,14 +235,14 @@ def test_a_reader_that_goes_away_is_no_error():
 
 def test_submit_hands_over_the_words_without_the_address(monkeypatch):
     calls = []
-    monkeypatch.setattr(pipelines, "submit", lambda words, address: calls.append((words, address)) or 7)
+    monkeypatch.setattr("k3rl.pipelines.submit.submit", lambda words, address: calls.append((words, address)) or 7)
     assert main(["submit", "rl", "mine:small", "--address", "http://host:8265", "--optim.lr", "1", "--out", "x"]) == 7
     assert calls == [(["rl", "mine:small", "--optim.lr", "1", "--out", "x"], "http://host:8265")]
 
 
 def test_submit_takes_the_address_from_rays_variable(monkeypatch):
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://there:1")
-    monkeypatch.setattr(pipelines, "submit", lambda words, address: int(address != "http://there:1"))
+    monkeypatch.setattr("k3rl.pipelines.submit.submit", lambda words, address: int(address != "http://there:1"))
     assert main(["submit", "rl", "mine:small"]) == 0
 
 

@@ -1,15 +1,18 @@
-"""`k3rl env`: what is there, and what an answer is worth, judged in the real sandbox."""
+"""`k3rl env`: what is there, what an answer is worth in the real sandbox, checks, new packages, acting by hand."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 
 import pytest
 
 from k3rl.cli import main
-from k3rl.cli_env import result_of
+from k3rl.cli_env import answer_of, result_of
+from k3rl.config import ConfigError, MissingResource
 from k3rl.envs import make
+from k3rl.envs.check import Report
 from k3rl.types import Failed, Invalid, Scored
 
 
@@ -85,3 +88,127 @@ def test_a_machine_without_a_sandbox_exits_3_and_does_not_run_the_program(monkey
     assert main(["env", "grade", "coding-lists", str(file), "--task", "0"]) == 3
     assert "bubblewrap" in capsys.readouterr().err
     assert not trace.exists()
+
+
+def test_a_folder_is_an_answer_of_files(tmp_path, monkeypatch):
+    (tmp_path / "pkg" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "pkg" / "b.py").write_text("b = 'ü'\n")
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "pkg" / "__pycache__" / "b.pyc").write_bytes(b"\xff")
+    assert json.loads(answer_of(tmp_path)) == {"files": {"a.txt": "a", "pkg/b.py": "b = 'ü'\n"}}
+    monkeypatch.setattr("k3rl.cli_env.MAX_FOLDER_BYTES", 4)
+    with pytest.raises(ConfigError, match="more than 4 bytes"):
+        answer_of(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "link to folder", "pipe", "bytes"])
+def test_a_folder_with_more_than_text_files_is_refused(tmp_path, kind):
+    place = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "bytes":
+        place.write_bytes(b"\xff\xfe")
+    else:
+        place.symlink_to("/usr" if kind == "link to folder" else "/etc/passwd")
+    with pytest.raises(ConfigError, match=r"plain file|not UTF-8"):
+        answer_of(tmp_path)
+
+
+def test_a_folder_is_graded_like_the_file_that_says_the_same(capsys, tmp_path):
+    (tmp_path / "x.py").write_text("def f(a):\n    return a\n")
+    code, result = graded(capsys, str(tmp_path))
+    assert (code, result["status"], result["reward"]) == (0, "scored", 0.0)
+
+
+@pytest.fixture
+def written(tmp_path, capsys) -> str:
+    folder = str(tmp_path / "word-turns")
+    assert main(["env", "new", "word-turns", "--out", folder]) == 0
+    assert f"next: k3rl env check {folder}" in capsys.readouterr().out
+    return folder
+
+
+def test_a_new_environment_passes_its_check_as_folder_and_as_module(written, capsys):
+    assert main(["env", "check", written, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (row["oracle"], row["oracle_expected"], row["null"], row["leaks"], row["ok"]) == (1.0, 1.0, 0.0, [], True)
+    assert all({"status", "reward"} <= hack.keys() for hack in row["hacks"].values())
+    assert main(["env", "check", written, "word_turns:environment"]) == 0
+    assert capsys.readouterr().out.count("word-turns   ok   oracle 1 (wants 1), null 0, 5 of 5 hacks refused") == 2
+
+
+def test_all_is_every_shipped_environment_and_what_is_missing_exits_3(monkeypatch, capsys):
+    def checked(name, tasks):
+        if name == "chip":
+            raise MissingResource("run `apt-get install yosys`")
+        return Report(name, oracle=1.0, oracle_expected=1.0, null=0.0)
+
+    monkeypatch.setattr("k3rl.cli_env.check", checked)
+    assert main(["env", "check", "--all", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["ok"] is False
+    assert {"chip", "coding-lists", "compiler"} <= found["environments"].keys()
+    assert "apt-get install yosys" in found["environments"]["chip"]["missing"]
+    assert found["environments"]["compiler"]["ok"] is True
+
+
+def test_a_failed_check_exits_1_and_says_why(monkeypatch, capsys):
+    monkeypatch.setattr("k3rl.cli_env.check", lambda name, tasks: Report(name, problems=["a hack paid"]))
+    assert main(["env", "check", "coding-lists"]) == 1
+    assert "FAILED" in (said := capsys.readouterr().out)
+    assert "a hack paid" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["env", "check"],
+        ["env", "check", "coding-lists", "--all"],
+        ["env", "check", "nowhere/at/all"],
+        ["env", "new", "Not A Name"],
+        ["env", "new", "coding-lists"],
+        ["env", "new", "class"],
+        ["env", "new", "fine", "--out", "."],
+    ],
+)
+def test_mistakes_of_check_and_new_exit_2(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "something").write_text("x")
+    assert main(words) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+def played(capsys, monkeypatch, index: int, text: str) -> tuple[str, dict]:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    code = main(["env", "play", "coding-lists", "--task", str(index), "--json"])
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert code == (1 if result["status"] == "failed" else 0)
+    return "\n".join(lines[:-1]), result
+
+
+def test_a_person_can_solve_a_task_by_hand(capsys, monkeypatch, task):
+    shown, result = played(capsys, monkeypatch, 3, task.hidden["program"] + "\n.\n")
+    assert task.messages[0].content in shown
+    assert (result["status"], result["reward"], result["stop_reason"]) == ("scored", 1.0, "completed")
+
+
+def test_a_person_can_call_a_tool_answer_from_a_file_and_is_told_of_mistakes(capsys, monkeypatch, tmp_path):
+    probe = next(t for t in make("coding-lists").tasks("heldout") if t.family == "probe")
+    index = int(probe.id.rpartition("/")[2])
+    file = tmp_path / "answer.py"
+    file.write_text(probe.hidden["program"])
+    call = json.dumps({"code": probe.hidden["program"]})
+    script = f"/run words\n/run {{broken\n/file {tmp_path}/nowhere\n/run {call}\n/file {file}\n"
+    shown, result = played(capsys, monkeypatch, index, script)
+    for mistake in ("'run' is not declared", "not JSON", "No such file"):
+        assert mistake in shown
+    assert "[tool]\n  ok" in shown
+    assert (result["reward"], result["turns"]) == (1.0, 2)
+
+
+@pytest.mark.parametrize("script", ["", "/quit\n"])
+def test_a_person_can_give_up(capsys, monkeypatch, script):
+    _, result = played(capsys, monkeypatch, 3, script)
+    assert (result["status"], result["stop_reason"]) == ("failed", "cancelled")

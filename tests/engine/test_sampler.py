@@ -11,16 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.engine import sampler
+from k3rl.types import SamplingParams
 
 
-def reference(row: list[float], temperature: float, top_p: float, top_k: int, u: float):
+def reference(row: list[float], temperature: float, top_p: float, top_k: int, u: float, min_p=0.0, bias=()):
     """(id, logprob, kept ids) of one row, by the definition."""
+    row = [value + dict(bias).get(i, 0.0) for i, value in enumerate(row)]
     size = len(row)
+    allowed = [i for i in range(size) if row[i] > -math.inf]
     if temperature == 0:
-        best = max(range(size), key=lambda i: (row[i], -i))
-        return best, row[best] - _logsumexp(row), list(range(size))
+        best = max(allowed, key=lambda i: (row[i], -i))
+        return best, row[best] - _logsumexp([row[i] for i in allowed]), allowed
     scaled = [value / temperature for value in row]
-    ranked = sorted(range(size), key=lambda i: (-row[i], i))[: top_k or size]
+    least = max(scaled) + math.log(min_p) if min_p else -math.inf
+    ranked = sorted((i for i in allowed if scaled[i] >= least), key=lambda i: (-row[i], i))[: top_k or size]
     norm = _logsumexp([scaled[i] for i in ranked])
     kept, mass = [], 0.0
     for i in ranked:
@@ -71,6 +75,71 @@ def test_rows_with_mixed_parameters_equal_the_definition(seed, params):
             assert np.flatnonzero(kept[index]).tolist() == expected_kept
         else:
             assert len(expected_kept) == 9
+
+
+option_params = st.tuples(
+    row_params,
+    st.sampled_from([0.0, 0.03, 0.4, 1.0]),
+    st.dictionaries(st.integers(0, 7), st.sampled_from([-math.inf, -3.0, 0.5, 9.0]), max_size=4),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(option_params, min_size=1, max_size=6))
+def test_min_p_and_biases_in_a_mixed_batch_equal_the_definition(seed, params):
+    logits = np.random.default_rng(seed).normal(size=(len(params), 9)).astype(np.float32) * 3
+    temperature, top_p, top_k, uniform = zip(*(own for own, _, _ in params), strict=True)
+    bias = [tuple(own.items()) for _, _, own in params]
+    flat = [(row, token, value) for row, own in enumerate(bias) for token, value in own]
+    biases = sampler.Biases(
+        np.array([row for row, _, _ in flat], np.int64),
+        np.array([token for _, token, _ in flat], np.int64),
+        np.array([value for _, _, value in flat], np.float64),
+        np.array([any(value == -math.inf for _, value in own) for own in bias]),
+    )
+    draws = sampler.sample(
+        torch.tensor(logits),
+        np.array(temperature, float),
+        np.array(top_p, float),
+        np.array(top_k),
+        np.array(uniform),
+        np.array([share for _, share, _ in params]),
+        biases,
+    )
+    kept = dict(zip(draws.cut_rows.tolist(), draws.kept, strict=True))
+    for index, ((own, share, _), row) in enumerate(zip(params, logits.astype(float).tolist(), strict=True)):
+        expected_id, expected_logprob, expected_kept = reference(row, *own, share, bias[index])
+        assert draws.ids[index] == expected_id
+        assert draws.logprobs[index] == pytest.approx(expected_logprob, abs=1e-12)  # float64 sums of 9 terms
+        if index in kept:
+            assert np.flatnonzero(kept[index]).tolist() == expected_kept
+        else:
+            assert len(expected_kept) == 9
+
+
+def test_samples_of_one_prompt_have_different_seeds_and_the_first_its_own():
+    plain, seeded = SamplingParams(), SamplingParams(seed=-3)
+    assert sampler.request_samples(plain, 3) == [plain] * 3, "the engine's number tells them apart"
+    assert sampler.request_samples(seeded, 1) == [seeded]
+    assert len({own.seed for own in sampler.request_samples(seeded, 50)}) == 50
+    with pytest.raises(ValueError, match="at least 1"):
+        sampler.request_samples(plain, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"min_p": 1.5}, "min_p"),
+        ({"stop": "text"}, "tuple"),
+        ({"stop": ("",)}, "empty"),
+        ({"logit_bias": ((1, 0.5), (1, 2.0))}, "twice"),
+        ({"logit_bias": ((1, math.inf),)}, "-inf"),
+        ({"logit_bias": ((1, math.nan),)}, "NaN"),
+    ],
+)
+def test_impossible_options_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        SamplingParams(**changes)
 
 
 def test_equal_logits_are_cut_and_chosen_by_lowest_id():

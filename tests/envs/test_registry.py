@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from k3rl.config import ConfigError
 from k3rl.envs import Environment, UnknownEnvironment, make, names, register, registry
+from k3rl.envs.sandbox import SandboxUnavailable
 
 
 @pytest.fixture
@@ -96,3 +99,88 @@ def test_importing_environments_loads_neither_torch_nor_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+SQUARE = (
+    "import dataclasses\nfrom k3rl.envs import make\n"
+    "def environment(sides=4):\n    return dataclasses.replace(make('coding-lists'), name=f'square{sides}')\n"
+    "OTHER = environment(9)\n"
+)
+
+
+def test_a_file_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "square.py").write_text(SQUARE)
+    assert make(f"{tmp_path}/square.py", sides=5).name == "square5"
+    assert make(f"{tmp_path}/square.py:OTHER").name == "square9"
+    monkeypatch.chdir(tmp_path)
+    assert make("square.py").name == "square4"
+    with pytest.raises(UnknownEnvironment, match="no such file or folder"):
+        make("circle.py")
+    with pytest.raises(UnknownEnvironment, match="has no 'absent'"):
+        make("square.py:absent")
+
+
+def test_a_package_folder_is_found_by_its_path(tmp_path: Path) -> None:
+    folder = tmp_path / "squared_package"
+    folder.mkdir()
+    with pytest.raises(UnknownEnvironment, match=r"neither a pyproject\.toml nor an __init__\.py"):
+        make(str(folder))
+    (folder / "__init__.py").write_text("from squared_package.inner import environment\n")
+    (folder / "inner.py").write_text(SQUARE)
+    assert make(str(folder), sides=6).name == "square6"
+    elsewhere = tmp_path / "elsewhere" / "squared_package"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "__init__.py").write_text(SQUARE)
+    with pytest.raises(ConfigError, match="loaded already, from elsewhere"):
+        make(str(elsewhere))
+
+
+def test_a_project_folder_is_found_by_its_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "their_squares.py").write_text(SQUARE)
+    project = tmp_path / "pyproject.toml"
+    for text in ('[project]\nname = "x"\n', '[project.entry-points."k3rl.envs"]\na = "m:x"\nb = "m:y"\n'):
+        project.write_text(text)
+        with pytest.raises(UnknownEnvironment, match="wants"):
+            make(str(tmp_path))
+    project.write_text(
+        '[project.entry-points."k3rl.envs"]\na = "their_squares:OTHER"\nb = "their_squares:environment"\n'
+    )
+    assert make(f"{tmp_path}:a").name == "square9"
+    assert make(f"{tmp_path}:b", sides=3).name == "square3"
+    project.write_text("[broken")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        make(str(tmp_path))
+
+
+def test_shipped_environments_are_imported_only_when_asked_for() -> None:
+    code = (
+        "import sys, k3rl.envs\nprint(k3rl.envs.names())\n"
+        "print([name for name in sys.modules if name.startswith(('k3rl.envs.chip', 'k3rl.envs.compiler'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names_line, loaded = done.stdout.splitlines()
+    assert "'chip', " in names_line
+    assert "'compiler'" in names_line
+    assert loaded == "[]"
+
+
+@pytest.mark.parametrize("name", ["chip", "compiler", "coding-lists", "coding-repair"])
+def test_every_shipped_environment_offers_what_a_check_tries(name: str) -> None:
+    environment = make(name)
+    task = environment.source.get("heldout", 0)
+    assert environment.null is not None
+    assert environment.hacks is not None
+    assert len(environment.hacks(task)) > 10
+    assert environment.null(task) != environment.oracle(task)
+
+
+@pytest.mark.parametrize(("name", "package"), [("chip", "yosys"), ("compiler", "valgrind")])
+def test_a_missing_debian_package_is_named_with_the_one_command(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda tool, **where: None if tool == package else real(tool, **where))
+    with pytest.raises(SandboxUnavailable, match=rf"apt-get install -y .*{package}"):
+        make(name).grader()

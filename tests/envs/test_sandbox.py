@@ -240,3 +240,19 @@ def test_refused_namespaces_name_the_setting() -> None:
     text = refusal("bwrap: setting up uid map: Permission denied")
     assert "setting up uid map" in text
     assert "kernel.apparmor_restrict_unprivileged_userns=0" in text
+
+
+def test_a_command_that_is_cancelled_at_any_moment_of_its_start_leaves_nothing(provider: SandboxProvider) -> None:
+    word = f"word-{os.getpid()}-{provider.name}"
+
+    async def body(box: Sandbox) -> None:
+        for number in range(40):
+            running = asyncio.create_task(box.exec(["/bin/sh", "-c", f": {word}; sleep 30"]))
+            await asyncio.sleep(number / 4000)
+            running.cancel()
+            done, _ = await asyncio.wait({running}, timeout=20)
+            assert done, f"cancelled after {number / 4} ms, it never came back"
+            assert running.cancelled()
+
+    in_sandbox(provider, body)
+    assert word not in "".join(_text(entry / "cmdline") for entry in Path("/proc").iterdir() if entry.name.isdigit())

@@ -228,3 +228,21 @@ def test_a_batch_without_tokens_counts_nothing() -> None:
     qb = QuantileBalancer(4, 1, 1)
     qb.observe(0, torch.zeros(0, 4), torch.zeros(0), torch.zeros(4))
     assert torch.equal(qb.update([torch.zeros(4)])[0], torch.zeros(4))
+
+
+def test_ranks_are_summed_with_one_message() -> None:
+    name = next(iter(CASES))
+    scores, bias = GOLDEN[f"{name}.scores"], GOLDEN[f"{name}.bias0"]
+    alpha, half = GOLDEN[f"{name}.alpha"], len(scores) // 2
+    whole, one, other = balancer(name), balancer(name), balancer(name)
+    whole.observe(0, scores, alpha, bias)
+    one.observe(0, scores[:half], alpha[:half], bias)
+    other.observe(0, scores[half:], alpha[half:], bias)
+    sent: list[Tensor] = []
+    other.all_reduce(sent.append)
+    one.all_reduce(lambda mine: (sent.append(mine), mine.add_(sent[0]))[0])
+    assert len(sent) == 2
+    assert sent[0].dtype == torch.int32
+    assert torch.equal(one.counts, whole.counts)
+    assert torch.equal(one.loads, whole.loads)
+    assert torch.equal(one.update([bias])[0], whole.update([bias])[0])

@@ -28,12 +28,11 @@ class Gemm(Problem):
 
     def behaviour(self, p: Parameters) -> str:
         size, bits = p["size"], p["bits"]
-        return f"""The product C = A B of A [{size}, K] and B [K, {size}] with signed 8-bit elements; K is
-1 to 16 and not known before the last step. Input number k of a product holds column k of A (A[i][k] in
-in_a[8*i+7:8*i]) and row k of B (B[k][j] in in_b[8*j+7:8*j]); the last has in_last = 1. Then {size}
-outputs follow, out_row = row i
-of C for i = 0 .. {size - 1}, with C[i][j] in out_row[{bits}*j+{bits - 1}:{bits}*j], {bits} bits, wrapping.
-The next product may begin whenever in_ready is 1.
+        return f"""The product C = A B of A [{size}, K] and B [K, {size}] with signed 8-bit elements; K is 1 to 16 and
+not known before the last step. Input number k of a product holds column k of A (A[i][k] in in_a[8*i+7:8*i])
+and row k of B (B[k][j] in in_b[8*j+7:8*j]); the last has in_last = 1. Then {size} outputs follow:
+out_row = row i of C for i = 0 .. {size - 1}, with C[i][j] in out_row[{bits}*j+{bits - 1}:{bits}*j], {bits} bits,
+wrapping. The next product may begin whenever in_ready is 1.
 Output i comes at most {self._latency(p)} + 2*i cycles after the last input of its product."""
 
     def _latency(self, p: Parameters) -> int:

@@ -28,13 +28,12 @@ class Kda(Problem):
 
     def behaviour(self, p: Parameters) -> str:
         last = p["values"] - 1
-        return f"""A state S[i][j], i = 0 .. {KEYS - 1} (keys), j = 0 .. {last} (values), signed 16 bits
-each, is updated by each input (a token); one output follows per token. in_q and in_k hold
-signed 8-bit q[i] and k[i], in_decay unsigned 8-bit d[i], number i in bits [8*i+7:8*i]; in_v holds
-signed 8-bit v[j] in bits [8*j+7:8*j];
-in_beta is unsigned, b. A token with in_first = 1 finds S = 0 whatever was before. All products and sums
-are exact, `>>` shifts the sign in (rounds down), sat(x) is the nearest number that signed 16 bits hold.
-For every j:
+        return f"""A state S[i][j], i = 0 .. {KEYS - 1} (keys), j = 0 .. {last} (values), signed 16 bits each, is
+updated by each input (a token); one output follows per token. in_q and in_k hold signed 8-bit q[i] and k[i],
+in_decay unsigned 8-bit d[i], number i in bits [8*i+7:8*i]; in_v holds signed 8-bit v[j] in bits
+[8*j+7:8*j]; in_beta is unsigned, b. A token with in_first = 1 finds S = 0 whatever was before. All
+products and sums are exact, `>>` shifts the sign in (rounds down), sat(x) is the nearest number that
+signed 16 bits hold. For every j:
   P[i] = (d[i] * S[i][j]) >> 8
   r    = (sum over i of k[i] * P[i]) >> 7
   u    = sat((b * (16 * v[j] - r)) >> 8)

@@ -32,15 +32,14 @@ class Softmax(Problem):
 
     def behaviour(self, p: Parameters) -> str:
         bits = p["bits"]
-        return f"""A vector is 1 to {p["scores"]} scores, the last marked with in_last = 1. A score is signed
-with {FRACTION} bits after the point: its value is in_score / {1 << FRACTION}. After the last score come as
-many outputs as the vector has scores, in the same order: out_exp = {(1 << bits) - 1} * exp(score - m),
-m the greatest score of the vector, rounded to the
-nearest integer (unsigned, {bits} bits); a difference of 1 to the exact rounding is allowed. With the last
-output of a vector out_sum is the sum of the vector's out_exp values (a difference of 1 per score is
-allowed); with the others out_sum is free.
-Output number i (from 0) comes at most {self._latency(p)} + i cycles after the last score. The next vector may begin
-whenever in_ready is 1."""
+        return f"""A vector is 1 to {p["scores"]} scores, the last marked with in_last = 1. A score is signed with
+{FRACTION} bits after the point: its value is in_score / {1 << FRACTION}. After the last score come as many outputs as
+the vector has scores, in the same order, m being the greatest score of the vector:
+  out_exp = {(1 << bits) - 1} * exp(score - m)    rounded to the nearest integer, unsigned, {bits} bits
+A difference of 1 to the exact rounding is allowed. With the last output of a vector out_sum is the sum of
+the vector's out_exp values (a difference of 1 per score is allowed); with the others out_sum is free.
+Output number i (from 0) comes at most {self._latency(p)} + i cycles after the last score. The next vector may
+begin whenever in_ready is 1."""
 
     def _latency(self, p: Parameters) -> int:
         return 6

@@ -8,41 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from .affine import Rows
+from .c_text import PRELUDE, c_type, flat, literal, start_of
 from .dots import dot_lines
 from .ir import ELEMENTWISE, REDUCTIONS, VIEWS, Op, Shape, reads, size, split, types_of, walk
 
-PRELUDE = """#include <stdint.h>
-#include <math.h>
-typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
-static inline float mt_exp(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = floorf(x * 1.44269504f + 0.5f);
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } s;
-    s.i = ((int32_t)n + 127) << 23;
-    return p * s.f;
-}
-static inline float mt_tanh(float x) { return 1.0f - 2.0f / (mt_exp(2.0f * x) + 1.0f); }
-"""
 _INFIX = {
     **{"add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
     **{"eq": "==", "ne": "!=", "and": "&", "or": "|"},
 }
 _CALLS = {"exp": "mt_exp", "log": "logf", "sqrt": "sqrtf", "tanh": "mt_tanh"}
-_START = {"sum": "0", "max": "-3.0e38f", "min": "3.0e38f"}
-
-
-def c_type(element: str) -> str:
-    """The C type of an element; booleans are ints."""
-    return "float" if element == "f32" else "int32_t"
 
 
 class Group:
@@ -73,11 +48,15 @@ class Emitter:
             for block in op.get("blocks", ()):
                 for one in block["yield"]:
                     self._yielded[one] = self._yielded.get(one, 0) + 1
+        self._constant: set[str] = set()  # pointers that are only read
         self._lines: list[str] = []
         self._indent = 1
         self._place: dict[str, str] = {}  # value -> C variable or array
         self._group: Group | None = None
         self._count = 0
+        self._rows = Rows(self._plain, self._shape, self._scalar_text)
+        self._hoisted: dict[int, tuple[str, str | None]] = {}  # load or store -> its pointer and bound of j
+        self._waiting: dict[int, str] = {}  # store -> the array that collects its row
         self._memo: dict[Any, str] = {}  # (value, indices) -> temporary of the loop body being written
 
     def run(self) -> str:
@@ -86,6 +65,8 @@ class Emitter:
         for number, (name, kind) in enumerate(self._kernel["params"]):
             text = c_type(kind.lstrip("*"))
             if kind.startswith("*"):
+                if name not in stored:
+                    self._constant.add(f"p_{name}")
                 const = "" if name in stored else "const "
                 self._line(f"{const}{text} *restrict p_{name} = ({const}{text} *)args[{number}];")
             else:
@@ -244,11 +225,8 @@ class Emitter:
     def _expression(self, op: Op, index: tuple[str, ...]) -> str:
         name = op["op"]
         if name == "load":
-            pointer, offset, *rest = op["in"]
-            text = f"{self._place[pointer]}[{self._at(offset, index)}]"
-            if rest:
-                text = f"{self._at(rest[0], index)} ? {text} : {self._at(rest[1], index)}"
-            return text
+            place, test = self._access(op, index, op["in"][2:3])
+            return f"{test} ? {place} : {self._at(op['in'][3], index)}" if test else place
         inputs = [self._at(one, index) for one in op["in"]]
         if name in _INFIX:
             return f"{inputs[0]} {_INFIX[name]} {inputs[1]}"
@@ -267,6 +245,62 @@ class Emitter:
                 else f"({inputs[0]} < 0 ? -{inputs[0]} : {inputs[0]})"
             )
         return f"{'!' if name == 'not' else '-'}{inputs[0]}"
+
+    # Rows
+
+    def _plain(self, value: str) -> Op | None:
+        """The operation of a value without storage."""
+        return self._made[value] if self._virtual(value) else None
+
+    def _scalar_text(self, value: str) -> str | None:
+        if value in self._place:
+            return self._place[value]
+        op = self._made[value]
+        return literal(op["value"], self._element(value)) if op["op"] == "const" else None
+
+    def _hoist(self, op: Op, index: tuple[str, ...]) -> None:
+        """Before a row's loop: where the row of a load or store starts, and where it ends."""
+        pointer, offset = op["in"][:2]
+        mask = op["in"][2:3] if op["op"] == "load" else op["in"][3:4]
+        start = self._rows.affine(offset, index)
+        limits = self._rows.mask(mask[0], index) if mask else ([], [])
+        if start is None or start[0] != 1 or limits is None:
+            return
+        self._count += 1
+        constant = "const " if self._place[pointer] in self._constant else ""
+        text = c_type(self._types[pointer][1:])
+        self._line(f"{constant}{text} *q{self._count} = {self._place[pointer]} + {start[1]};")
+        bound = None
+        if mask:
+            bound = f"m{self._count}"
+            self._line(f"int32_t {bound} = {' && '.join(limits[0]) or '1'} ? 1 << 30 : 0;")
+            for one in limits[1]:
+                self._line(f"{bound} = {bound} < {one} ? {bound} : {one};")
+        self._hoisted[id(op)] = (f"q{self._count}", bound)
+
+    def _wait(self, op: Op, cols: int) -> None:
+        """Let a bounded store collect its row first: gcc would otherwise compute the whole row under a mask."""
+        if self._hoisted.get(id(op), ("", None))[1] is None:
+            return
+        self._count += 1
+        text = c_type(self._types[op["in"][0]][1:])
+        self._line(f"{text} s{self._count}[{cols}] __attribute__((aligned(32)));")
+        self._waiting[id(op)] = f"s{self._count}"
+
+    def _write_rows(self, group: Group, cols: int) -> None:
+        for op in group.ops:
+            if id(op) in self._waiting:
+                place, bound = self._hoisted[id(op)]
+                self._line(f"{bound} = {bound} < {cols} ? {bound} : {cols};")
+                self._line(f"for (int32_t j = 0; j < {bound}; j++) {place}[j] = {self._waiting[id(op)]}[j];")
+
+    def _access(self, op: Op, index: tuple[str, ...], mask: list[str]) -> tuple[str, str | None]:
+        """(C text of the element of memory, condition on it or None) of a load or store."""
+        if index and id(op) in self._hoisted:
+            place, bound = self._hoisted[id(op)]
+            return f"{place}[j]", f"j < {bound}" if bound else None
+        place = f"{self._place[op['in'][0]]}[{self._at(op['in'][1], index)}]"
+        return place, self._at(mask[0], index) if mask else None
 
     # Groups
 
@@ -313,10 +347,21 @@ class Emitter:
             for op in rows:
                 element = self._element(op["out"][0])
                 self._line(f"{c_type(element)} r_{arrays[op['out'][0]]} = {start_of(op['op'], element)};")
+        rows_of_tile = len(shape) == 2
+        for number, op in enumerate(group.ops):
+            if op["op"] in ("load", "store"):
+                self._hoist(op, index)
+            if (
+                op["op"] == "store"
+                and rows_of_tile
+                and not any(one["in"][:1] == op["in"][:1] for one in group.ops[number + 1 :])
+            ):
+                self._wait(op, shape[-1])
         self._open("j", shape[-1])
         for op in group.ops:
             self._body(op, index, arrays, op in rows)
         self._close()
+        self._write_rows(group, shape[-1])
         for op in rows:
             self._line(f"{arrays[op['out'][0]]}[i] = r_{arrays[op['out'][0]]};")
         if len(shape) == 2:
@@ -337,10 +382,12 @@ class Emitter:
     def _body(self, op: Op, index: tuple[str, ...], arrays: dict[str, str], in_row: bool) -> None:
         name = op["op"]
         if name == "store":
-            pointer, offset, value, *mask = op["in"]
-            texts = [self._at(one, index) for one in (offset, value, *mask)]
-            guard = f"if ({texts[2]}) " if mask else ""
-            self._line(f"{guard}{self._place[pointer]}[{texts[0]}] = {texts[1]};")
+            place, test = self._access(op, index, op["in"][3:4])
+            value = self._at(op["in"][2], index)
+            if id(op) in self._waiting:
+                self._line(f"{self._waiting[id(op)]}[j] = {value};")
+                return
+            self._line(f"{f'if ({test}) ' if test else ''}{place} = {value};")
             return
         out = op["out"][0]
         if name in REDUCTIONS:
@@ -486,33 +533,17 @@ class Emitter:
     def _carry(self, values: list[str], targets: list[str]) -> None:
         """Assign all targets at once: whatever reads a target is copied first."""
         pending = [(v, t) for v, t in zip(values, targets, strict=True) if self._place.get(v) != t]
-        if len(pending) > 1:
-            held = []
-            for value, target in pending:
-                risky = any(self._place.get(base) in targets for base, _ in self._bases(value))
-                if risky:
-                    variable = self._variable(value)
-                    self._copy(value, variable)
-                    held.append((value, target, variable))
-                else:
-                    held.append((value, target, None))
-            for value, target, variable in held:
-                saved = self._place.get(value)
-                if variable is not None:
-                    self._place[value] = variable
-                self._copy(value, target)
-                if variable is not None:
-                    self._restore(value, saved)
-            return
+        held: dict[str, str] = {}
+        for value, _ in pending:
+            if value not in held and any(self._place.get(base) in targets for base, _ in self._bases(value)):
+                held[value] = self._variable(value)
+                self._copy(value, held[value])
+        before = {value: self._place.get(value) for value in held}
+        self._place.update(held)
         for value, target in pending:
-            if any(self._place.get(base) == target for base, _ in self._bases(value)):
-                variable = self._variable(value)
-                self._copy(value, variable)
-                saved, self._place[value] = self._place.get(value), variable
-                self._copy(value, target)
-                self._restore(value, saved)
-            else:
-                self._copy(value, target)
+            self._copy(value, target)
+        for value, place in before.items():
+            self._restore(value, place)
 
     def _restore(self, value: str, saved: str | None) -> None:
         if saved is None:
@@ -532,29 +563,6 @@ class Emitter:
             self._indent -= 1
         self._line("}")
         self._place.update(zip(op["out"], targets, strict=True))
-
-
-def flat(index: tuple[str, ...], shape: Shape) -> str:
-    """C text of the position of an element in a row-major array."""
-    if len(index) == 1:
-        return index[0]
-    if index[0] == "0":
-        return index[1]
-    return f"{index[0]} * {shape[1]} + {index[1]}"
-
-
-def literal(value: Any, element: str) -> str:
-    """C text of a constant."""
-    if element == "f32":
-        return f"{float(value)!r}f" if value >= 0 else f"({float(value)!r}f)"
-    return str(int(value)) if int(value) >= 0 else f"({int(value)})"
-
-
-def start_of(reduction: str, element: str) -> str:
-    """The neutral element of a reduction."""
-    if element == "f32" or reduction == "sum":
-        return _START[reduction]
-    return "(-2147483647 - 1)" if reduction == "max" else "2147483647"
 
 
 def emit(kernels: list[tuple[str, dict[str, Any]]]) -> str:

@@ -198,7 +198,9 @@ class PtxEmitter:
             return self._at(source, ())
         if name == "broadcast":
             own = self._shape(source)
-            return self._at(source, tuple(self._zero() if dim == 1 else one for one, dim in zip(index, own, strict=True)))
+            return self._at(
+                source, tuple(self._zero() if dim == 1 else one for one, dim in zip(index, own, strict=True))
+            )
         if name == "expand":
             return self._at(source, (index[1 - op["axis"]],))
         if name == "trans":

@@ -54,6 +54,49 @@ endmodule
 """
 
 
+# Two queues as people write them: modern words with pointers one bit longer than needed, and a shift register.
+POINTERS = """module dut #(parameter int W = 8, parameter int D = 4) (
+  input logic clk, input logic rst, input logic in_valid, output logic in_ready, input logic [W-1:0] in_data,
+  output logic out_valid, input logic out_ready, output logic [W-1:0] out_data);
+  localparam int A = $clog2(D);
+  typedef enum logic [1:0] {EMPTY, SOME} state_t;
+  state_t state;
+  logic [W-1:0] mem [D];
+  logic [A:0] wp, rp;
+  assign in_ready = !(wp[A] != rp[A] && wp[A-1:0] == rp[A-1:0]);
+  assign out_data = mem[rp[A-1:0]];
+  always_comb unique case (wp == rp)
+    1'b1: state = EMPTY;
+    default: state = SOME;
+  endcase
+  assign out_valid = state == SOME;
+  always_ff @(posedge clk) begin
+    if (rst) begin
+      wp <= '0;
+      rp <= '0;
+    end else begin
+      if (in_valid && in_ready) begin mem[wp[A-1:0]] <= in_data; wp <= wp + 1'b1; end
+      if (out_valid && out_ready) rp <= rp + 1'b1;
+    end
+  end
+endmodule
+"""
+SHIFTING = """module dut(input clk, input rst, input in_valid, output in_ready, input [7:0] in_data,
+           output out_valid, input out_ready, output [7:0] out_data);
+  reg [7:0] s0, s1, s2, s3;
+  reg [2:0] n;
+  wire push = in_valid & in_ready, pop = out_valid & out_ready;
+  assign in_ready = n != 4;
+  assign out_valid = n != 0;
+  assign out_data = n == 1 ? s0 : n == 2 ? s1 : n == 3 ? s2 : s3;
+  always @(posedge clk) begin
+    if (push) begin s0 <= in_data; s1 <= s0; s2 <= s1; s3 <= s2; end
+    n <= rst ? 0 : n + push - pop;
+  end
+endmodule
+"""
+
+
 @pytest.fixture(scope="module")
 def rubric() -> Iterator[chip.ChipRubric]:
     judge = ENVIRONMENT.grader(workers=2)
@@ -103,6 +146,36 @@ def test_an_honest_design_that_looks_like_every_trick_is_scored(rubric: chip.Chi
     assert report.score.parts["throughput_score"] == pytest.approx(0.5, abs=0.01)
 
 
+def test_other_honest_designs_are_scored_by_their_area(rubric: chip.ChipRubric) -> None:
+    task = to_task(chip.LADDER[1], {"width": 8, "depth": 4}, "chip/test/fifo", 0)
+    pointers, shifting = rubric.score_batch([(task, POINTERS), (task, SHIFTING)])
+    assert isinstance(pointers, Scored)
+    assert isinstance(shifting, Scored)
+    assert shifting.parts["area"] < pointers.parts["area"]
+    assert shifting.parts["area_score"] > 0.5
+    assert shifting.reward > pointers.reward > FLOOR
+
+
+def test_a_queue_that_is_too_short_or_turns_words_round_is_worth_nothing(rubric: chip.ChipRubric) -> None:
+    task = to_task(chip.LADDER[1], {"width": 8, "depth": 4}, "chip/test/fifo", 0)
+    wrong = [SHIFTING.replace("n != 4", "n != 3"), SHIFTING.replace("n == 2 ? s1", "n == 2 ? s0")]
+    for report in rubric.reports([(task, text) for text in wrong]):
+        assert isinstance(report.score, Scored)
+        assert report.score.reward == 0.0
+        assert report.stage == "simulation"
+
+
+def test_an_asynchronous_reset_has_no_gate_and_is_told_so(rubric: chip.ChipRubric) -> None:
+    text = HONEST.replace(
+        "out_valid <= valid & ~rst;", "end\n  always @(posedge clk or posedge rst) begin\n    if (rst) out_valid <= 0; "
+        "else out_valid <= valid;\n  end\n  always @(posedge clk) begin"
+    )  # fmt: skip
+    (report,) = rubric.reports([(ADDER, text)])
+    assert isinstance(report.score, Scored)
+    assert report.score.reward == 0.0
+    assert "async" in report.message
+
+
 def test_several_files_are_one_design(rubric: chip.ChipRubric) -> None:
     top, rest = HONEST.index("module dut"), HONEST.index("module half")
     files = {"half.v": HONEST[rest:top], "dut.v": HONEST[top:].replace("`default_nettype wire\n", "")}
@@ -113,7 +186,7 @@ def test_several_files_are_one_design(rubric: chip.ChipRubric) -> None:
 
 
 def test_the_inference_chip_passes_every_gate(rubric: chip.ChipRubric) -> None:
-    task = ENVIRONMENT.source.get("heldout", 0, 0, family="inference")
+    task = to_task(chip.LADDER[-1], {"words": 1, "bits": 20}, "chip/test/inference", 0)
     (report,) = rubric.reports([(task, chip.oracle(task))])
     assert isinstance(report.score, Scored), report
     assert report.score.reward == pytest.approx(chip.ORACLE_REWARD, abs=1e-9)

@@ -1,0 +1,260 @@
+"""The rollout engine: tokens per second by batch, time to the first token of cached prefixes, memory per request.
+
+    python benchmarks/engine.py [--json] [--threads N] [--model k3-nano] [--repeats 3] [--sampled 256] [--out FILE]
+
+`decode` rows: as many requests as the shape says, 128 prompt tokens and `--sampled` sampled ones each; `ours_ms` is
+one decode step, `tokens_per_s` counts sampled tokens over the whole run, prefill included. The peer is `generate` of
+transformers (when it is installed) on a dense Llama with the same active parameters. `first_token` rows: a prompt
+whose prefix is cached against the same prompt cold. `prefix_cache` row: single-turn groups with the cache on against
+off. Contenders take turns; a figure is the fastest of the repeats. Floor of a decode step: parameters read once,
+KDA states read and written, latents read, at the rate of a copy timed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from k3rl.engine import Engine, PrefixCache, SamplingParams
+from k3rl.model import K3Config, K3ForCausalLM, QuantizationConfig
+
+PROMPT_TOKENS = 128
+
+
+def seconds(call: Callable[..., Any], *arguments: Any, **options: Any) -> float:
+    start = time.perf_counter()
+    call(*arguments, **options)
+    return time.perf_counter() - start
+
+
+def row(
+    name: str, shape: str, peer: str, ours_s: float, peer_s: float | None, floor_s: float | None, **more: Any
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "shape": shape,
+        "regime": f"cpu, {torch.get_num_threads()} threads",
+        "peer": peer,
+        "ours_ms": round(1e3 * ours_s, 4),
+        "peer_ms": None if peer_s is None else round(1e3 * peer_s, 4),
+        "ratio": None if peer_s is None else round(peer_s / ours_s, 3),
+        "floor_ms": None if floor_s is None else round(1e3 * floor_s, 4),
+        "share_of_floor": None if floor_s is None else round(floor_s / ours_s, 3),
+        **more,
+    }
+
+
+def build(name: str, activations: str, context: int | None = None) -> K3ForCausalLM:
+    config = K3Config.named(name).replace(quantization=QuantizationConfig(weights="mxfp4", activations=activations))
+    if context is not None:
+        config = config.replace(max_position_embeddings=context)
+    model = K3ForCausalLM(config)
+    model.init_weights(0)
+    return model
+
+
+def prompts(model: K3ForCausalLM, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, model.config.vocab_size, (count, length)).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------- decode
+
+
+def copy_rate() -> float:
+    """Bytes per second that a large copy moves, both ways counted."""
+    block = torch.zeros(1 << 24)
+    return 2 * block.nbytes / min(seconds(block.clone) for _ in range(5))
+
+
+def state_bytes(model: K3ForCausalLM) -> tuple[int, int]:
+    """(bytes of KDA and conv states of a row, bytes of latents of one token of it)."""
+    cache = model.new_cache(1)
+    cache.reserve(32)
+    fixed = sum(cache.recurrent(layer).nbytes + cache.conv(layer).nbytes for layer in model.config.kda_layers)
+    per_token = sum(
+        cache.latent(layer, 1).numel() * cache.latent(layer, 1).element_size() for layer in model.config.mla_layers
+    )
+    return fixed, per_token
+
+
+def decode_floor(model: K3ForCausalLM, rows: int, sampled: int, rate: float) -> float:
+    parameters = sum(parameter.nbytes for _, parameter in model.official_parameters())
+    fixed, per_token = state_bytes(model)
+    return (parameters + rows * (2 * fixed + (PROMPT_TOKENS + sampled / 2) * per_token)) / rate
+
+
+def active_parameters(model: K3ForCausalLM) -> int:
+    """Parameters that one token uses: of the routed experts only the chosen ones."""
+    config = model.config
+    routed = sum(p.numel() for name, p in model.official_parameters() if ".experts." in name)
+    whole = sum(p.numel() for _, p in model.official_parameters())
+    return whole - routed + routed * config.num_experts_per_token // config.num_experts
+
+
+def dense_peer(active: int, vocabulary: int) -> Any | None:
+    """A Llama of about `active` parameters, or None without transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, best = 6, None
+    for hidden in range(32, 4096, 32):  # 16 h^2 a layer: attention 4 h^2, MLP 3 * 4 h * h
+        if 2 * vocabulary * hidden + layers * 16 * hidden**2 <= active:
+            best = hidden
+    hidden = best or 32
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(hidden // 32, 1),
+        num_key_value_heads=max(hidden // 32, 1),
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> list[dict[str, Any]]:
+    rows, rate = [], copy_rate()
+    models = {kind: build(name, kind) for kind in ("none", "mxfp8")}
+    peer = dense_peer(active_parameters(models["none"]), models["none"].config.vocab_size)
+    peer_name = "none" if peer is None else f"transformers {version('transformers')} Llama, same active parameters"
+    for batch in batches:
+        given = prompts(models["none"], batch, PROMPT_TOKENS)
+        own = SamplingParams(max_tokens=sampled)
+        whole: dict[str, list[float]] = {kind: [] for kind in (*models, "peer")}
+        step: dict[str, list[float]] = {kind: [] for kind in models}
+        for _ in range(repeats):
+            for kind, model in models.items():
+                engine = Engine(model, max_running=batch)
+                whole[kind].append(seconds(engine.generate, given, own))
+                step[kind].append(engine.counters.decode_s / max(engine.counters.steps - 1, 1))
+            if peer is not None:
+                ids = torch.tensor(given)
+                options = {"max_new_tokens": sampled, "min_new_tokens": sampled, "do_sample": True, "pad_token_id": 0}
+                whole["peer"].append(seconds(peer.generate, ids, **options))
+        for kind, model in models.items():
+            took, theirs = min(whole[kind]), min(whole["peer"], default=None)
+            entry = row(
+                f"decode, activations {kind}",
+                f"{name}, {batch} requests, {PROMPT_TOKENS} in, {sampled} out",
+                peer_name,
+                min(step[kind]),
+                None,
+                decode_floor(model, batch, sampled, rate),
+            )
+            entry["tokens_per_s"] = round(batch * sampled / took, 1)
+            entry["peer_tokens_per_s"] = None if theirs is None else round(batch * sampled / theirs, 1)
+            if theirs is not None:
+                entry["peer_ms"], entry["ratio"] = round(1e3 * theirs / sampled, 4), round(theirs / took, 3)
+            rows.append(entry)
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- prefixes
+
+
+def first_token_rows(name: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
+    rows = []
+    for length in lengths:
+        model = build(name, "mxfp8", context=max(lengths) + 1024)
+        one, fresh = SamplingParams(max_tokens=1, seed=0), 16
+        (prefix,) = prompts(model, 1, length)
+        warm = Engine(model, max_running=1, prefill_tokens=1024, prefix_cache=PrefixCache.of_bytes(1 << 30))
+        warm.generate([prefix], one)
+        cold_s, warm_s = [], []
+        for repeat in range(repeats):
+            (new,) = prompts(model, 1, fresh, seed=1 + repeat)
+            engine = Engine(model, max_running=1, prefill_tokens=1024)
+            cold_s.append(seconds(engine.generate, [prefix + new], one))
+            warm_s.append(seconds(warm.generate, [prefix + new], one))
+        counters = warm.prefix_cache.counters if warm.prefix_cache is not None else None
+        if counters is None or counters.hits != repeats:
+            raise SystemExit("a prompt with a cached prefix was no hit; the comparison would time something else")
+        rows.append(
+            row(
+                "first_token",
+                f"{name}, {length} cached tokens, {fresh} new",
+                "the same prompt without the prefix cache",
+                min(warm_s),
+                min(cold_s),
+                None,
+                share_of_cold=round(min(warm_s) / min(cold_s), 4),
+            )
+        )
+    return rows
+
+
+def single_turn_row(name: str, repeats: int) -> dict[str, Any]:
+    """Groups of 8 that never come back: what keeping their states costs."""
+    model = build(name, "mxfp8")
+    given = [prompt for prompt in prompts(model, 16, PROMPT_TOKENS) for _ in range(8)]
+    took: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(repeats):
+        for on in took:
+            cache = PrefixCache.of_bytes(64 << 20) if on else None
+            engine = Engine(model, max_running=64, prefix_cache=cache)
+            took[on].append(seconds(engine.generate, given, SamplingParams(max_tokens=64)))
+    return row(
+        "prefix_cache", f"{name}, 16 groups of 8, 64 out", "prefix cache off", min(took[True]), min(took[False]), None
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- report
+
+
+def machine() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+    return {"cpu": cpu or platform.processor(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", default="k3-nano")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sampled", type=int, default=256, help="tokens per request of the decode rows")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--prefixes", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    fixed, per_token = state_bytes(build(arguments.model, "none"))
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("torch", "numpy")} | {"python": platform.python_version()},
+        "memory": {"bytes_per_request": fixed, "bytes_per_token": per_token},
+        "results": [
+            *decode_rows(arguments.model, arguments.batches, arguments.sampled, arguments.repeats),
+            *first_token_rows(arguments.model, arguments.prefixes, arguments.repeats),
+            single_turn_row(arguments.model, arguments.repeats),
+        ],
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(report))
+        return
+    for entry in report["results"]:
+        peer = "-" if entry["peer_ms"] is None else f"{entry['peer_ms']:.3f} ms ({entry['ratio']:.2f}x)"
+        speed = f"{entry['tokens_per_s']:.0f} tokens/s" if "tokens_per_s" in entry else ""
+        print(f"{entry['name']:26} {entry['shape']:46} {entry['ours_ms']:9.3f} ms  peer {peer} {speed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""An agent loop around a workspace: long tasks with tools, budgets and a context that is kept short.
+
+workspace  the sandbox in which an agent works, and what is taken out of it
+tools      bash, read_file, write_file, edit, submit
+context    what becomes of a conversation that grows too long
+budget     what an episode has spent, on two clocks, and how the policy is told
+env        HarnessEnv: all of it as an `Env`, so that `run_episode` drives it
+"""
+
+from k3rl.envs.harness.budget import Spending
+from k3rl.envs.harness.context import ContextConfig, Discard, Everything, KeepLast, Summarize
+from k3rl.envs.harness.env import Agentic, HarnessConfig, HarnessEnv, Validation
+from k3rl.envs.harness.tools import TOOLS, Tool, ToolError
+from k3rl.envs.harness.workspace import Workspace, WorkspaceError, WorkspaceSpec, answer_from, files_from
+
+__all__ = [
+    "TOOLS",
+    "Agentic",
+    "ContextConfig",
+    "Discard",
+    "Everything",
+    "HarnessConfig",
+    "HarnessEnv",
+    "KeepLast",
+    "Spending",
+    "Summarize",
+    "Tool",
+    "ToolError",
+    "Validation",
+    "Workspace",
+    "WorkspaceError",
+    "WorkspaceSpec",
+    "answer_from",
+    "files_from",
+]

@@ -1,0 +1,343 @@
+"""`HarnessEnv`: an agent in a workspace, as an `Env`.
+
+A turn calls tools; their results and what is left of the budgets come back. `submit` hands in the declared files:
+where the task has a validator (optimization tasks) the best validated submission counts and work goes on, elsewhere
+the episode is over. An episode that a budget ends is judged by its best submission, or by the files as they are.
+`delegate` lets a sub-agent do a piece of work in the same workspace, in a branch of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import tarfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from k3rl.config import Config
+from k3rl.envs.base import Action, Env, EpisodeContext, Observation, StepResult, tighter
+from k3rl.envs.episode_state import message_of, message_row
+from k3rl.envs.harness.budget import Spending
+from k3rl.envs.harness.context import ContextConfig, Conversation, Everything, resumed
+from k3rl.envs.harness.tools import TOOLS, Tool, shortened
+from k3rl.envs.harness.workspace import Workspace, WorkspaceSpec, answer_from
+from k3rl.envs.sandbox import SandboxProvider, provider_named
+from k3rl.types import Budgets, Message, StopReason, Task, ToolCall
+
+SYSTEM = (
+    "You work in a sandbox whose current folder is the workspace of the task. Act by calling tools. "
+    "Call submit when the work is done; only the files that the task names are judged, by tests you do not see."
+)
+SUB_SYSTEM = (
+    "You do one piece of work for another agent, in the same workspace. Act by calling tools. When it is done, answer "
+    "without calling a tool; that text is all that the other agent will read."
+)
+DELEGATE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "delegate",
+        "description": "let a sub-agent do a piece of work in this workspace; it knows only what `work` says",
+        "parameters": {"type": "object", "properties": {"work": {"type": "string"}}, "required": ["work"]},
+    },
+}
+NUDGE = "Nothing was called. Call a tool to go on, or submit to hand in your work."
+ToolName: TypeAlias = Literal["bash", "read_file", "write_file", "edit", "submit"]
+
+
+class HarnessConfig(Config):
+    """How an agent may act; a policy that is trained with several of these does not fit only one."""
+
+    system: str = SYSTEM
+    """The system message; empty leaves it out."""
+    tools: tuple[ToolName, ...] = ("bash", "read_file", "write_file", "edit", "submit")
+    """Tools that are declared and answered."""
+    declare_tools: bool = True
+    """Put the declarations into the prompt; a policy that knows the tools needs none."""
+    context: ContextConfig = Everything()
+    """What becomes of a conversation that grows too long."""
+    show_budget: bool = True
+    """Tell after each turn what is left."""
+    command_timeout_s: float = Field(default=60.0, gt=0)
+    """For one command of bash."""
+    output_chars: int = Field(default=8_000, ge=100)
+    """Kept of what one tool says."""
+    token_s: float = Field(default=0.02, ge=0)
+    """Virtual seconds that one sampled token takes."""
+    sub_agents: int = Field(default=0, ge=0)
+    """How many times `delegate` may hand a piece of work to a fresh conversation; 0 leaves the tool out."""
+    idle_turns: int = Field(default=2, ge=1)
+    """Turns without a call, one after the other, that end the episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What a validator says of a submission. score: greater is better; message: what the policy reads."""
+
+    valid: bool
+    score: float = 0.0
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Agentic:
+    """What a kind of task puts into the harness.
+
+    workspace: task without hidden part -> its files. validate: (task, answer) -> how good a submission is by what
+    the agent may know; None where submitting ends the episode.
+    """
+
+    workspace: Callable[[Task], WorkspaceSpec]
+    validate: Callable[[Task, str], Awaitable[Validation]] | None = None
+
+
+@dataclass(frozen=True)
+class _State:
+    """All of an episode but its files; plain values."""
+
+    conversation: Conversation = ()
+    spent: Spending = field(default_factory=Spending)
+    idle: int = 0
+    kept: Conversation | None = None  # a summary is awaited; the conversation goes on from these and from it
+    best: str | None = None
+    best_score: float = 0.0
+    submissions: int = 0
+    cuts: int = 0
+    waiting: Conversation | None = None  # of the agent whose sub-agent acts now
+    sub_agents: int = 0
+
+
+class HarnessEnv(Env):
+    """One episode. `agentic` says what the task's workspace is, `config` how the policy acts in it."""
+
+    def __init__(self, agentic: Agentic, config: HarnessConfig | None = None) -> None:
+        self._agentic = agentic
+        self._config = config or HarnessConfig()
+        self._tools: dict[str, Tool] = {
+            name: TOOLS[name](timeout_s=self._config.command_timeout_s, output_chars=self._config.output_chars)
+            for name in self._config.tools
+        }
+        self._task: Task | None = None
+        self._budgets = Budgets()
+        self._workspace: Workspace | None = None
+        self._state = _State()
+        self._started = False
+
+    async def reset(self, task: Task, context: EpisodeContext) -> Observation:
+        """Open the workspace; the system message and the request."""
+        await self._open(task, context, None)
+        system = (Message("system", self._config.system),) if self._config.system else ()
+        return self._observed((*system, *task.messages))
+
+    async def step(self, action: Action) -> StepResult:
+        """Answer one turn."""
+        self._change(spent=self._state.spent.turn(len(action.token_ids), self._config.token_s))
+        self._say(action.message)
+        if self._state.kept is not None:
+            return StepResult(self._resume(action.message), metrics=self._metrics())
+        if self._state.spent.time_is_over(self._budgets):
+            return await self._over(StopReason.VIRTUAL_TIMEOUT)
+        if not action.message.tool_calls:
+            return await self._idle(action) if self._state.waiting is None else self._report(action.message)
+        self._change(idle=0)
+        work = self._delegated(action.message.tool_calls)
+        if work is not None:
+            return self._sub_agent(work)
+        results: list[Message] = []
+        for call in action.message.tool_calls:
+            text, done = await self._call(call)
+            if done:
+                return await self._over(StopReason.COMPLETED)
+            results.append(Message("tool", text, name=call.name, tool_call_id=call.id))
+        if self._state.spent.time_is_over(self._budgets):
+            return await self._over(StopReason.VIRTUAL_TIMEOUT)
+        return self._go_on(results, action.context_tokens)
+
+    async def conclude(self, reason: StopReason) -> str:
+        """The best validated submission, else the declared files as they are."""
+        if self._state.best is not None:
+            return self._state.best
+        return "" if self._workspace is None else answer_from(await self._workspace.artifacts())
+
+    async def snapshot(self) -> bytes:
+        """The files and everything else."""
+        rows = dataclasses.asdict(self._state)
+        rows["conversation"] = [message_row(message) for message in self._state.conversation]
+        for name in ("kept", "waiting"):
+            part = getattr(self._state, name)
+            rows[name] = None if part is None else [message_row(message) for message in part]
+        target = io.BytesIO()
+        with tarfile.open(fileobj=target, mode="w") as archive:
+            for name, data in (
+                ("state.json", json.dumps(rows).encode()),
+                ("workspace.tgz", await self._open_workspace().snapshot()),
+            ):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+        return target.getvalue()
+
+    async def restore(self, task: Task, context: EpisodeContext, snapshot: bytes) -> None:
+        """Open a workspace with the files of the snapshot."""
+        with tarfile.open(fileobj=io.BytesIO(snapshot)) as archive:
+            state, files = (_member(archive, name) for name in ("state.json", "workspace.tgz"))
+        await self._open(task, context, files)
+        rows = json.loads(state)
+        rows["conversation"] = tuple(map(message_of, rows["conversation"]))
+        for name in ("kept", "waiting"):
+            rows[name] = None if rows[name] is None else tuple(map(message_of, rows[name]))
+        self._state = _State(**{**rows, "spent": Spending(**rows["spent"])})
+
+    async def close(self) -> None:
+        """Remove the workspace."""
+        workspace, self._workspace = self._workspace, None
+        if workspace is not None:
+            await workspace.close()
+
+    async def _open(self, task: Task, context: EpisodeContext, files: bytes | None) -> None:
+        if self._started:
+            raise RuntimeError("an environment is single use; make a new one for each episode")
+        self._started = True
+        provider: SandboxProvider = context.sandboxes or provider_named("bwrap")
+        self._task = task
+        self._budgets = tighter(task.budgets, context.budgets)
+        self._workspace = await Workspace.open(provider, self._agentic.workspace(task), files)
+
+    def _open_workspace(self) -> Workspace:
+        if self._workspace is None:
+            raise RuntimeError("call reset before step")
+        return self._workspace
+
+    async def _call(self, call: ToolCall) -> tuple[str, bool]:
+        """(what the tool says, whether the episode is over)."""
+        tool = self._tools.get(call.name)
+        if tool is None or (call.name == "submit" and self._state.waiting is not None):
+            self._change(spent=self._state.spent.call(0.0))
+            return f"error: {self._no_tool(call.name)}", False
+        before = time.monotonic()
+        text = await tool.call(call.arguments, self._open_workspace())
+        done = False
+        if call.name == "submit" and not text.startswith("error"):
+            text, done = await self._submit()
+        self._change(spent=self._state.spent.call(time.monotonic() - before))
+        return text, done
+
+    def _no_tool(self, name: str) -> str:
+        """Why a call is not answered."""
+        if name == "delegate" and self._config.sub_agents and self._state.waiting is None:
+            left = self._config.sub_agents - self._state.sub_agents
+            return f"delegate must be the only call of its turn and wants text as `work`; {left} sub-agents are left"
+        there = [one for one in self._tools if one != "submit" or self._state.waiting is None]
+        return f"there is no tool {name!r} here; there are {', '.join(there)}"
+
+    def _delegated(self, calls: Sequence[ToolCall]) -> str | None:
+        """The work that a turn hands to a sub-agent, None when it does not or may not."""
+        only = calls[0]
+        if len(calls) != 1 or only.name != "delegate" or not isinstance(only.arguments, Mapping):
+            return None
+        work = only.arguments.get("work")
+        may = self._state.waiting is None and self._state.sub_agents < self._config.sub_agents
+        return work if may and isinstance(work, str) else None
+
+    def _sub_agent(self, work: str) -> StepResult:
+        """Begin a conversation that knows only its piece of work; the one so far waits."""
+        spent = self._state.spent.call(0.0)
+        self._change(waiting=self._state.conversation, sub_agents=self._state.sub_agents + 1, spent=spent)
+        self._change(conversation=())
+        begun = self._observed((Message("system", SUB_SYSTEM), Message("user", work)))
+        return StepResult(dataclasses.replace(begun, branch="child"), metrics=self._metrics())
+
+    def _report(self, message: Message) -> StepResult:
+        """What a sub-agent said last, as the result of the call that began it."""
+        text = message.content if isinstance(message.content, str) else ""
+        self._change(conversation=self._state.waiting or (), waiting=None)
+        told = Message("tool", shortened(text, self._config.output_chars), name="delegate")
+        return StepResult(dataclasses.replace(self._observed((told,)), branch="parent"), metrics=self._metrics())
+
+    async def _submit(self) -> tuple[str, bool]:
+        """Hand in the declared files: the end, or another try of an optimization task."""
+        self._change(submissions=self._state.submissions + 1)
+        if self._agentic.validate is None or self._task is None:
+            return "submitted", True
+        answer = answer_from(await self._open_workspace().artifacts())
+        found = await self._agentic.validate(self._task, answer)
+        better = found.valid and (self._state.best is None or found.score > self._state.best_score)
+        if better:
+            self._change(best=answer, best_score=found.score)
+        standing = "this is the best so far" if better else "the best so far stays"
+        state = "valid" if found.valid else "not valid"
+        return f"{state}, score {found.score:g}; {standing}. {found.message}".strip(), False
+
+    async def _idle(self, action: Action) -> StepResult:
+        """A turn without a call: a word, or the end when it happens again and again."""
+        self._change(idle=self._state.idle + 1)
+        if self._state.idle >= self._config.idle_turns:
+            return await self._over(StopReason.COMPLETED)
+        return self._go_on([Message("user", NUDGE)], action.context_tokens)
+
+    async def _over(self, reason: StopReason) -> StepResult:
+        return StepResult(done=True, stop_reason=reason, answer=await self.conclude(reason), metrics=self._metrics())
+
+    def _go_on(self, said: list[Message], tokens: int) -> StepResult:
+        """What the policy reads next, after a cut where the conversation has grown too long."""
+        budget = self._state.spent.left(self._budgets) if self._config.show_budget else ""
+        if budget:
+            said[-1] = dataclasses.replace(said[-1], content=f"{said[-1].content}\n{budget}")
+        cut = self._config.context.cut((*self._state.conversation, *said), tokens)
+        if cut is None:
+            return StepResult(self._observed(tuple(said)), metrics=self._metrics())
+        question = self._config.context.question
+        if question is not None:
+            self._change(kept=cut)
+            return StepResult(self._observed((*said, Message("user", question))), metrics=self._metrics())
+        return StepResult(self._restarted(cut), metrics=self._metrics())
+
+    def _resume(self, summary: Message) -> Observation:
+        """The conversation that begins with the summary just given."""
+        text = summary.content if isinstance(summary.content, str) else ""
+        kept = self._state.kept or ()
+        self._change(kept=None)
+        return self._restarted(resumed(kept, text))
+
+    def _restarted(self, messages: Conversation) -> Observation:
+        self._change(conversation=(), cuts=self._state.cuts + 1)
+        return dataclasses.replace(self._observed(messages), branch="new")
+
+    def _observed(self, messages: Conversation) -> Observation:
+        self._say(*messages)
+        return Observation(messages, self._declared() if self._config.declare_tools else ())
+
+    def _declared(self) -> tuple[dict[str, Any], ...]:
+        """The tools of whoever acts: a sub-agent does not hand in work, nor pass it on."""
+        if self._state.waiting is not None:
+            return tuple(tool.declaration() for name, tool in self._tools.items() if name != "submit")
+        own = tuple(tool.declaration() for tool in self._tools.values())
+        return (*own, DELEGATE) if self._config.sub_agents else own
+
+    def _say(self, *messages: Message) -> None:
+        self._change(conversation=(*self._state.conversation, *messages))
+
+    def _change(self, **fields: Any) -> None:
+        self._state = dataclasses.replace(self._state, **fields)
+
+    def _metrics(self) -> Mapping[str, float]:
+        spent = self._state.spent
+        return {
+            "tool_calls": float(spent.tool_calls),
+            "tool_s": spent.wall_s,
+            "virtual_s": spent.virtual_s,
+            "submissions": float(self._state.submissions),
+            "cuts": float(self._state.cuts),
+            "sub_agents": float(self._state.sub_agents),
+        }
+
+
+def _member(archive: tarfile.TarFile, name: str) -> bytes:
+    file = archive.extractfile(name)
+    if file is None:
+        raise ValueError(f"the snapshot has no {name}")
+    return file.read()

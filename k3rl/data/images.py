@@ -1,0 +1,267 @@
+"""Images as the vision tower reads them: the official preprocessing (k3.md 11) with Pillow and NumPy.
+
+scale down to the patch limits (never up), resize bicubically, lay transparent pixels over a checkerboard, pad with
+zeros to the right and below to whole merged patches, normalise, cut into patches. The prompt names the original size;
+one placeholder id stands for all rows of an image and is expanded inside the model (or by `expand_placeholders`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from k3rl.tokens import xtml
+from k3rl.tokens.xtml_normalize import normalize, order_results
+from k3rl.types import Message
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_BOARD = "transparent_bg_config"
+
+
+class ImageError(ValueError):
+    """An image that cannot be read or used; the message says what was got and wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """The released preprocessor's numbers. `square`, `white` and `gray` are those of the checkerboard.
+
+    patch_limit: patches of an image before merging, at most; side_limit: patches along one side, at most.
+    """
+
+    patch_size: int = 14
+    merge: int = 2
+    patch_limit: int = 65536
+    side_limit: int = 512
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    square: int = 8
+    white: int = 255
+    gray: int = 180
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> ImageConfig:
+        """From the official `preprocessor_config.json`. Raises ImageError for another way to treat transparency."""
+        values = given.get("media_proc_cfg", given)
+        board = values.get(_BOARD) or {}
+        if board.get("pattern") != "chessboard" or values.get("transparent_bg_fill_stage") != "after_resize":
+            raise ImageError(f"{_BOARD} must be a chessboard that is filled after_resize; got {board}")
+        if not board.get("chessboard_square_on_top_left", True):
+            raise ImageError("chessboard_square_on_top_left must be true: the top left square is white")
+        return cls(
+            patch_size=values["patch_size"],
+            merge=values["merge_kernel_size"],
+            patch_limit=values["in_patch_limit"],
+            side_limit=values["patch_limit_on_one_side"],
+            mean=tuple(values["image_mean"]),
+            std=tuple(values["image_std"]),
+            square=board["chessboard_square_size"],
+            white=board["chessboard_white_value"],
+            gray=board["chessboard_gray_value"],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The official `preprocessor_config.json`."""
+        return {
+            "media_proc_cfg": {
+                "in_patch_limit": self.patch_limit,
+                "patch_size": self.patch_size,
+                "image_mean": list(self.mean),
+                "image_std": list(self.std),
+                "merge_kernel_size": self.merge,
+                "fixed_output_tokens": None,
+                "patch_limit_on_one_side": self.side_limit,
+                _BOARD: {
+                    "pattern": "chessboard",
+                    "chessboard_square_size": self.square,
+                    "chessboard_square_on_top_left": True,
+                    "chessboard_white_value": self.white,
+                    "chessboard_gray_value": self.gray,
+                },
+                "transparent_bg_fill_stage": "after_resize",
+            }
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePatches:
+    """One image: pixels float32 [n, 3, p, p], patches row by row; grid (frames, rows, columns) in patches.
+
+    width and height are the original ones; rows is how many rows of the language model the image becomes.
+    """
+
+    pixels: np.ndarray
+    grid: tuple[int, int, int]
+    width: int
+    height: int
+    rows: int
+
+    @property
+    def prompt(self) -> str:
+        """The media block for `image_prompts` of `xtml.render`."""
+        return xtml.image_prompt(self.width, self.height)
+
+
+def target_size(width: int, height: int, config: ImageConfig = ImageConfig()) -> tuple[int, int]:
+    """(width, height) in pixels after scaling, before padding: at most the limits, at least 1, never enlarged.
+
+    Raises ImageError for an image without pixels.
+    """
+    if width < 1 or height < 1:
+        raise ImageError(f"an image of {width} x {height} pixels has no pixels")
+    patch, longest = config.patch_size, config.side_limit * config.patch_size
+    patches = max(1, width // patch) * max(1, height // patch)
+    scale = min(1.0, math.sqrt(config.patch_limit / patches), longest / width, longest / height)
+    return min(max(1, int(width * scale)), longest), min(max(1, int(height * scale)), longest)
+
+
+def image_rows(width: int, height: int, config: ImageConfig = ImageConfig()) -> int:
+    """Rows of the language model that an image of this original size becomes."""
+    cell = config.patch_size * config.merge
+    across, down = target_size(width, height, config)
+    return -(-across // cell) * -(-down // cell)
+
+
+def preprocess(image: Image.Image, config: ImageConfig = ImageConfig()) -> ImagePatches:
+    """The patches of one image of any mode."""
+    from PIL import Image
+
+    size = target_size(*image.size, config)
+    transparent = "A" in image.getbands() or "transparency" in image.info
+    resized = image.convert("RGBA" if transparent else "RGB").resize(size, resample=Image.Resampling.BICUBIC)
+    pixels = np.asarray(resized)
+    if transparent:
+        pixels = _over_checkerboard(pixels, config)
+    cell, patch = config.patch_size * config.merge, config.patch_size
+    padding = [(0, -pixels.shape[0] % cell), (0, -pixels.shape[1] % cell), (0, 0)]
+    padded = np.pad(pixels, padding)
+    values: np.ndarray = (padded / 255.0).astype(np.float32)
+    values = (values - np.asarray(config.mean, np.float32)) * (1 / np.asarray(config.std, np.float32))
+    rows, columns = padded.shape[0] // patch, padded.shape[1] // patch
+    patches = values.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, patch, patch)
+    merged = (rows // config.merge) * (columns // config.merge)
+    return ImagePatches(np.ascontiguousarray(patches, np.float32), (1, rows, columns), *image.size, merged)
+
+
+def _over_checkerboard(rgba: np.ndarray, config: ImageConfig) -> np.ndarray:
+    """uint8 [h, w, 4] -> uint8 [h, w, 3]: squares of white and gray behind it, white at the top left, truncated."""
+    row = np.arange(rgba.shape[0])[:, None] // config.square
+    column = np.arange(rgba.shape[1])[None] // config.square
+    board = np.where((row + column) % 2 == 1, config.gray, config.white)[..., None]
+    alpha = rgba[..., 3:].astype(np.float32) / 255.0
+    return (alpha * rgba[..., :3] + (1 - alpha) * board).astype(np.uint8)
+
+
+# --------------------------------------------------------------------------------------------- conversations
+
+
+def conversation_images(
+    messages: Sequence[Message | Mapping[str, Any]],
+    *,
+    folder: Path | None = None,
+    config: ImageConfig = ImageConfig(),
+) -> tuple[ImagePatches, ...]:
+    """The images of a conversation in the order in which `xtml.render` asks for them (tool results are re-sorted).
+
+    An image part is {"type": "image", "image": X} or {"type": "image_url", "image_url": X or {"url": X}}; X is a
+    Pillow image, the bytes of a file, a `data:` URL with base64, or a path inside `folder`. Nothing is downloaded, and
+    without `folder` no file is read. Raises ImageError, or XTMLError for a conversation that has no form.
+    """
+    turns = normalize(messages)
+    number = {id(said.parts): place for place, said in enumerate(turns)}  # `order_results` keeps the tuples
+    found = []
+    for said in order_results(turns):
+        if any(part.text is None for part in said.parts):
+            message = messages[number[id(said.parts)]]
+            content = message.content if isinstance(message, Message) else message["content"]
+            for part in content:
+                if part["type"] in ("image", "image_url"):
+                    found.append(preprocess(_read(part, folder), config))
+    return tuple(found)
+
+
+def _read(part: Mapping[str, Any], folder: Path | None) -> Image.Image:
+    from PIL import Image, UnidentifiedImageError
+
+    given: Any = part.get(part["type"])
+    if isinstance(given, Mapping):
+        given = given.get("url")
+    if isinstance(given, Image.Image):
+        return given
+    if isinstance(given, str):
+        given = _data_url(given) if given.startswith("data:") else _file(given, folder)
+    if not isinstance(given, bytes):
+        raise ImageError(f"an image part holds {type(given).__name__}; wanted a Pillow image, bytes, a URL or a path")
+    try:
+        image = Image.open(io.BytesIO(given))
+        image.load()
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError, SyntaxError) as error:
+        raise ImageError(f"an image of {len(given)} bytes cannot be read: {error}") from error
+    return image
+
+
+def _data_url(url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise ImageError(f"the image URL {url[:40]!r} is not `data:image/...;base64,...`")
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as error:
+        raise ImageError(f"the image URL {url[:40]!r} holds no base64: {error}") from error
+
+
+def _file(name: str, folder: Path | None) -> bytes:
+    if "://" in name:
+        raise ImageError(
+            f"{name[:80]!r} would have to be downloaded; store the image beside the data or as a data: URL"
+        )
+    if folder is None:
+        raise ImageError(f"{name[:80]!r} is a file name, and no folder of images was given")
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ImageError(f"{name[:80]!r} leads out of the folder of images {folder}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+# ------------------------------------------------------------------------------------------------- token rows
+
+
+def stack(images: Iterable[ImagePatches]) -> tuple[np.ndarray, np.ndarray]:
+    """(pixel_values float32 [patches, 3, p, p], grid_thws int64 [images, 3]) of at least one image, as a model reads
+    them."""
+    given = list(images)
+    if not given:
+        raise ImageError("there are no images to stack; leave pixel_values out")
+    return np.concatenate([image.pixels for image in given]), np.asarray([image.grid for image in given], np.int64)
+
+
+def rows_per_token(ids: np.ndarray, images: Sequence[ImagePatches], placeholder: int) -> np.ndarray:
+    """int64 [T]: rows that each of ids [T] becomes in the model, 1 except at placeholders, one a image, in order.
+
+    Raises ImageError when there are more or fewer placeholders than images.
+    """
+    places = np.flatnonzero(ids == placeholder)
+    if len(places) != len(images):
+        raise ImageError(f"{len(places)} placeholder ids stand for {len(images)} images; wanted one for each")
+    counts = np.ones(len(ids), np.int64)
+    counts[places] = [image.rows for image in images]
+    return counts
+
+
+def expand_placeholders(ids: Sequence[int], images: Sequence[ImagePatches], placeholder: int) -> list[int]:
+    """ids with as many placeholders for each image as it has rows, the form that vLLM reads. Raises ImageError."""
+    array = np.asarray(ids, np.int64)
+    return np.repeat(array, rows_per_token(array, images, placeholder)).tolist()

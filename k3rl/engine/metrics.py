@@ -1,0 +1,64 @@
+"""Counters of the server, as Prometheus text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Histogram:
+    """Counts of seconds in cumulative buckets, with their sum."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * len(LATENCY_BUCKETS_S)
+        self.count, self.sum = 0, 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.count += 1
+        self.sum += seconds
+        for place, bound in enumerate(LATENCY_BUCKETS_S):
+            self.counts[place] += seconds <= bound
+
+
+class ServerMetrics:
+    """What happened to requests: answers by (endpoint, status), tokens, cancellations, times to the first token."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.prompt_tokens = self.cached_tokens = self.sampled_tokens = self.cancelled = 0
+        self.first_token, self.whole = Histogram(), Histogram()
+
+    def text(self, gauges: Mapping[str, tuple[str, float]], counters: Mapping[str, tuple[str, float]]) -> str:
+        """Prometheus exposition format 0.0.4. gauges, counters: name -> (help, value) of others."""
+        own = {
+            "k3rl_prompt_tokens_total": ("Prompt tokens of answered requests.", self.prompt_tokens),
+            "k3rl_cached_prompt_tokens_total": ("Prompt tokens that the prefix cache had.", self.cached_tokens),
+            "k3rl_sampled_tokens_total": ("Tokens of answers.", self.sampled_tokens),
+            "k3rl_cancelled_requests_total": ("Requests whose client left.", self.cancelled),
+        }
+        lines = [
+            "# HELP k3rl_requests_total Answers by endpoint and HTTP status.",
+            "# TYPE k3rl_requests_total counter",
+        ]
+        lines += [
+            f'k3rl_requests_total{{endpoint="{endpoint}",status="{status}"}} {count}'
+            for (endpoint, status), count in sorted(self.answers.items())
+        ]
+        for kind, values in (("counter", {**own, **counters}), ("gauge", gauges)):
+            for name, (description, value) in values.items():
+                lines += [f"# HELP {name} {description}", f"# TYPE {name} {kind}", f"{name} {value:g}"]
+        lines += _histogram("k3rl_time_to_first_token_seconds", "Streamed requests.", self.first_token)
+        lines += _histogram("k3rl_request_seconds", "Whole requests.", self.whole)
+        return "\n".join(lines) + "\n"
+
+
+def _histogram(name: str, description: str, histogram: Histogram) -> Iterable[str]:
+    yield f"# HELP {name} {description}"
+    yield f"# TYPE {name} histogram"
+    for bound, count in zip(LATENCY_BUCKETS_S, histogram.counts, strict=True):
+        yield f'{name}_bucket{{le="{bound:g}"}} {count}'
+    yield f'{name}_bucket{{le="+Inf"}} {histogram.count}'
+    yield f"{name}_sum {histogram.sum:g}"
+    yield f"{name}_count {histogram.count}"

@@ -1,0 +1,476 @@
+"""The OpenAI server over one engine: chat completions, completions, models, health, Prometheus metrics.
+
+`create_app` gives an ASGI application, `serve` runs it. `/health` and `/ready` are open; everything else asks for the
+bearer token when there is one. A request whose client leaves is aborted, and its slot is free at the next step.
+Needs the packages fastapi and uvicorn (extra `dashboard`); `k3rl.engine` itself does not import this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from k3rl.engine import openai
+from k3rl.engine.driver import EngineDriver, Stream, Tokens
+from k3rl.engine.engine import Engine
+from k3rl.engine.metrics import ServerMetrics
+from k3rl.engine.openai import ChatRequest, Choice, RequestError, TextRequest
+from k3rl.engine.protocol import EngineError, InvalidRequest
+from k3rl.engine.sampler import request_samples
+from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens.vocab import TokenizerError
+from k3rl.types import Completion
+
+_TEXT_TOKENS = 16  # of a completions request that names no max_tokens, as in the dialect
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """body_bytes of one request; context_tokens: prompt and answer together (None: the engine's own limit);
+    samples: completions in flight, all clients together."""
+
+    body_bytes: int = 4 << 20
+    context_tokens: int | None = None
+    samples: int = 256
+
+
+def create_app(
+    load: Callable[[], Engine],
+    tokenizer: Tokenizer,
+    *,
+    model_name: str = "k3rl",
+    token: str | None = None,
+    limits: ServerLimits | None = None,
+) -> Starlette:
+    """The application. `load` makes the engine, in the background: until then `/ready` and requests answer 503.
+
+    `app.state.server` is the `Server` behind it, whose driver may be used for weight updates while it serves.
+    """
+    server = Server(EngineDriver(load), tokenizer, model_name, token, limits or ServerLimits())
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        server.driver.start()
+        yield
+        await server.driver.close()
+
+    routes = [
+        Route("/v1/chat/completions", server.endpoint("chat", server.chat), methods=["POST"]),
+        Route("/v1/completions", server.endpoint("completions", server.text), methods=["POST"]),
+        Route("/v1/models", server.endpoint("models", server.models)),
+        Route("/metrics", server.endpoint("metrics", server.metrics_text)),
+        Route("/health", server.health),
+        Route("/ready", server.ready),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _not_found, 405: _not_found})
+    app.state.server = server
+    return app
+
+
+def serve(app: Starlette, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serves until interrupted; requests in flight then get five seconds."""
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    what = f"{request.method} {request.url.path} is not served here; see /v1/chat/completions and /v1/completions"
+    return JSONResponse(openai.error_object(what, status), status)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request being answered: its prompts, and one stream and one choice per sample."""
+
+    id: str
+    created: int
+    chat: bool
+    body: ChatRequest | TextRequest
+    prompts: list[list[int]]
+    streams: list[Stream]
+    choices: list[Choice]
+    began: float
+
+    @property
+    def thinks(self) -> bool:
+        return isinstance(self.body, ChatRequest) and self.body.thinks
+
+    def head(self, model: str, streamed: bool) -> dict[str, Any]:
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {
+            "id": self.id,
+            "object": kind + (".chunk" if self.chat and streamed else ""),
+            "created": self.created,
+            "model": model,
+        }
+
+
+class Server:
+    """The endpoints."""
+
+    def __init__(
+        self, driver: EngineDriver, tokenizer: Tokenizer, model_name: str, token: str | None, limits: ServerLimits
+    ) -> None:
+        self.driver, self.tokenizer, self.model_name = driver, tokenizer, model_name
+        self.limits, self.metrics = limits, ServerMetrics()
+        self._token = token
+        self._in_flight = 0  # samples
+
+    def endpoint(
+        self, name: str, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """`handler` behind the bearer token, its errors as OpenAI error objects, its answers counted."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                self._authorize(request)
+                response = await handler(request)
+            except ValidationError as error:
+                message, param = openai.validation_message(error.errors())
+                response = _refusal(RequestError(message, param=param or None))
+            except InvalidRequest as error:
+                code = "context_length_exceeded" if "context" in str(error) else None
+                response = _refusal(RequestError(str(error), code=code))
+            except (xtml.XTMLError, TokenizerError) as error:
+                response = _refusal(RequestError(str(error), param="messages"))
+            except RequestError as error:
+                response = _refusal(error)
+            except EngineError as error:
+                response = _refusal(RequestError(str(error), status=500))
+            self.metrics.answers[name, response.status_code] += 1
+            return response
+
+        return answer
+
+    # ---- small endpoints
+
+    async def health(self, _request: Request) -> Response:
+        """Alive: 200 while starting too; 500 once the engine failed."""
+        failed = self.driver.state == "failed"
+        return JSONResponse({"status": self.driver.state, "failure": self.driver.failure}, 500 if failed else 200)
+
+    async def ready(self, _request: Request) -> Response:
+        """200 when requests are served."""
+        return JSONResponse({"status": self.driver.state}, 200 if self.driver.state == "ready" else 503)
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse(
+            {"object": "list", "data": [{"id": self.model_name, "object": "model", "owned_by": "k3rl"}]}
+        )
+
+    async def metrics_text(self, _request: Request) -> Response:
+        engine = self._engine()
+        gauges = {
+            "k3rl_running_requests": ("Requests with a row.", float(engine.num_running)),
+            "k3rl_waiting_requests": ("Requests without a row.", float(engine.num_waiting)),
+            "k3rl_in_flight_samples": ("Samples of unanswered requests.", float(self._in_flight)),
+            "k3rl_weight_version": ("Version that samples the next token.", float(engine.version)),
+        }
+        sums, prefix = engine.counters, engine.prefix_cache
+        counters = {
+            "k3rl_engine_steps_total": ("Engine steps.", float(sums.steps)),
+            "k3rl_engine_step_seconds_total": ("Seconds inside engine steps.", sums.step_s),
+            "k3rl_engine_prefilled_tokens_total": ("Prompt tokens computed.", float(sums.prefilled_tokens)),
+            "k3rl_engine_sampled_tokens_total": ("Tokens sampled.", float(sums.sampled_tokens)),
+        }
+        if prefix is not None:
+            counters["k3rl_prefix_lookups_total"] = ("Prompts looked up.", float(prefix.counters.lookups))
+            counters["k3rl_prefix_hits_total"] = ("Prompts that began with a checkpoint.", float(prefix.counters.hits))
+        text = self.metrics.text(gauges, counters)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    # ---- completions
+
+    async def chat(self, request: Request) -> Response:
+        body = ChatRequest.model_validate_json(await self._body(request))
+        return await self._answer(request, body, [body.prompt_ids(self.tokenizer)])
+
+    async def text(self, request: Request) -> Response:
+        body = TextRequest.model_validate_json(await self._body(request))
+        return await self._answer(request, body, body.prompts(self.tokenizer))
+
+    async def _answer(self, request: Request, body: ChatRequest | TextRequest, prompts: list[list[int]]) -> Response:
+        job = self._begin(body, prompts)
+        if body.stream:
+            return _EventStream(self._events(job), lambda: self._end(job))
+        try:
+            work: asyncio.Future[list[Completion]] = asyncio.ensure_future(
+                asyncio.gather(*(stream.result() for stream in job.streams))
+            )
+            gone = asyncio.ensure_future(_disconnected(request.receive))
+            waiting: list[asyncio.Future[Any]] = [work, gone]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+                raise RequestError("the client closed the connection", status=499)
+            completions = work.result()
+            return JSONResponse(self._whole(job, completions))
+        finally:
+            self._end(job)
+
+    def _begin(self, body: ChatRequest | TextRequest, prompts: list[list[int]]) -> _Job:
+        """Checks the limits and submits every sample."""
+        engine = self._engine()
+        chat, n = isinstance(body, ChatRequest), body.n or 1
+        if body.model and body.model != self.model_name:
+            message = f"the model {body.model!r} is not served here; it is {self.model_name!r}"
+            raise RequestError(message, status=404, code="model_not_found", param="model")
+        if not prompts or not all(prompts):
+            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
+        if self._in_flight + n * len(prompts) > self.limits.samples:
+            message = (
+                f"{self._in_flight} of {self.limits.samples} samples are in flight and this asks for {n}; try later"
+            )
+            raise RequestError(message, status=429, code="rate_limit_exceeded")
+        context = min(self.limits.context_tokens or engine.max_context, engine.max_context)
+        streams: list[Stream] = []
+        choices: list[Choice] = []
+        asked = []
+        for prompt in prompts:
+            room = context - len(prompt)
+            try:
+                default = room if chat else min(room, _TEXT_TOKENS)
+                params = body.params(max(default, 1), xtml.stop_id(self.tokenizer))
+            except ValueError as error:
+                raise RequestError(str(error)) from error
+            if params.max_tokens > room:
+                message = (
+                    f"{len(prompt)} prompt tokens and {params.max_tokens} to sample exceed the context of {context}"
+                )
+                raise RequestError(message, code="context_length_exceeded")
+            asked += [(prompt, own) for own in request_samples(params, n)]
+        for prompt, own in asked:
+            engine.check(prompt, own)
+        for index, (prompt, own) in enumerate(asked):
+            streams.append(self.driver.submit(prompt, own, incremental=bool(body.stream)))
+            if isinstance(body, ChatRequest):
+                choices.append(Choice(index, openai.Channels(self.tokenizer, own.stop, body.thinks)))
+            else:
+                choices.append(Choice(index, openai.PlainText(self.tokenizer, own.stop)))
+        self._in_flight += len(streams)
+        number = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+        return _Job(number, int(time.time()), chat, body, prompts, streams, choices, time.perf_counter())
+
+    def _end(self, job: _Job) -> None:
+        """Counts a request that is over, and takes back what its client did not wait for."""
+        left = [stream for stream in job.streams if not stream.ended]
+        for stream in left:
+            self.driver.abort(stream)
+        self.metrics.cancelled += bool(left)
+        self.metrics.whole.observe(time.perf_counter() - job.began)
+        self._in_flight -= len(job.streams)
+        done = [stream.completion for stream in job.streams if stream.completion is not None]
+        counts = openai.usage(job.prompts, done)
+        self.metrics.prompt_tokens += counts["prompt_tokens"]
+        self.metrics.sampled_tokens += counts["completion_tokens"]
+        self.metrics.cached_tokens += counts["prompt_tokens_details"]["cached_tokens"]
+
+    def _whole(self, job: _Job, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer of a request that is not streamed."""
+        answer = job.head(self.model_name, streamed=False)
+        answer["choices"] = [
+            self._choice(job, choice, completion) for choice, completion in zip(job.choices, completions, strict=True)
+        ]
+        if job.body.return_token_ids:
+            answer["prompt_token_ids"] = job.prompts[0] if len(job.prompts) == 1 else job.prompts
+        return {**answer, "usage": openai.usage(job.prompts, completions)}
+
+    def _choice(self, job: _Job, choice: Choice, completion: Completion) -> dict[str, Any]:
+        choice.add(completion.token_ids, final=True)
+        found: dict[str, Any] = {"index": choice.index, "logprobs": None, **openai.extras(job.body, completion)}
+        if not job.chat:
+            if job.body.logprobs is not None:
+                found["logprobs"] = openai.text_logprobs(self.tokenizer, completion.token_ids, completion.logprobs, 0)
+            return {**found, "text": choice.said.get("text", ""), "finish_reason": openai.finish_reason(completion)}
+        calls = self._calls(job, choice)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.said.get("content") or (None if calls else ""),
+        }
+        if job.thinks:
+            message["reasoning_content"] = choice.said.get("reasoning_content", "")
+        if calls:
+            message["tool_calls"] = calls
+        if job.body.logprobs:
+            found["logprobs"] = openai.chat_logprobs(self.tokenizer, completion.token_ids, completion.logprobs)
+        return {**found, "message": message, "finish_reason": openai.finish_reason(completion, calls)}
+
+    def _calls(self, job: _Job, choice: Choice) -> list[dict[str, Any]]:
+        message = openai.parse_turn(self.tokenizer, choice.ids, job.thinks)
+        return openai.tool_calls(message, job.id[-8:], choice.index)
+
+    # ---- streaming
+
+    async def _events(self, job: _Job) -> AsyncGenerator[dict[str, Any], None]:
+        """Chunks of all choices as their tokens come, then the usage when it is asked for."""
+        head = job.head(self.model_name, streamed=True)
+        if job.chat:
+            for choice in job.choices:
+                yield {**head, "choices": [self._delta(choice.index, {"role": "assistant", "content": ""})]}
+        first = True
+        async with aclosing(_merged(list(zip(job.choices, job.streams, strict=True)))) as events:
+            async for choice, event in events:
+                if first:
+                    self.metrics.first_token.observe(time.perf_counter() - job.began)
+                    first = False
+                if isinstance(event, Tokens):
+                    chunk = self._chunk(job, choice, event)
+                else:
+                    chunk = self._last_chunk(job, choice, event)
+                yield {**head, "choices": [chunk]}
+        if job.body.stream_options is not None and job.body.stream_options.include_usage:
+            completions = [stream.completion for stream in job.streams if stream.completion is not None]
+            yield {**head, "choices": [], "usage": openai.usage(job.prompts, completions)}
+
+    def _chunk(self, job: _Job, choice: Choice, event: Tokens) -> dict[str, Any]:
+        offset = len(choice.said.get("text", ""))
+        said: dict[str, str] = {}
+        for channel, piece in choice.add(event.ids):
+            said[channel] = said.get(channel, "") + piece
+        chunk = self._delta(choice.index, said) if job.chat else self._text(choice.index, said.get("text", ""))
+        if job.body.return_token_ids:
+            chunk["token_ids"] = list(event.ids)
+        if job.chat and job.body.logprobs:
+            chunk["logprobs"] = openai.chat_logprobs(self.tokenizer, event.ids, event.logprobs)
+        elif not job.chat and job.body.logprobs is not None:
+            chunk["logprobs"] = openai.text_logprobs(self.tokenizer, event.ids, event.logprobs, offset)
+        return chunk
+
+    def _last_chunk(self, job: _Job, choice: Choice, completion: Completion) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        for channel, piece in choice.add((), final=True):
+            said[channel] = said.get(channel, "") + piece
+        extras = openai.extras(job.body, completion)
+        extras.pop("token_ids", None)  # they came with the chunks
+        if not job.chat:
+            chunk = {**self._text(choice.index, said.get("text", "")), **extras}
+            return {**chunk, "finish_reason": openai.finish_reason(completion)}
+        calls = self._calls(job, choice)
+        if calls:
+            said["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+        chunk = {**self._delta(choice.index, said), **extras}
+        return {**chunk, "finish_reason": openai.finish_reason(completion, calls)}
+
+    @staticmethod
+    def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    @staticmethod
+    def _text(index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    # ---- guards
+
+    def _engine(self) -> Engine:
+        if self.driver.state == "starting":
+            raise RequestError("the model is still loading; ask /ready", status=503, code="starting")
+        return self.driver.engine
+
+    def _authorize(self, request: Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise RequestError("the bearer token is missing or wrong", status=401, code="invalid_api_key")
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, never more of it in memory than the limit."""
+        limit = self.limits.body_bytes
+        received = bytearray()
+        async for piece in request.stream():
+            received += piece
+            if len(received) > limit:
+                raise RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
+        return bytes(received)
+
+
+def _refusal(error: RequestError) -> Response:
+    return JSONResponse(openai.error_object(str(error), error.status, error.code, error.param), error.status)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _merged(pairs: list[tuple[Choice, Stream]]) -> AsyncGenerator[tuple[Choice, Tokens | Completion], None]:
+    """Events of several streams in the order in which they come; each ends with its completion."""
+    queue: asyncio.Queue[tuple[Choice, Tokens | Completion | Exception]] = asyncio.Queue()
+
+    async def forward(choice: Choice, stream: Stream) -> None:
+        try:
+            async for tokens in stream:
+                queue.put_nowait((choice, tokens))
+            queue.put_nowait((choice, await stream.result()))
+        except EngineError as error:
+            queue.put_nowait((choice, error))
+
+    tasks = [asyncio.create_task(forward(*pair)) for pair in pairs]
+    try:
+        left = len(tasks)
+        while left:
+            choice, event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            left -= isinstance(event, Completion)
+            yield choice, event
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _EventStream(Response):
+    """Server-sent events of JSON objects, `[DONE]` at the end. An EngineError becomes an error object.
+
+    `end` is called once, however it ends; a client that leaves ends it.
+    """
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], end: Callable[[], None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events, self._end = events, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            for task in (sending, gone):
+                task.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+            self._end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    await self._data(send, json.dumps(event, ensure_ascii=False))
+        except EngineError as error:
+            status = 400 if isinstance(error, InvalidRequest) else 500
+            await self._data(send, json.dumps(openai.error_object(str(error), status)))
+        await self._data(send, "[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @staticmethod
+    async def _data(send: Send, text: str) -> None:
+        await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})

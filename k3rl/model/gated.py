@@ -1,0 +1,107 @@
+"""The gated unit of an MLP: what happens between the product that widens and the one that narrows.
+
+Both kinds keep three tensors for a written-out backward, so that the routed experts can share one implementation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from k3rl.model.ablation import AblationConfig
+from k3rl.model.blocks import blockwise
+from k3rl.model.norm import wide
+from k3rl.model.situ import situ, situ_backward, situ_from_parts, situ_parts
+
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+class GatedUnit(Protocol):
+    """gate_up [..., 2n], gate first -> [..., n]. Parts and values are float32 or wider."""
+
+    def parts(self, gate_up: Tensor) -> Parts:
+        """What `value` and `backward` need, each [..., n]."""
+        ...
+
+    def value(self, parts: Parts) -> Tensor:
+        """The activation from its parts."""
+        ...
+
+    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+        """Gradient [..., n] of the activation -> gradient [..., 2n] of gate_up."""
+        ...
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """The activation in the dtype of gate_up, with its gradient."""
+        ...
+
+
+class SiTU:
+    """K3's unit (k3.md 7), bounded by beta * linear_beta."""
+
+    def __init__(self, beta: float, linear_beta: float) -> None:
+        self._betas = (beta, linear_beta)
+
+    def parts(self, gate_up: Tensor) -> Parts:
+        return situ_parts(gate_up, *self._betas)
+
+    def value(self, parts: Parts) -> Tensor:
+        return situ_from_parts(parts, *self._betas)
+
+    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+        return situ_backward(grad, parts, *self._betas)
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        return situ(gate_up, *self._betas)
+
+
+class SwiGLU:
+    """silu(gate) * up, the common unit. Parts: gate, sigmoid(gate), up."""
+
+    def parts(self, gate_up: Tensor) -> Parts:
+        gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, dim=-1)
+        return gate.contiguous(), torch.sigmoid(gate), up.contiguous()
+
+    def value(self, parts: Parts) -> Tensor:
+        gate, sigma, up = parts
+        out = torch.empty_like(gate)
+        for result, g, s, u in blockwise(out, gate, sigma, up):
+            torch.mul(g, s, out=result).mul_(u)
+        return out
+
+    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+        """dy/dg = u s (1 + g (1 - s)) and dy/du = g s."""
+        gate, sigma, up = parts
+        n = gate.shape[-1]
+        out = torch.empty(*gate.shape[:-1], 2 * n, dtype=gate.dtype, device=gate.device)
+        for g, s, u, d, d_gate, d_up in blockwise(gate, sigma, up, grad.to(gate.dtype), out[..., :n], out[..., n:]):
+            through = d * s
+            torch.mul(through, g, out=d_up)
+            slope = torch.addcmul(g, g, s, value=-1).add_(1.0)
+            torch.mul(through, u, out=d_gate).mul_(slope)
+        return out
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _SwiGLU.apply(gate_up, self)
+        return self.value(self.parts(gate_up)).to(gate_up.dtype)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, unit: SwiGLU) -> Tensor:
+        parts = unit.parts(gate_up)
+        ctx.save_for_backward(*parts)
+        ctx.unit = unit
+        return unit.value(parts).to(gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.unit.backward(grad, ctx.saved_tensors).to(grad.dtype), None
+
+
+def gated_unit(ablation: AblationConfig, beta: float, linear_beta: float) -> GatedUnit:
+    """The unit that a configuration asks for."""
+    return SwiGLU() if ablation.activation == "swiglu" else SiTU(beta, linear_beta)

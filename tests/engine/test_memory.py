@@ -1,0 +1,210 @@
+"""Bounded memory: admission by pages, preemption, and the paged cache against the model's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from k3rl.checkpoint.hf import official_tensors
+from k3rl.engine import Engine, EngineError, PrefixCache
+from k3rl.engine.paged import PagedCache
+from k3rl.engine.scheduler import Scheduler
+from k3rl.engine.weights import manifest_of
+from k3rl.types import SamplingParams, StopReason
+
+TOLERANCE = 1e-9  # float64: preemption computes a state again in another order of summation
+PROMPTS = [[1], [5, 9, 2], [7, 7, 7, 7, 3, 30, 11, 2, 18], list(range(1, 24))]
+CONTEXT, PAGE = 48, 4
+
+
+def params(**changes) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 6, "seed": 1, **changes})
+
+
+def bounded(model, rows: int, pages: int, **options) -> Engine:
+    """An engine whose memory holds `rows` rows, the spare and `pages` pages."""
+    cache = model.new_cache(1)
+    cache.reserve(1)
+    slot = sum(cache.recurrent(n).nbytes + cache.conv(n).nbytes for n in model.config.kda_layers)
+    page = PAGE * sum(cache.latent(n, 1).numel() * 8 for n in model.config.mla_layers)
+    engine = Engine(
+        model,
+        max_running=rows,
+        max_context=CONTEXT,
+        memory_bytes=(rows + 1) * slot + pages * page,
+        page_tokens=PAGE,
+        poison=True,
+        **options,
+    )
+    assert (engine._scheduler.rows, engine._scheduler.pages) == (rows, pages)
+    return engine
+
+
+def consistent(engine: Engine) -> None:
+    """Every page has one owner or none."""
+    store = engine._pool.paged._store
+    owned = [page for row, count in enumerate(store.owned) for page in store.table[row, :count].tolist()]
+    assert sorted(owned + store.free) == list(range(1, engine._scheduler.pages + 1))
+    assert all(not latent[0].any() for latent in store.latent.values())
+    free = range(engine.num_running, engine._scheduler.rows)
+    assert all(store.owned[row] == 0 for row in free), "a row that nobody has owns nothing"
+
+
+request_params = st.builds(
+    params,
+    temperature=st.sampled_from([0.0, 1.0]),
+    top_k=st.sampled_from([0, 5]),
+    max_tokens=st.sampled_from([1, 5, 8, 20]),
+    seed=st.sampled_from([0, 1, 2]),
+    return_routes=st.booleans(),
+)
+actions = st.one_of(
+    st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), request_params),
+    st.tuples(st.just("step"), st.integers(1, 4), st.none()),
+    st.tuples(st.just("abort"), st.integers(0, 20), st.none()),
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=st.integers(1, 5),
+    pages=st.integers(CONTEXT // PAGE, 20),
+    prefill=st.integers(3, 40),
+    prefix=st.booleans(),
+    schedule=st.lists(actions, min_size=4, max_size=16),
+)
+def test_any_schedule_in_little_memory_gives_what_there_is_in_much(model, rows, pages, prefill, prefix, schedule):
+    cache = PrefixCache.of_bytes(30_000, block=4) if prefix else None
+    engine = bounded(model, rows, pages, prefill_tokens=prefill, prefix_cache=cache)
+    asked, outcomes, aborted = {}, {}, set()
+
+    def step() -> None:
+        outcomes.update(engine.step())
+        consistent(engine)
+
+    for action, a, b in schedule:
+        if action == "submit":
+            asked[engine.submit(PROMPTS[a], b)] = (PROMPTS[a], b)
+        elif action == "step":
+            for _ in range(a):
+                step()
+        else:
+            live = sorted(asked.keys() - aborted - outcomes.keys())
+            if live:
+                aborted.add(live[a % len(live)])
+                engine.abort(live[a % len(live)])
+    for _ in range(2000):
+        if outcomes.keys() == asked.keys():
+            break
+        step()
+    assert outcomes.keys() == asked.keys(), "every request ends"
+    free = Engine(model).generate(*zip(*asked.values(), strict=True)) if asked else []
+    for (number, (prompt, own)), expected in zip(asked.items(), free, strict=True):
+        got = outcomes[number]
+        count = len(got.token_ids)
+        assert number in aborted if got.stop_reason is StopReason.ABORTED else count == len(expected.token_ids)
+        assert got.token_ids == expected.token_ids[:count]
+        np.testing.assert_allclose(got.logprobs, expected.logprobs[:count], atol=TOLERANCE, rtol=0)
+        if expected.kept is not None and count:
+            assert all(np.array_equal(a, b) for a, b in zip(got.kept, expected.kept[:count], strict=True))
+        if own.return_routes and count:
+            wanted = expected.routes[: len(prompt) + count - 1]
+            assert np.array_equal(np.sort(got.routes, -1), np.sort(wanted, -1))
+
+
+def test_running_requests_that_outgrow_the_memory_are_preempted_and_go_on(model):
+    engine = bounded(model, rows=4, pages=CONTEXT // PAGE)
+    own = [params(seed=seed, max_tokens=30, return_routes=True) for seed in range(4)]
+    completions = engine.generate([PROMPTS[2]] * 4, own)
+    assert engine.counters.preempted > 0
+    for got, expected in zip(completions, Engine(model).generate([PROMPTS[2]] * 4, own), strict=True):
+        assert got.token_ids == expected.token_ids
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
+
+
+def test_a_preempted_request_keeps_its_tokens_when_it_is_aborted_or_asked_for_them(model):
+    engine = bounded(model, rows=2, pages=CONTEXT // PAGE)
+    first, second = (engine.submit([3] * 20, params(seed=seed, max_tokens=28)) for seed in range(2))
+    while not engine.counters.preempted:
+        assert engine.step() == []
+    ids, logprobs = engine.sampled(second, 1)
+    engine.abort(second)
+    outcomes = dict(engine.drain())
+    assert outcomes[second].stop_reason is StopReason.ABORTED
+    assert (outcomes[second].token_ids[1:], outcomes[second].logprobs[1:]) == (ids, logprobs)
+    assert len(ids) >= 1
+    assert len(outcomes[first].token_ids) == 28
+
+
+def test_a_request_preempted_under_old_weights_goes_on_under_the_new_ones(model, build_model):
+    engine = bounded(model, rows=2, pages=CONTEXT // PAGE)
+    numbers = [engine.submit([3] * 20, params(seed=seed, max_tokens=28)) for seed in range(2)]
+    while not engine.counters.preempted:
+        engine.step()
+    before, _ = engine.sampled(numbers[1])
+    tensors = dict(official_tensors(build_model(seed=9)))
+    engine.start_weight_update(1, manifest_of(tensors.items()))
+    engine.update_weights(tensors.items())
+    engine.finish_weight_update(1)
+    got = dict(engine.drain())[numbers[1]]
+    assert (got.first_version, got.weight_version, len(got.token_ids)) == (0, 1, 28)
+    assert got.token_ids[: len(before)] == before
+    with torch.no_grad():  # one pass of the new weights alone: nothing of the old states is left
+        logits = engine.model.logits(engine.model.hidden(torch.tensor([[3] * 20 + list(before)])).hidden[0, -1])
+    logprob = torch.log_softmax(logits, -1)[got.token_ids[len(before)]]
+    assert got.logprobs[len(before)] == pytest.approx(float(logprob), abs=TOLERANCE)
+    consistent(engine)
+
+
+def test_many_requests_in_little_memory_all_end_and_nothing_is_allocated(model):
+    engine = bounded(model, rows=6, pages=CONTEXT // PAGE)
+    before = engine._pool.paged._store.latent[2].data_ptr()
+    completions = engine.generate([[1 + i % 30] * (1 + i % 9) for i in range(200)], params(max_tokens=4, seed=None))
+    assert len(completions) == 200
+    assert engine._pool.paged._store.latent[2].data_ptr() == before
+    consistent(engine)
+
+
+def test_memory_that_cannot_hold_one_request_is_refused_and_less_memory_means_fewer_rows(model):
+    with pytest.raises(ValueError, match="give more, or a smaller max_context"):
+        Engine(model, memory_bytes=1000)
+    assert Engine(model, memory_bytes=100_000)._scheduler.rows < Engine(model, memory_bytes=400_000)._scheduler.rows
+    assert Engine(model, memory_bytes=1 << 30)._scheduler.rows == 64
+
+
+def test_a_scheduler_prefers_dropping_the_spare_prompt_to_preempting():
+    scheduler = Scheduler(rows=2, prefill_tokens=100, pages=30)
+    for request in range(3):
+        scheduler.submit(request, "p", 9)
+    assert scheduler.plan().segments[0].hold, "20 pages for two rows, 9 for the spare"
+    assert scheduler.overcommitted() == []
+    scheduler.plan()
+    assert scheduler.spare is not None
+    assert scheduler.overcommitted() == []
+    assert scheduler.spare is None, "the rows need 22 pages now"
+    assert scheduler.num_waiting == 1
+
+
+def test_a_paged_cache_gives_the_model_what_its_own_cache_gives(model):
+    own, paged = model.new_cache(3), PagedCache(model.config, 3, 30, 4, torch.float64)
+    ids = torch.arange(60).view(3, 20) % 38
+    with torch.inference_mode():
+        for rows, start, stop in [([0, 1, 2], 0, 7), ([2, 0], 7, 8), ([0, 1, 2], 8, 15), ([1], 15, 16)]:
+            paged.claim(rows, [int(n) + stop - start for n in paged.lengths[rows]])
+            views = [cache.select(torch.tensor(rows)) for cache in (own, paged)]
+            a, b = (model.hidden(ids[rows, start:stop], cache=view).hidden for view in views)
+            assert torch.equal(a, b)
+        paged.copy_rows(torch.tensor([0]), torch.tensor([2]))
+        paged.move_rows(torch.tensor([0]), torch.tensor([1]))
+        assert paged.lengths.tolist() == [0, int(own.lengths[0]), int(own.lengths[0])]
+        for row in (1, 2):
+            length = int(own.lengths[0])
+            assert torch.equal(paged.latent(2, length)[row], own.latent(2, length)[0])
+            assert torch.equal(paged.recurrent(0)[row], own.recurrent(0)[0])
+        with pytest.raises(EngineError, match="free"):
+            paged.claim([0], [1000])
+        with pytest.raises(EngineError, match="claim"):
+            model.hidden(ids[:1], cache=paged.select(torch.tensor([0])))

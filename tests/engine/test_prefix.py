@@ -1,0 +1,246 @@
+"""The prefix cache: hits change what is computed and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from k3rl.checkpoint.hf import official_tensors
+from k3rl.engine import Engine, PrefixCache
+from k3rl.engine.prefix import Chain, FixedState, MemoryTier, Part
+from k3rl.engine.weights import manifest_of
+from k3rl.types import SamplingParams, StopReason
+
+TOLERANCE = 1e-9  # float64: only the order of summation differs between a cached and a computed prefix
+LARGE = 1 << 30
+
+
+def params(**changes) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 4, "seed": 1, **changes})
+
+
+def cached_engine(model, budget=LARGE, host=0, block=4, **options) -> Engine:
+    return Engine(model, poison=True, prefix_cache=PrefixCache.of_bytes(budget, host, block), **options)
+
+
+def expect(got, ids, logprobs) -> None:
+    assert list(got.token_ids) == ids[: len(got.token_ids)]
+    np.testing.assert_allclose(got.logprobs, logprobs[: len(got.token_ids)], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_twenty_turns_compute_little_more_than_their_new_tokens(model, run_teacher_forced, routes):
+    engine = cached_engine(model, block=16)
+    prompt, fresh = list(range(1, 12)), 11
+    for turn in range(20):
+        (got,) = engine.generate([prompt], params(max_tokens=2, seed=turn, return_routes=routes))
+        logits, expected_routes = run_teacher_forced(model, [*prompt, *got.token_ids])
+        rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(got.logprobs, rows[range(2), list(got.token_ids)], atol=TOLERANCE, rtol=0)
+        if routes:
+            assert np.array_equal(np.sort(got.routes, -1), np.sort(expected_routes[:-1], -1))
+        assert got.cached_tokens == (len(prompt) - 11 if turn else 0), "all but the new tokens and the last sampled one"
+        new = [(7 * turn + i) % 38 for i in range(10)]
+        prompt += [*got.token_ids, *new]
+        fresh += len(new)
+    fresh -= len(new)  # those of the turn after the last one
+    assert engine.counters.prefilled_tokens <= 1.1 * fresh
+    assert engine.counters.prefilled_tokens == fresh + 19, "the last sampled token of each turn is read by the next"
+
+
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 30),  # which sequence so far goes on
+        st.lists(st.integers(1, 37), max_size=6),  # what is appended
+        st.integers(1, 3),  # how many equal requests
+        st.sampled_from([{}, {"return_routes": True}, {"cache_salt": "b"}]),
+        st.integers(0, 4),  # engine steps before the next one
+        st.booleans(),  # then one is aborted
+    ),
+    min_size=2,
+    max_size=9,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(rows=st.integers(1, 4), prefill=st.integers(3, 40), budget=st.sampled_from([9000, 20000, LARGE]), plan=steps)
+def test_any_conversation_gives_what_it_gives_without_the_cache(model, rows, prefill, budget, plan):
+    engine = cached_engine(model, budget, host=20000, max_running=rows, prefill_tokens=prefill)
+    histories, asked, outcomes, aborted = [[3, 1, 4, 1, 5]], {}, {}, set()
+    for parent, extra, copies, changes, count, abort in plan:
+        prompt = (histories[parent % len(histories)] + extra)[:60]
+        for copy in range(copies):
+            own = params(seed=copy, **changes)
+            asked[engine.submit(prompt, own)] = (prompt, own)
+        for _ in range(count):
+            for number, got in engine.step():
+                outcomes[number] = got
+                histories.append([*asked[number][0], *got.token_ids])
+        live = sorted(asked.keys() - outcomes.keys() - aborted)
+        if abort and live:
+            engine.abort(live[0])
+            aborted.add(live[0])
+    outcomes |= dict(engine.drain())
+    assert outcomes.keys() == asked.keys()
+    alone = Engine(model).generate(*zip(*asked.values(), strict=True))
+    for (number, (prompt, own)), uncached in zip(asked.items(), alone, strict=True):
+        got = outcomes[number]
+        expect(got, list(uncached.token_ids), list(uncached.logprobs))
+        assert got.stop_reason is StopReason.ABORTED or len(got.token_ids) == 4
+        if own.return_routes and got.token_ids:
+            assert got.routes.shape[0] == len(prompt) + len(got.token_ids) - 1
+    for tier in engine.prefix_cache.tiers:
+        assert held_bytes(tier) == tier.bytes <= tier.budget_bytes
+
+
+def held_bytes(tier: MemoryTier) -> int:
+    blocks = sum(block.part.latent.nbytes + _routes(block.part) for block in tier._blocks.values())
+    checkpoints = 0
+    for held in tier._checkpoints.values():
+        tensors = [held.fixed.recurrent, held.fixed.conv, held.rest.latent]
+        tensors += [held.fixed.hidden] if held.fixed.hidden is not None else []
+        checkpoints += sum(tensor.nbytes for tensor in tensors) + _routes(held.rest) + held.chain.ids.nbytes
+    return blocks + checkpoints
+
+
+def _routes(part: Part) -> int:
+    return 0 if part.routes is None else part.routes.nbytes
+
+
+def test_the_same_prompt_again_computes_nothing(model):
+    engine = cached_engine(model)
+    prompt = list(range(1, 14))
+    (first,) = engine.generate([prompt], params())
+    before = engine.counters.prefilled_tokens
+    again = engine.generate([prompt] * 3, params())
+    assert engine.counters.prefilled_tokens == before
+    for got in again:
+        assert got.cached_tokens == 13
+        expect(got, list(first.token_ids), list(first.logprobs))
+
+
+def test_a_shared_checkpoint_is_never_written_to(model):
+    engine = cached_engine(model)
+    prompt = list(range(1, 14))
+    (first,) = engine.generate([prompt], params())
+    tier = engine.prefix_cache.tiers[0]
+    tensors = [
+        tensor
+        for held in tier._checkpoints.values()
+        for tensor in (held.fixed.recurrent, held.fixed.conv, held.rest.latent)
+    ] + [block.part.latent for block in tier._blocks.values()]
+    copies = [tensor.clone() for tensor in tensors]
+    engine.generate([[*prompt, *first.token_ids, extra] for extra in range(5)] + [prompt] * 2, params(max_tokens=9))
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
+
+
+def test_a_weight_switch_leaves_nothing_of_the_old_weights(model, build_model):
+    engine, other = cached_engine(model), build_model(seed=9)
+    prompt = list(range(1, 14))
+    engine.generate([prompt], params())
+    tensors = dict(official_tensors(other))
+    running = engine.submit([*prompt, 2], params(max_tokens=12))
+    engine.step()
+    engine.start_weight_update(1, manifest_of(tensors.items()))
+    engine.update_weights(tensors.items())
+    engine.finish_weight_update(1)
+    assert len(engine.prefix_cache.tiers[0]) == 0
+    (mixed,) = (got for number, got in engine.drain() if number == running)
+    assert (mixed.first_version, mixed.weight_version) == (0, 1)
+    assert len(engine.prefix_cache.tiers[0]) == 0, "its states are of two versions"
+    (got,) = engine.generate([[*prompt, 2]], params())
+    assert got.cached_tokens == 0
+    (expected,) = Engine(engine.model).generate([[*prompt, 2]], params())
+    expect(got, list(expected.token_ids), list(expected.logprobs))
+
+
+def test_salts_do_not_share(model):
+    engine = cached_engine(model, budget=9000, host=LARGE)
+    prompt = list(range(1, 14))
+    cached = [
+        engine.generate([prompt], params(cache_salt=salt))[0].cached_tokens for salt in ("", "a", "b", "a", "", "c")
+    ]
+    assert cached == [0, 0, 0, 13, 13, 0]
+
+
+def test_a_checkpoint_without_routes_is_no_hit_for_who_needs_them_and_gains_them(model):
+    engine = cached_engine(model)
+    prompt = list(range(1, 14))
+    (first,) = engine.generate([prompt], params())
+    longer = [*prompt, *first.token_ids, 2]
+    (asking,) = engine.generate([longer], params(return_routes=True))
+    assert asking.cached_tokens == 13, "the prompt's own routes are known, those of the sampled tokens are not"
+    assert asking.routes.shape[0] == len(longer) + 3
+    assert engine.generate([longer], params(return_routes=True))[0].cached_tokens == len(longer)
+
+
+def test_what_leaves_the_first_tier_comes_back_from_the_host(model):
+    engine = cached_engine(model, budget=8000, host=LARGE)
+    prompts = [[start, *range(1, 14)] for start in range(1, 8)]
+    first = engine.generate(prompts, params())
+    device, host = engine.prefix_cache.tiers
+    assert len(device) < 7 <= len(host)
+    before = engine.counters.prefilled_tokens
+    again = engine.generate(prompts, params())
+    assert engine.counters.prefilled_tokens == before
+    for got, expected in zip(again, first, strict=True):
+        expect(got, list(expected.token_ids), list(expected.logprobs))
+
+
+def test_a_tier_that_lost_half_of_a_checkpoint_gives_no_hit(model):
+    class Forgetful(MemoryTier):
+        def read(self, chain, length):
+            return None
+
+    engine = Engine(model, poison=True, prefix_cache=PrefixCache([Forgetful(LARGE)], 4))
+    expected = engine.generate([[1, 2, 3, 4, 5]], params())
+    assert engine.generate([[1, 2, 3, 4, 5]], params())[0].cached_tokens == 0
+    assert engine.generate([[1, 2, 3, 4, 5]], params())[0].token_ids == expected[0].token_ids
+
+
+class Plain:
+    """A source of `length` tokens whose values tell where they came from."""
+
+    has_routes, has_hidden = False, True
+
+    def __init__(self, mark: int) -> None:
+        self.mark = mark
+
+    def fixed(self):
+        return FixedState(torch.full((1, 8), self.mark), torch.zeros(1), torch.zeros(1, 2))
+
+    def part(self, start, stop):
+        return Part(torch.arange(start, stop).view(1, -1, 1) + 1000 * self.mark, None)
+
+
+def test_the_least_recently_used_leaves_first_and_shared_blocks_stay_while_used():
+    tier = MemoryTier(LARGE)
+    shared, root = np.arange(8), b"root"
+    chains = [Chain.of(np.append(shared, 50 + i), root, 4) for i in range(3)]
+    for i, chain in enumerate(chains):
+        tier.put(chain, Plain(i))
+    assert len(tier._blocks) == 2
+    assert tier.read(chains[0], 9).latent[0, :, 0].tolist() == list(range(9))
+    tier.budget_bytes = tier.bytes
+    tier.put(Chain.of(np.append(shared, 60), root, 4), Plain(3))
+    assert [tier.longest(chain, False) for chain in chains] == [9, 0, 9]
+    assert tier.read(chains[2], 9).latent[0, :, 0].tolist() == [*range(8), 2008], "its blocks are the first one's"
+    tier.put(Chain.of(np.arange(100, 1000), root, 4), Plain(4))
+    assert len(tier) == 3, "one that can never fit drives nobody out"
+    tier.clear()
+    assert (len(tier), len(tier._blocks), tier.bytes) == (0, 0, 0)
+    with pytest.raises(ValueError, match="budget"):
+        MemoryTier(0)
+
+
+def test_another_beginning_or_root_is_another_chain():
+    ids = np.arange(12)
+    digests = {
+        Chain.of(np.array(ids), root, block).digests[-1]
+        for root, ids, block in [(b"a", ids, 4), (b"b", ids, 4), (b"a", np.append(ids[:11], 5), 4), (b"a", ids + 1, 4)]
+    }
+    assert len(digests) == 4
+    assert Chain.of(ids, b"a", 4).digests[2] == Chain.of(ids[:8], b"a", 4).digests[-1]

@@ -1,0 +1,354 @@
+"""The server over loopback, by the `openai` client and by plain HTTP."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+import uvicorn
+
+from k3rl.engine import Engine
+from k3rl.engine.openai import Channels, TextCutter
+from k3rl.engine.server import ServerLimits, create_app
+from k3rl.tokens import Tokenizer, xtml
+from k3rl.types import Message, SamplingParams, ToolCall
+
+TOKENIZER = Tokenizer.builtin()
+TOKEN = "a-token"
+HEADERS = {"authorization": f"Bearer {TOKEN}"}
+CALLS = (ToolCall("add", {"a": 1, "b": "x\u00e9"}), ToolCall("now", {}))
+TURN = Message("assistant", "It is \u00e9 and done.", reasoning="Let me think.", tool_calls=CALLS)
+
+
+class Scripted(Engine):
+    """An engine whose every request samples `script` (then end_of_msg): the logits are replaced, nothing else."""
+
+    script: list[int] = []
+
+    def _sample(self, rows, logits):
+        counts = self._table.count[rows]
+        wanted = [self.script[count] if count < len(self.script) else 502 for count in counts.tolist()]
+        forced = torch.zeros_like(logits)
+        forced[range(len(rows)), wanted] = 100.0
+        super()._sample(rows, forced)
+
+
+def turn_ids(message: Message) -> list[int]:
+    """What a policy samples for this turn."""
+    whole = TOKENIZER.encode_segments(xtml.render([message], add_generation_prompt=False))
+    prefix = TOKENIZER.encode_segments(xtml.render([]))
+    assert whole[: len(prefix)] == prefix
+    return whole[len(prefix) :]
+
+
+@contextmanager
+def running(load, **options):
+    """The base URL and the `Server` of an application that serves on a free port."""
+    app = create_app(load, TOKENIZER, model_name="tiny", token=TOKEN, **options)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}", app.state.server
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def model(build_model):
+    return build_model(vocab_size=512, media_placeholder_token_id=509, pad_token_id=511, max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def served(model):
+    with running(lambda: Engine(model, max_running=4, tokenizer=TOKENIZER)) as (url, server):
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 200)
+        yield url, server
+
+
+@pytest.fixture(scope="module")
+def scripted(model):
+    Scripted.script = turn_ids(TURN)
+    with running(lambda: Scripted(model, tokenizer=TOKENIZER)) as (url, _):
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 200)
+        yield openai.OpenAI(base_url=url + "/v1", api_key=TOKEN, max_retries=0)
+
+
+MESSAGES = [{"role": "user", "content": "What is it?"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def check_turn(content, reasoning, calls) -> None:
+    assert (content, reasoning) == (TURN.content, TURN.reasoning)
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        (call.name, call.arguments) for call in CALLS
+    ]
+    assert len({call.id for call in calls}) == 2
+
+
+def test_the_openai_client_gets_content_reasoning_tool_calls_and_logprobs(scripted):
+    answer = scripted.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=TOOLS, logprobs=True, extra_body={"return_token_ids": True}
+    )
+    (choice,) = answer.choices
+    check_turn(choice.message.content, choice.message.reasoning_content, choice.message.tool_calls)
+    assert choice.finish_reason == "tool_calls"
+    assert choice.token_ids == Scripted.script
+    assert len(choice.logprobs.content) == len(Scripted.script) == answer.usage.completion_tokens
+    text = b"".join(bytes(token.bytes) for token in choice.logprobs.content).decode()
+    assert text.startswith("Let me think.thinkresponseIt is \u00e9 and done."), "markers have no bytes, tag names have"
+    prompt = TOKENIZER.encode_segments(xtml.render(MESSAGES, tools=TOOLS))
+    assert answer.prompt_token_ids == prompt
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_the_conversation_with_tool_results_goes_back_in(scripted):
+    first = scripted.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS)
+    said = first.choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in reversed(said.tool_calls)]
+    answer = scripted.chat.completions.create(
+        model="tiny",
+        messages=[*MESSAGES, said.model_dump(exclude_none=True), *results],
+        tools=TOOLS,
+        extra_body={"return_token_ids": True},
+    )
+    history = [Message("user", "What is it?"), TURN]
+    results = [Message("tool", "3", name=call.name) for call in CALLS]
+    assert answer.prompt_token_ids == TOKENIZER.encode_segments(xtml.render([*history, *results], tools=TOOLS))
+
+
+def test_a_streamed_turn_adds_up_to_the_whole_one(scripted):
+    said, calls, ids, finish, usage = {"content": "", "reasoning_content": ""}, [], [], None, None
+    chunks = 0
+    for chunk in scripted.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_token_ids": True},
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            chunks += 1
+            for channel in said:
+                said[channel] += getattr(choice.delta, channel, None) or ""
+            calls += choice.delta.tool_calls or []
+            ids += getattr(choice, "token_ids", None) or []
+            finish = choice.finish_reason or finish
+    check_turn(said["content"], said["reasoning_content"], calls)
+    assert ids == Scripted.script
+    assert finish == "tool_calls"
+    assert usage.completion_tokens == len(ids)
+    assert chunks > 5, "it came in pieces"
+
+
+def test_a_turn_that_is_cut_shows_what_there_is(scripted):
+    answer = scripted.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=4)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert TURN.reasoning.startswith(choice.message.reasoning_content)
+    assert choice.message.reasoning_content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(scripted, stream):
+    answer = scripted.chat.completions.create(model="tiny", messages=MESSAGES, stop=["and d"], stream=stream)
+    if stream:
+        deltas = [choice for chunk in answer for choice in chunk.choices]
+        content = "".join(choice.delta.content or "" for choice in deltas)
+        finish = deltas[-1].finish_reason
+    else:
+        content, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (content, finish) == ("It is \u00e9 ", "stop")
+
+
+def test_completions_give_the_engines_tokens_logprobs_and_routes(served, model):
+    url, _ = served
+    prompts = [[5, 9, 2], [7, 7, 7, 7]]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 6, "seed": 3, "logprobs": 0, "return_token_ids": True}
+    answer = httpx.post(url + "/v1/completions", headers=HEADERS, json={**body, "return_routes": True}).json()
+    engine = Engine(model)
+    own = SamplingParams(max_tokens=6, seed=3, stop_ids=(502,), return_routes=True)
+    expected = [completion for prompt in prompts for completion in engine.samples(prompt, own, 2)]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    for choice, completion in zip(answer["choices"], expected, strict=True):
+        assert choice["token_ids"] == list(completion.token_ids)
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], completion.logprobs, atol=1e-9, rtol=0)
+        routes = np.frombuffer(base64.b64decode(choice["routes"]["data"]), "<i2").reshape(choice["routes"]["shape"])
+        assert np.array_equal(np.sort(routes, -1), np.sort(completion.routes, -1))
+        assert choice["text"] == TOKENIZER.decode(completion.token_ids, skip_special=True)
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert answer["prompt_token_ids"] == prompts
+
+
+def test_streamed_completions_of_several_samples_equal_the_whole_ones(served):
+    url, _ = served
+    body = {"prompt": "abc", "n": 3, "max_tokens": 12, "seed": 1, "return_token_ids": True, "top_p": 0.9}
+    whole = httpx.post(url + "/v1/completions", headers=HEADERS, json=body).json()
+    ids, text = {0: [], 1: [], 2: []}, {0: "", 1: "", 2: ""}
+    with httpx.stream("POST", url + "/v1/completions", headers=HEADERS, json={**body, "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    for line in lines[:-1]:
+        (choice,) = json.loads(line)["choices"]
+        ids[choice["index"]] += choice.get("token_ids", [])
+        text[choice["index"]] += choice["text"]
+    for choice in whole["choices"]:
+        assert ids[choice["index"]] == choice["token_ids"]
+        assert text[choice["index"]] == choice["text"]
+
+
+BAD = [
+    ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "context_length_exceeded", None),
+    ("completions", {"prompt": [1] * 2000}, 400, "context_length_exceeded", None),
+    ("completions", {"prompt": []}, 400, None, "prompt"),
+    ("completions", {"prompt": [600]}, 400, None, None),
+    ("completions", {"prompt": "a", "temprature": 1}, 400, None, "temprature"),
+    ("completions", {"prompt": "a", "logprobs": 5}, 400, None, "logprobs"),
+    ("completions", {"prompt": "a", "stop": [""]}, 400, None, None),
+    ("completions", {"prompt": "a", "model": "other"}, 404, "model_not_found", "model"),
+    ("completions", {"prompt": "a", "n": 100}, 429, "rate_limit_exceeded", None),
+    ("completions", {"prompt": "a" * 9000}, 413, "body_too_large", None),
+    ("chat/completions", {"messages": [{"role": "king", "content": "a"}]}, 400, None, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "messages"),
+    ("chat/completions", {"messages": [], "max_tokens": 1}, 400, None, "messages"),
+    ("chat/completions", {"messages": MESSAGES, "presence_penalty": 0.5}, 400, None, None),
+]
+
+
+@pytest.fixture(scope="module")
+def limited(model):
+    limits = ServerLimits(body_bytes=8000, samples=8)
+    with running(lambda: Engine(model, tokenizer=TOKENIZER), limits=limits) as (url, _):
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 200)
+        yield url
+
+
+@pytest.mark.parametrize(("path", "body", "status", "code", "param"), BAD)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_get_an_openai_error_object(limited, path, body, status, code, param, stream):
+    answer = httpx.post(f"{limited}/v1/{path}", headers=HEADERS, json={**body, "stream": stream})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == code
+    assert error["message"]
+    assert error["type"] == ("rate_limit_error" if status == 429 else "invalid_request_error")
+    assert param is None or param in error["param"]
+    fine = httpx.post(limited + "/v1/completions", headers=HEADERS, json={"prompt": "a", "max_tokens": 1})
+    assert fine.status_code == 200
+
+
+def test_a_body_that_is_not_json_and_a_page_that_is_not_there_are_error_objects(limited):
+    broken = httpx.post(limited + "/v1/completions", headers=HEADERS, content=b"{")
+    assert (broken.status_code, "JSON" in broken.json()["error"]["message"]) == (400, True)
+    assert httpx.get(limited + "/v1/nothing", headers=HEADERS).json()["error"]["type"] == "invalid_request_error"
+
+
+def test_without_the_token_only_health_and_readiness_answer(served):
+    url, _ = served
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        assert httpx.get(url + "/v1/models", headers=headers).status_code == 401
+        assert httpx.get(url + "/metrics", headers=headers).status_code == 401
+    assert httpx.get(url + "/v1/models", headers=HEADERS).json()["data"][0]["id"] == "tiny"
+    assert httpx.get(url + "/health").json()["status"] == "ready"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=url + "/v1", api_key="wrong", max_retries=0).models.list()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slots(served, stream):
+    url, server = served
+    body = {"prompt": "abc", "n": 4, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
+    before = server.metrics.cancelled
+    if stream:
+        with httpx.stream("POST", url + "/v1/completions", headers=HEADERS, json=body) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url + "/v1/completions", headers=HEADERS, json=body, timeout=0.3)
+    wait_until(lambda: server.driver.engine.num_running == 0)
+    wait_until(lambda: server._in_flight == 0)
+    assert server.metrics.cancelled == before + 1
+    assert server.driver.engine.counters.sampled_tokens < 4000
+    assert httpx.post(url + "/v1/completions", headers=HEADERS, json={"prompt": "a"}).status_code == 200
+
+
+def test_metrics_are_prometheus_text_and_count(served):
+    url, _ = served
+
+    def read() -> dict[str, float]:
+        answer = httpx.get(url + "/metrics", headers=HEADERS)
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = [line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    before = read()
+    httpx.post(
+        url + "/v1/completions", headers=HEADERS, json={"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
+    )
+    after = read()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["k3rl_prompt_tokens_total"] == 3
+    assert grown["k3rl_sampled_tokens_total"] == 5
+    assert grown['k3rl_requests_total{endpoint="completions",status="200"}'] == 1
+    assert grown["k3rl_request_seconds_count"] == grown['k3rl_request_seconds_bucket{le="+Inf"}'] == 1
+    assert after["k3rl_running_requests"] == 0
+
+
+def test_starting_is_not_sick_and_failing_to_load_is(model):
+    go = threading.Event()
+
+    def load():
+        go.wait(20)
+        raise RuntimeError("no weights here")
+
+    with running(load) as (url, _):
+        assert httpx.get(url + "/health").json() == {"status": "starting", "failure": None}
+        assert httpx.get(url + "/ready").status_code == 503
+        early = httpx.post(url + "/v1/completions", headers=HEADERS, json={"prompt": "a"})
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "starting")
+        go.set()
+        wait_until(lambda: httpx.get(url + "/health").status_code == 500)
+        assert "no weights here" in httpx.get(url + "/health").json()["failure"]
+        late = httpx.post(url + "/v1/completions", headers=HEADERS, json={"prompt": "a"})
+        assert "no weights here" in late.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 3, 5])
+def test_text_in_pieces_never_shows_a_stop_string_or_half_a_character(cuts):
+    text = "a\u00e9b STO x STOP rest"
+    cutter = TextCutter(["STOP", "zz"])
+    data = text.encode()
+    pieces = [cutter.feed(data[i : i + cuts], final=i + cuts >= len(data)) for i in range(0, len(data), cuts)]
+    assert "".join(pieces) == "a\u00e9b STO x "
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_channels_of_a_turn_without_thinking_and_of_a_malformed_one():
+    plain = Channels(TOKENIZER, [], thinking=False)
+    assert plain.feed(TOKENIZER.encode("hi"), final=True)[0][0] == "content"
+    odd = Channels(TOKENIZER, [], thinking=True)
+    sep, close, opened = (TOKENIZER.special(name) for name in ("sep", "close", "open"))
+    ids = [*TOKENIZER.encode("x"), close, *TOKENIZER.encode("nonsense"), sep, *TOKENIZER.encode("lost"), opened, 9999]
+    assert odd.feed(ids, final=True) == [("reasoning_content", "x")]

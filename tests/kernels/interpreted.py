@@ -1,0 +1,178 @@
+"""Runs one kernel family under Triton's interpreter on the CPU and compares it with the float64 reference.
+
+    TRITON_INTERPRET=1 python tests/kernels/interpreted.py CASE
+
+In a process of its own: the switch must be set before Triton is imported. The interpreter proves algebra, masks, packed
+sequences and offsets; not layouts, races or the assembler. Every new buffer is filled with NaN, so that an element that
+is read before it is written shows.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from k3rl.kernels import gated_norm, kda_autograd, kda_decode_kernels, short_conv_kernels
+from k3rl.kernels import kda as kda_reference
+from k3rl.kernels import kda_decode as decode_reference
+from k3rl.kernels import short_conv as conv_reference
+
+# Relative Frobenius error of bf16 kernels against float64 on the same inputs, see docs/kernels.md. The caps are for
+# K = V = 128; roundings average less over fewer channels, so cases with slow channels take K = 64.
+CAPS = dict(o=6e-3, S=3e-3, q=1e-2, k=1e-2, v=1e-2, gate=1.5e-2, beta=1.5e-2, A_log=2e-2, dt_bias=2e-2, S0=1e-2)
+_empty, _new_empty, _empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
+
+
+def poison() -> None:
+    """Make every uninitialised floating-point buffer NaN."""
+
+    def filled(make):
+        def call(*args, **kwargs):
+            out = make(*args, **kwargs)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        return call
+
+    torch.empty, torch.Tensor.new_empty, torch.empty_like = map(filled, (_empty, _new_empty, _empty_like))
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def require(name: str, got: torch.Tensor, want: torch.Tensor, cap: float) -> None:
+    found = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    if not found <= cap:
+        raise SystemExit(f"{name}: relative error {found:.2e}, allowed {cap:.1e}")
+
+
+def kda(T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str) -> None:
+    """Forward, bit-equal repeat and all gradients."""
+    n = 1 if lengths is None else len(lengths)
+    ends = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    q, k, z, v, beta = bf16(1, T, H, K), bf16(1, T, H, K), bf16(1, T, H, K), bf16(1, T, H, V), bf16(1, T, H)
+    z = {
+        "production": z,
+        "slow": z * 0 - 6,
+        "saturated": z * 0 + 12,
+        "mixed": torch.where(torch.arange(K) % 2 == 0, z - 7, z + 7),
+    }[regime]
+    args = [q, k, v, z.bfloat16(), beta, 0.3 * torch.randn(H), 0.3 * torch.randn(H * K), torch.randn(n, H, K, V)]
+    args = [x.requires_grad_() for x in args]
+    o, S = kda_autograd.kda(*args[:7], -5.0, args[7], ends)
+    with torch.no_grad():
+        again = kda_autograd.kda(*args[:7], -5.0, args[7], ends)
+    if not (torch.equal(o, again[0]) and torch.equal(S, again[1])):
+        raise SystemExit("kda: a repeated forward differs")
+    up = [torch.randn_like(o), 0.1 * torch.randn_like(S)]
+    grads = torch.autograd.grad([o, S], args, up)
+    wide = [x.detach().double().requires_grad_() for x in args]
+    o2, S2 = kda_reference.kda_reference(*wide[:7], -5.0, wide[7], ends)
+    want = torch.autograd.grad([o2, S2], wide, [x.double() for x in up])
+    require("o", o, o2, CAPS["o"])
+    require("S", S, S2, CAPS["S"])
+    for name, got, expected in zip(("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "S0"), grads, want, strict=True):
+        require(f"gradient of {name}", got, expected, CAPS[name])
+
+
+def segments() -> None:
+    """The scan cut into segments, and snapshots, against the scan of whole sequences."""
+    for lengths in (None, [100, 0, 90]):
+        K = V = 64
+        T = 200
+        ends = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+        n = 1 if lengths is None else len(lengths)
+        rows = [bf16(T, 1, K), bf16(T, 1, K), bf16(T, 1, K) - 2]
+        v, beta, S0 = bf16(T, 1, V), bf16(T, 1), torch.randn(n, 1, K, V)
+        chunks = kda_autograd.fixed_chunks(1, T, v.device) if ends is None else kda_autograd.packed_chunks(ends, T)
+        p = kda_autograd.prepare(*rows, beta, torch.zeros(1), torch.zeros(K), -5.0, chunks)
+        whole = torch.zeros_like(v)
+        S, _, _ = kda_autograd.scan(p, v, whole, S0, chunks, segment=0)
+        for segment in (2, 3):
+            o = torch.zeros_like(v)
+            got, _, _ = kda_autograd.scan(p, v, o, S0, chunks, segment=segment)
+            require("o in segments", o, whole, 3e-3)
+            require("S in segments", got, S, 3e-3)
+
+
+def decode(rows: int, early: bool) -> None:
+    """Strided projections and indices, padding, a fork, no write."""
+    B, H, D = rows, 2, 32
+    P, slots = H * D, rows + 3
+    wide = bf16(B, 5 * P + H + 3)
+    q, k, v, gate, out = (wide[:, s * P : (s + 1) * P].view(B, H, D) for s in range(5))
+    beta = wide[:, 5 * P : 5 * P + H]
+    weights = [torch.randn(P, 4) for _ in range(3)]
+    shared = (weights, 0.2 * torch.randn(H), 0.2 * torch.randn(P), torch.randn(D))
+    conv_pool, pool = bf16(slots, 3, 3 * P), torch.randn(slots, H, D, D)
+    index = torch.arange(B, dtype=torch.int32)[:, None].repeat(1, 2)
+    index[1] = torch.tensor([slots - 1, slots - 2])
+    index[2] = -1
+    index[3, 1] = -1
+    mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
+    args = (q, k, v, gate, beta, out, *shared)
+    y = kda_decode_kernels.kda_decode(*args, *mine, index[:, 0], index[:, 1], -5.0, 1e-5, early=early)
+    y2 = decode_reference.kda_decode_reference(*args, *wanted, index[:, 0], index[:, 1])
+    require("y", y, y2, 1e-3)  # equal but for a rounding of o to bf16 that falls the other way
+    require("state", mine[1], wanted[1], 1e-5)
+    if not torch.equal(mine[0], wanted[0]) or y[2].any():
+        raise SystemExit("decode: conv history or a padded row is wrong")
+
+
+def conv() -> None:
+    """Forward and gradients, short and empty sequences, history."""
+    for B, T, lengths, with_history in (
+        (2, 5, None, False),
+        (2, 1, None, True),
+        (1, 20, [1, 0, 8, 9], True),
+        (1, 300, [280, 20], True),
+    ):
+        C, n = 128, B if lengths is None else len(lengths)
+        ends = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+        xs = [bf16(B, T, C).requires_grad_() for _ in range(3)]
+        ws = [torch.randn(C, 4).requires_grad_() for _ in range(3)]
+        history = bf16(n, 3, 3 * C) if with_history else None
+        ys = short_conv_kernels.short_conv(xs, ws, history, ends)
+        up = [bf16(B, 2 * T, C)[:, ::2] for _ in ys]  # strided gradients, as split and expand make them
+        got = torch.autograd.grad(ys, [*xs, *ws], up)
+        wide = [x.detach().double().requires_grad_() for x in [*xs, *ws]]
+        past = None if history is None else history.double()
+        ys2, _ = conv_reference.short_conv_reference(wide[:3], wide[3:], history=past, cu_seqlens=ends)
+        want = torch.autograd.grad(ys2, wide, [x.double() for x in up])
+        for a, b in zip([*ys, *got], [*ys2, *want], strict=True):
+            require("conv", a, b, 3e-3)
+
+
+def norm() -> None:
+    """Forward and gradients for rows that fill no tile, with an expanded upstream gradient."""
+    for rows in (1, 21, 70):
+        args = [bf16(rows, 3, 128), bf16(rows, 3, 128), torch.randn(128)]
+        args = [x.requires_grad_() for x in args]
+        from k3rl.kernels import gated_norm_kernels
+
+        y = gated_norm_kernels.gated_norm(*args, 1e-5)
+        wide = [x.detach().double().requires_grad_() for x in args]
+        y2 = gated_norm.gated_norm_reference(*wide)
+        require("y", y, y2, 3e-3)
+        for a, b in zip(torch.autograd.grad(y.sum(), args), torch.autograd.grad(y2.sum(), wide), strict=True):
+            require("norm", a, b, 3e-3)
+
+
+CASES = {
+    "kda-fixed": lambda: kda(70, 2, 32, 64, None, "production"),
+    "kda-packed": lambda: kda(101, 1, 32, 64, [17, 0, 15, 1, 65], "production"),
+    "kda-slow": lambda: kda(80, 1, 64, 64, None, "slow"),
+    "kda-saturated": lambda: kda(80, 1, 32, 64, None, "saturated"),
+    "kda-mixed": lambda: kda(80, 1, 64, 64, None, "mixed"),
+    "segments": segments,
+    "decode-early-load": lambda: decode(5, True),
+    "decode-late-load": lambda: decode(5, False),
+    "conv": conv,
+    "norm": norm,
+}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    poison()
+    CASES[sys.argv[1]]()

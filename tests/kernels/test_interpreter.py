@@ -1,0 +1,23 @@
+"""Every Triton kernel under the interpreter, each case in its own process (`interpreted.py`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CASES = ("kda-fixed", "kda-packed", "kda-slow", "kda-saturated", "kda-mixed", "segments")
+CASES += ("decode-early-load", "decode-late-load", "conv", "norm")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_agrees_with_its_reference(case):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    run = subprocess.run(
+        [sys.executable, HERE / "interpreted.py", case], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
