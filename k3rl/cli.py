@@ -22,6 +22,7 @@ COMMANDS = {
     "rl": ("k3rl.cli_run:rl", "reinforcement learning; `k3rl rl quickstart` is the whole main job"),
     "distill": ("k3rl.cli_run:distill", "on-policy distillation"),
     "submit": ("k3rl.cli_run:submit", "run one of the above as a Ray job on a cluster that is up"),
+    "serve": ("k3rl.cli_serve:serve", "serve a checkpoint over HTTP in the OpenAI dialects"),
     "eval": ("k3rl.cli_model:evaluate", "held-out pass rate of a checkpoint on an environment"),
     "export": ("k3rl.cli_model:export", "write a checkpoint of a run in the official layout"),
     "ablate": ("k3rl.cli_ablate:ablate", "each part of K3 against the common choice, on a tiny model"),

@@ -15,8 +15,10 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -25,11 +27,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from k3rl.checkpoint import load_checkpoint
 from k3rl.engine import openai
 from k3rl.engine.driver import EngineDriver, Stream, Tokens
 from k3rl.engine.engine import Engine
 from k3rl.engine.metrics import ServerMetrics
 from k3rl.engine.openai import ChatRequest, Choice, RequestError, TextRequest
+from k3rl.engine.prefix import PrefixCache
 from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.sampler import request_samples
 from k3rl.tokens import Tokenizer, xtml
@@ -85,6 +89,28 @@ def create_app(
 def serve(app: Starlette, host: str = "127.0.0.1", port: int = 8000) -> None:
     """Serves until interrupted; requests in flight then get five seconds."""
     uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+
+
+def serve_checkpoint(
+    directory: Path,
+    *,
+    host: str,
+    port: int,
+    token: str,
+    max_running: int = 64,
+    threads: int = 1,
+    prefix_cache_bytes: int = 0,
+) -> None:
+    """Serves a checkpoint in the official layout until interrupted. Raises CheckpointError when it cannot be read."""
+    tokenizer = Tokenizer.load(directory)
+    torch.set_num_threads(threads)
+
+    def load() -> Engine:
+        model = load_checkpoint(directory, dtype=torch.float32)
+        cache = PrefixCache.of_bytes(prefix_cache_bytes) if prefix_cache_bytes else None
+        return Engine(model, max_running=max_running, tokenizer=tokenizer, prefix_cache=cache)
+
+    serve(create_app(load, tokenizer, model_name=directory.resolve().name, token=token), host, port)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
