@@ -100,6 +100,7 @@ def check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initi
         raise ValueError(f"kda: q must be [B, T, H, K], got shape {tuple(q.shape)}")
     B, T, H, K = q.shape
     sequences = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    wanted: dict[str, tuple[torch.Tensor, tuple[int, ...]]]
     wanted = {"k": (k, (B, T, H, K)), "gate": (gate, (B, T, H, K)), "v": (v, (B, T, H, v.shape[-1]))}
     wanted |= {"beta": (beta, (B, T, H)), "A_log": (A_log, (H,)), "dt_bias": (dt_bias, (H * K,))}
     if initial_state is not None:

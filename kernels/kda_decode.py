@@ -58,6 +58,7 @@ def kda_decode(
 
 def _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, read_index, write_index) -> None:
     B, H, D = q.shape
+    wanted: dict[str, tuple[torch.Tensor, tuple[int, ...]]]
     wanted = {"k": (k, (B, H, D)), "v": (v, (B, H, D)), "gate": (gate, (B, H, D)), "out_gate": (out_gate, (B, H, D))}
     wanted |= {"beta": (beta, (B, H)), "read_index": (read_index, (B,)), "write_index": (write_index, (B,))}
     wanted["conv_pool"] = (conv_pool, (conv_pool.shape[0], 3, 3 * H * D))

@@ -19,7 +19,8 @@ from k3rl.kernels import kda_decode as decode_reference
 from k3rl.kernels import short_conv as conv_reference
 
 # Relative Frobenius error of bf16 kernels against float64 on the same inputs, see docs/kernels.md. The caps are for
-# K = V = 128; roundings average less over fewer channels, so cases with slow channels take K = 64.
+# K = V = 128: roundings average less over fewer channels, so cases with slow channels take K = 64. dA_log is one number
+# per head, so the relative error needs several heads where its sum over tokens cancels.
 CAPS = dict(o=6e-3, S=3e-3, q=1e-2, k=1e-2, v=1e-2, gate=1.5e-2, beta=1.5e-2, A_log=2e-2, dt_bias=2e-2, S0=1e-2)
 _empty, _new_empty, _empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
 
@@ -164,7 +165,7 @@ CASES = {
     "kda-packed": lambda: kda(101, 1, 32, 64, [17, 0, 15, 1, 65], "production"),
     "kda-slow": lambda: kda(80, 1, 64, 64, None, "slow"),
     "kda-saturated": lambda: kda(80, 1, 32, 64, None, "saturated"),
-    "kda-mixed": lambda: kda(80, 1, 64, 64, None, "mixed"),
+    "kda-mixed": lambda: kda(48, 4, 64, 64, None, "mixed"),
     "segments": segments,
     "decode-early-load": lambda: decode(5, True),
     "decode-late-load": lambda: decode(5, False),
