@@ -24,6 +24,7 @@ from k3rl.pipelines.configs import (
 from k3rl.pipelines.evaluation import evaluate as evaluate_on
 from k3rl.pipelines.session import Session, session
 from k3rl.pipelines.stage import StageResult, resolve_start
+from k3rl.pipelines.weights import check_start
 from k3rl.run import RunOptions
 
 
@@ -35,6 +36,7 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
         return quickstart.run(config, options)
     if not isinstance(config, StageConfig):
         raise ConfigError(f"{type(config).__name__} is not a pipeline's config", key=pipeline)
+    check_start(config)
     started = time.monotonic()
     opened = session(
         pipeline,

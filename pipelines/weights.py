@@ -18,11 +18,15 @@ def start_learner(learner: Learner, config: StageConfig) -> None:
     learner.create(model_config(config).to_dict(), config.trainer, config.seed)
 
 
-def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
-    """The checkpoint that a rollout stage starts from, in the learner and in every engine.
+def check_start(config: StageConfig) -> None:
+    """Refuses a stage that cannot start, before anything is started. Raises ConfigError.
 
-    Raises ConfigError for a named size: a policy of random weights samples no answer that a reward could tell apart.
+    A policy of random weights samples no answer that a reward could tell apart, so rollout stages need a checkpoint.
     """
+    if not isinstance(config, RolloutStageConfig):
+        if resolve_start(config.model.start) is None:
+            model_config(config)
+        return
     if resolve_start(config.model.start) is None:
         raise ConfigError(
             f"model.start is {config.model.start!r}; RL and distillation start from a checkpoint directory. "
@@ -30,6 +34,12 @@ def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
             key="model.start",
             got=config.model.start,
         )
+    if isinstance(config, DistillConfig):
+        teachers_of(config)
+
+
+def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
+    """The checkpoint that a rollout stage starts from, in the learner and in every engine."""
     fleet.learner.load(config.model.start, config.trainer)
     fleet.learner.set_version(0)
     fleet.rollouts.load(config.model.start)
