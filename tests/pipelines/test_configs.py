@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from k3rl.config import ConfigError
+from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
+from k3rl.pipelines.weights import check_start, model_config
 
 
 def test_a_group_size_that_does_not_divide_the_batch_names_the_sizes_that_would():
@@ -34,3 +36,25 @@ def test_every_preset_is_a_valid_config_with_a_docstring():
             assert preset() == preset()
             assert preset.__doc__
     assert distill().group_size == 1
+
+
+def test_quantization_and_ablation_choices_reach_the_model():
+    chosen = ModelConfig(
+        quantization=QuantizationConfig(weights="post_hoc", activations="none"),
+        ablation=AblationChoices(attention="mla", residual="sum"),
+    )
+    made = model_config(sft().replace(model=chosen))
+    assert (made.quantization.weights, made.quantization.activations) == ("post_hoc", "none")
+    assert (made.ablation.attention, made.ablation.residual, made.ablation.activation) == ("mla", "sum", "situ")
+
+
+def test_a_start_that_is_neither_a_size_nor_a_checkpoint_is_refused_by_name():
+    with pytest.raises(ConfigError, match="k3-nanoo"):
+        check_start(sft().replace(model=ModelConfig(start="k3-nanoo")))
+
+
+def test_distillation_without_a_teacher_names_the_family_that_lacks_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    student = distill().replace(model=ModelConfig(start=str(tmp_path)))
+    with pytest.raises(ConfigError, match="no teacher for list"):
+        check_start(student)
