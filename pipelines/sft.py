@@ -76,8 +76,8 @@ def _flat_at(
     if known is not None:
         return known
     left = config.max_steps - step
-    if config.max_seconds is not None and step > 0:
-        left = min(left, round((config.max_seconds - stage.seconds()) / stage.seconds() * step))
+    if (in_time := stage.steps_in_time()) is not None:
+        left = min(left, in_time)
     if compute is not None:
         left = min(left, round((compute - 3 * stage.totals["trained_tokens"]) / (3 * data.tokens_per_batch)))
     return step if left <= config.decay_steps else None

@@ -16,6 +16,8 @@ from k3rl.pipelines.session import Session
 from k3rl.run.files import write_atomic
 from k3rl.run.metrics import Accumulator
 
+_PACE_STEPS = 20  # the first steps are slow and would make the pace look worse than it is
+
 
 @dataclass(frozen=True)
 class StageResult:
@@ -54,7 +56,8 @@ class Stage:
         self.step = 0
         self.totals = {"trained_tokens": 0.0, "sampled_tokens": 0.0}
         self._clocks: dict[str, float] = {}
-        self._step_began = time.monotonic()
+        self._loop_began = self._step_began = time.monotonic()
+        self._first_step = 0
 
     # ---------------------------------------------------------------------------------------------- going on
 
@@ -78,7 +81,8 @@ class Stage:
         """The steps still to do. Ends early on `max_seconds`; raises Interrupted after saving when asked to end."""
         self._bar = self.session.progress.stage(self.name, self.total_steps)
         self._bar.resume_at(self.step)
-        self._step_began = time.monotonic()
+        self._first_step = self.step
+        self._loop_began = self._step_began = time.monotonic()
         try:
             while self.step < self.total_steps and not self.out_of_time():
                 yield self.step
@@ -92,6 +96,14 @@ class Stage:
     def out_of_time(self) -> bool:
         limit = self._config.max_seconds
         return limit is not None and self.seconds() >= limit
+
+    def steps_in_time(self) -> int | None:
+        """Steps that `max_seconds` leaves time for, at this attempt's pace; None without a limit or a known pace."""
+        limit, done = self._config.max_seconds, self.step - self._first_step
+        if limit is None or done < _PACE_STEPS:
+            return None
+        pace_s = (time.monotonic() - self._loop_began) / done
+        return max(0, round((limit - self.seconds()) / pace_s))
 
     def seconds(self) -> float:
         return self._spent_s + time.monotonic() - self._started

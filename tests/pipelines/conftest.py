@@ -14,6 +14,9 @@ import pytest
 SMALL = """
 [cluster]
 object_store_mb = 200
+rollout_actors = 1
+environment_actors = 1
+reward_actors = 1
 [sft]
 max_steps = 6
 check_every = 2

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 WORDS = ("--max-steps", "8", "--decay-steps", "0", "--batch-size", "16", "--demonstrations", "200")
-MORE = ("--heldout-examples", "8", "--check-every", "4", "--evaluation.n", "4", "--evaluation.n-family", "0")
+ACTORS = ("--cluster.rollout-actors", "1", "--cluster.environment-actors", "1", "--cluster.reward-actors", "1")
+MORE = (*ACTORS, "--heldout-examples", "8", "--check-every", "4", "--evaluation.n", "4", "--evaluation.n-family", "0")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,18 @@ from pathlib import Path
 import pytest
 
 WORDS = ("--max-steps", "2", "--decay-steps", "0", "--batch-size", "8", "--demonstrations", "50")
-MORE = ("--heldout-examples", "8", "--evaluation.n", "4", "--evaluation.n-family", "0")
+ACTORS = ("--cluster.rollout-actors", "1", "--cluster.environment-actors", "1", "--cluster.reward-actors", "1")
+MORE = (
+    *ACTORS,
+    "--cluster.learner-actors",
+    "1",
+    "--heldout-examples",
+    "8",
+    "--evaluation.n",
+    "4",
+    "--evaluation.n-family",
+    "0",
+)
 
 
 def _free_port() -> int:
