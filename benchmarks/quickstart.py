@@ -3,7 +3,7 @@
     python benchmarks/quickstart.py [--json] [--seed N]      runs the whole quickstart in a temporary directory
     python benchmarks/quickstart.py --run DIR [--json]       reads a finished run instead
 
-Times are wall-clock seconds of the driver. `floor_ms` is null: no hardware floor is claimed for a job of this kind.
+Times are wall-clock seconds of the driver; where rollouts overlap the learner, its time contains theirs. `floor_ms` is null: no hardware floor is claimed for a job of this kind.
 """
 
 from __future__ import annotations
@@ -46,21 +46,14 @@ def stage_results(rows: list[dict[str, Any]], stage: str) -> list[dict[str, Any]
         values = [row[key] for row in mine if key in row]
         if values:
             results.append(result(f"{stage}: {part}", len(mine), 1000 * sum(values) / len(mine)))
-    trained = sum(
-        row.get("perf/train_tokens", 0.0) * row.get("counts", {}).get("perf/train_tokens", 1.0) for row in mine
-    )
-    sampled = sum(row.get("perf/sampled_tokens", 0.0) for row in mine)
-    learner_s = sum(row.get("time/train_step", 0.0) * row.get("counts", {}).get("time/train_step", 1.0) for row in mine)
-    engine_s = sum(row.get("time/wait_for_batch", 0.0) for row in mine)
-    if learner_s:
-        results.append(
-            result(f"{stage}: learner tokens/s", len(mine), 0.0) | {"tokens_per_s": round(trained / learner_s)}
-        )
-    if engine_s:
-        results.append(
-            result(f"{stage}: engine tokens/s, tools and grading included", len(mine), 0.0)
-            | {"tokens_per_s": round(sampled / engine_s)}
-        )
+    speeds = {"trained": ("perf/train_tokens", "time/wait_for_policy"), "sampled": ("perf/sampled_tokens", "time/step")}
+    for verb, (tokens, clock) in speeds.items():
+        count = sum(row.get(tokens, 0.0) * row.get("counts", {}).get(tokens, 1.0) for row in mine)
+        seconds = sum(row.get(clock, 0.0) for row in mine)
+        if count and seconds:
+            over = "the learner's time" if verb == "trained" else "whole steps"
+            speed = result(f"{stage}: tokens {verb} a second of {over}", len(mine), 0.0)
+            results.append(speed | {"tokens_per_s": round(count / seconds)})
     return results
 
 
