@@ -3,7 +3,8 @@
     python benchmarks/quickstart.py [--json] [--seed N]      runs the whole quickstart in a temporary directory
     python benchmarks/quickstart.py --run DIR [--json]       reads a finished run instead
 
-Times are wall-clock seconds of the driver; where rollouts overlap the learner, its time contains theirs. `floor_ms` is null: no hardware floor is claimed for a job of this kind.
+Times are wall-clock seconds of the driver; where rollouts overlap the learner, its time contains theirs.
+`floor_ms` is null: no hardware floor is claimed for a job of this kind.
 """
 
 from __future__ import annotations
