@@ -65,6 +65,8 @@ def test_the_package_imports_and_runs_without_triton():
         "import torch, k3rl.kernels\n"
         "from k3rl.kernels import gated_norm, kda, kda_decode, short_conv\n"
         "x = torch.ones(1, 3, 1, 2)\n"
-        "kda.kda(x, x, x, x, x[..., 0], torch.zeros(1), torch.zeros(2))\n"
+        "o, state = kda.kda(x, x, x, x, x[..., 0], torch.zeros(1), torch.zeros(2))\n"
+        "print(tuple(o.shape), tuple(state.shape))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert done.stdout.strip() == "(1, 3, 1, 2) (1, 1, 2, 2)"

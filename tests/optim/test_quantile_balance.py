@@ -207,7 +207,10 @@ def test_the_observed_bias_may_be_the_models_own_tensor() -> None:
     qb = QuantileBalancer(4, 1, 1)
     for _ in range(3):
         qb.observe(0, scores, cutoff(scores, bias, 1), bias)
+        before = bias.clone()
         bias.copy_(qb.update([bias])[0])
+        assert qb.loads.sum() == 0  # what was counted under the old bias is gone
+    assert not torch.equal(before, torch.zeros(4))
 
 
 def test_nan_scores_and_misfit_shapes_are_refused() -> None:
