@@ -111,6 +111,8 @@ def _hashed(value: Any) -> Any:
         return sorted((_hashed(item) for item in value), key=json.dumps)
     if isinstance(value, list | tuple):
         return [_hashed(item) for item in value]
+    if isinstance(value, float):
+        value += 0.0  # the two zeros are equal, so they hash alike
     return to_jsonable_python(value, inf_nan_mode="constants")
 
 
@@ -158,8 +160,8 @@ def diff(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, Any]) -> 
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal in value and kind; NaN equals itself, True is not 1."""
-    return json.dumps(a) == json.dumps(b)
+    """Equal in value and kind; NaN equals itself, 0.0 equals -0.0, True is not 1."""
+    return json.dumps(a) == json.dumps(b) or (isinstance(a, float) and isinstance(b, float) and a == b)
 
 
 # --------------------------------------------------------------------------------------------- the schema walk
