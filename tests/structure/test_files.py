@@ -31,7 +31,7 @@ def text_files():
         names[:] = [
             name for name in names if name not in SKIPPED and not name.endswith("_cache") and name != ".hypothesis"
         ]
-        for name in files:
+        for name in set(files) - {".git"}:  # a file in a linked worktree
             path = Path(folder) / name
             if path.suffix in ("", ".py", ".md", ".toml", ".yaml", ".txt", ".ipynb", ".js", ".html", ".css"):
                 yield path
