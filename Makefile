@@ -31,10 +31,11 @@ install-dev: $(VENV)/.installed-dev
 quickstart: install
 	$(BIN)/k3rl rl quickstart $(ARGS)
 
-# One thread a process: the tests start many, and spinning threads starve each other on two cores.
+# One thread a process: the tests start many, and spinning threads starve each other on two cores. A file stays with
+# one of the two workers, because what is costly to set up (a Ray, a finished run) is set up once a file.
 test: install-dev
 	@PYTHON="$(PYTHON)" .ci/debian-packages all
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .

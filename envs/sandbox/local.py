@@ -19,6 +19,7 @@ from typing import Any
 
 from k3rl.envs.sandbox.base import ExecResult
 
+STOP_S = 0.5  # for a process to take notice of SIGSTOP; longer than any system call of a sandbox's start
 # Read once: what runs inside stays the code that this process talks to.
 PROGRAM_SERVER = (Path(__file__).parent / "sandboxed" / "program_server.py").read_bytes()
 
@@ -178,12 +179,12 @@ async def capture(
         timed_out = not done
     finally:
         if not ended.done():
-            with contextlib.suppress(ProcessLookupError):  # it ended this very moment
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
         await ended
         flood.cancel()
         feed.cancel()
         kept = await asyncio.gather(*streams)
+        await _close_input(process)
     killed = timed_out or flooded.is_set()
     (stdout, stdout_cut), (stderr, stderr_cut) = kept
     return Captured(
@@ -219,10 +220,53 @@ async def _started(
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
         process = await starting
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        kill_tree(process.pid)
+        await process.communicate(b"")
+        await _close_input(process)
         raise
+
+
+def kill_tree(leader: int) -> None:
+    """SIGKILL to a process that leads a group, to the group, and to its children, whatever group they are in.
+
+    The first process inside a bubblewrap's namespace leaves the group, and for a moment around that the death of its
+    parent does not reach it: killing the group alone then leaves it waiting for ever, with the pipes open. The leader
+    is stopped first, so that no child appears after they were listed. Who is gone already is no error.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(leader, signal.SIGSTOP)
+        deadline = time.monotonic() + STOP_S
+        while _state(leader) not in "TtZX" and time.monotonic() < deadline:
+            time.sleep(0.0002)
+        for child in _children(leader):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _state(process: int) -> str:
+    """The letter of `proc(5)`; X when it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def _children(process: int) -> list[int]:
+    """Its direct children, by one look at its threads."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, listed.read_text().split())
+    return found
+
+
+async def _close_input(process: asyncio.subprocess.Process) -> None:
+    """Closes our end of the input of a process that ended; the loop would do so only if it went on."""
+    if process.stdin is not None:
+        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            await process.stdin.wait_closed()
 
 
 async def _keep(stream: asyncio.StreamReader | None, limit: int, flooded: asyncio.Event) -> tuple[bytes, bool]:
