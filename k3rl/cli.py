@@ -27,6 +27,7 @@ COMMANDS = {
     "export": ("k3rl.cli_model:export", "write a checkpoint of a run in the official layout"),
     "ablate": ("k3rl.cli_ablate:ablate", "each part of K3 against the common choice, on a tiny model"),
     "inspect": ("k3rl.cli_model:inspect", "parameters and bytes of a checkpoint or a named size"),
+    "plan": ("k3rl.cli_plan:plan", "memory, traffic and time of post-training a model on a cluster"),
     "tail": ("k3rl.cli_run:tail", "follow the rollouts of a run as text"),
     "env": ("k3rl.cli_env:env", "environments: list, check, grade, play, new"),
     "config": ("k3rl.cli_config:config", "configurations: show, diff, schema"),

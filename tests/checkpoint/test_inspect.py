@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from k3rl.checkpoint import CheckpointError, save_checkpoint
-from k3rl.checkpoint.inspect import inspect, tensor_table
+from k3rl.checkpoint.inspect import inspect
 from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.model.table import tensor_table
 
 
 def test_k3_has_exactly_the_released_totals() -> None:

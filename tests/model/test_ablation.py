@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
-from k3rl.checkpoint.inspect import inspect, tensor_table
+from k3rl.checkpoint.inspect import inspect
 from k3rl.kernels.kda import kda
 from k3rl.model import ABLATION_CHOICES, AblationConfig, K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig
 from k3rl.model.gated import SwiGLU
 from k3rl.model.mla import rotate
 from k3rl.model.moe import LatentMoE
+from k3rl.model.table import tensor_table
 from k3rl.model.watch import watch_activations
 
 DOUBLE = torch.float64

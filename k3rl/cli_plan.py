@@ -1,0 +1,133 @@
+"""`k3rl plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from k3rl.cli_words import Parser, print_json
+from k3rl.config import ConfigError
+
+
+def plan(words: Sequence[str]) -> int:
+    """The `k3rl plan` command."""
+    parser = _parser()
+    given = parser.read(words)
+    if given is None:
+        return 0
+    from k3rl.parallel import plan as planner
+    from k3rl.parallel import plan_search
+
+    config = _config(given.model)
+    gpu = planner.GPUS[given.gpu]
+    if given.gpu_gib is not None:
+        gpu = dataclasses.replace(gpu, gib=given.gpu_gib)
+    cluster = planner.Cluster(given.gpus, gpu, given.node, given.host_gib)
+    sampled = 0 if given.kind == "sft" and given.new_tokens is None else given.new_tokens
+    workload = planner.Workload(
+        given.kind, given.prompts, given.group, given.prompt_tokens, 6144 if sampled is None else sampled,
+        given.micro_batch_tokens, given.rollout_gpus, given.publish_share,
+    )  # fmt: skip
+    method = planner.Method(
+        lora_rank=given.lora_rank,
+        optimizer=given.optimizer,
+        momentum_bytes=given.momentum_bytes,
+        offload=given.offload,
+        recompute=given.recompute,
+    )
+    degrees = (given.data, given.expert, given.context, given.pipeline)
+    if any(degree is not None for degree in degrees):
+        layout = planner.Layout(*(degree or 1 for degree in degrees))
+        rollout = 0 if given.kind == "sft" else given.rollout_gpus or cluster.gpus - layout.devices
+        chosen = planner.plan_layout(config, cluster, workload, method, layout, rollout_gpus=rollout)
+    else:
+        chosen = plan_search.search(config, cluster, workload, method)
+    result: dict[str, Any] = {"model": given.model, "gpus": given.gpus}
+    result |= plan_search.report(config, cluster, workload, chosen)
+    result["smallest"] = plan_search.suggestions(config, cluster, workload, method) if given.suggest else []
+    if given.json:
+        print_json(result)
+    else:
+        _show(result)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("plan", "Memory, traffic and time of post-training a model on a cluster, and a layout that fits.")
+    parser.add_argument("model", help="k3-nano, k3-mini, k3-small, k3, or a folder with a config.json")
+    parser.add_argument("--gpus", type=_positive, required=True, help="devices of the whole cluster")
+    parser.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="h200")
+    parser.add_argument("--gpu-gib", type=float, help="memory of one device, where it differs")
+    parser.add_argument("--node", type=_positive, default=8, help="devices of one node (8)")
+    parser.add_argument("--host-gib", type=float, default=1900.0, help="memory of one node (1900)")
+    parser.add_argument("--kind", choices=("sft", "rl", "distill"), default="rl")
+    parser.add_argument("--prompts", type=_positive, default=64, help="groups of one step (64)")
+    parser.add_argument("--group", type=_positive, default=8, help="sequences of one group (8)")
+    parser.add_argument("--prompt-tokens", type=_positive, default=2048)
+    parser.add_argument("--new-tokens", type=int, help="tokens sampled for each sequence (6144; none in sft)")
+    parser.add_argument("--micro-batch-tokens", type=_positive, default=8192, help="of one pass on one device")
+    parser.add_argument("--rollout-gpus", type=int, help="devices that sample; chosen where not given")
+    parser.add_argument("--publish-share", type=float, default=1.0, help="bytes of a version that move, of all")
+    parser.add_argument("--lora-rank", type=int, default=0, help="0 trains all weights")
+    parser.add_argument("--optimizer", choices=("per_head_muon", "muon_whole", "adamw"), default="per_head_muon")
+    parser.add_argument("--momentum-bytes", type=int, choices=(2, 4), default=4)
+    parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
+    parser.add_argument("--recompute", choices=("none", "layer"), default="none")
+    for degree in ("data", "expert", "context", "pipeline"):
+        parser.add_argument(f"--{degree}", type=_positive, help=f"{degree} degree; a layout is searched where none is")
+    parser.add_argument("--no-suggest", dest="suggest", action="store_false", help="skip the smallest clusters")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{text} is less than 1")
+    return number
+
+
+def _config(model: str) -> Any:
+    from k3rl.model import K3Config
+
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{model} has no config.json", key="model", got=model, wanted="a checkpoint folder")
+        return K3Config.from_json(path / "config.json")
+    return K3Config.named(model)
+
+
+def _show(result: dict[str, Any]) -> None:
+    verdict = "fits" if result["fits"] else "does not fit: " + "; ".join(result["why_not"])
+    degrees = "  ".join(f"{name} {value}" for name, value in result["layout"].items() if value > 1) or "one device"
+    print(f"{result['model']} on {result['gpus']} devices, {result['method']}: {verdict}")
+    print(f"layout: {degrees}  ({result['learner_gpus']} learner, {result['rollout_gpus']} rollout devices)")
+    if result["not_run_today"]:
+        print(f"  k3rl does not run a degree of {', '.join(result['not_run_today'])} yet")
+    print(f"learner device: {result['gpu_gib']:,.1f} GiB")
+    for name, value in result["memory_gib"].items():
+        print(f"  {name:<14} {value:>10,.2f}")
+    if result["engine_memory_gib"]:
+        print(
+            f"engine device ({result['engine_gpus']} an engine): {sum(result['engine_memory_gib'].values()):,.1f} GiB"
+        )
+    if result["host_gib"]:
+        print(f"host memory of a node: {result['host_gib']:,.1f} GiB")
+    print(f"one step: {result['seconds']:,.1f} s, longest: {result['bottleneck']}")
+    for name, value in result["step_s"].items():
+        print(f"  {name:<26} {value:>10,.2f} s")
+    for link, value in result["bytes"].items():
+        print(f"over {link}: {value / 1e9:,.1f} GB a device")
+    if result["smallest"]:
+        print("smallest clusters that fit:")
+    for row in result["smallest"]:
+        where = (
+            "none up to 8,192 devices" if row["gpus"] is None else f"{row['gpus']} devices, {row['gpu_gib']} GiB each"
+        )
+        print(f"  {row['method']}: {where}")
+    print("assumed:")
+    for line in result["assumptions"]:
+        print(f"  {line}")

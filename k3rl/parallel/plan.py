@@ -1,0 +1,547 @@
+"""`k3rl plan`: memory, traffic and time of post-training a model on a cluster, before anybody pays for it.
+
+Formulas and what they leave out are in `docs/plan.md`; every result lists what it assumed. Counts of one model are in
+`k3rl.parallel.costs`; this page divides them among devices and adds what moves; `k3rl.parallel.plan_search` looks for
+a layout that fits.
+Bytes are bytes, GiB are 2^30 of them, GB/s are 1e9 bytes a second and direction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from k3rl.config import ConfigError
+from k3rl.model import K3Config
+from k3rl.optim.buckets import BUCKET_ELEMENTS
+from k3rl.parallel import costs
+from k3rl.parallel.costs import ROUTED, Mix
+
+GIB = 2**30
+RUNS_TODAY = ("data", "expert", "context")
+"""The degrees that k3rl's learner has; pipeline stages are planned only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device: memory in GiB, dense bf16 TFLOP/s, and GB/s of its memory, NVLink, network port and PCIe."""
+
+    gib: float
+    tflops: float
+    hbm: float
+    nvlink: float
+    network: float
+    pcie: float
+
+
+GPUS = {
+    "h100": Gpu(79, 989, 3350, 450, 50, 55),
+    "h200": Gpu(139, 989, 4800, 450, 50, 55),
+    "b200": Gpu(178, 2250, 8000, 900, 50, 55),
+    "b300": Gpu(268, 2250, 8000, 900, 100, 110),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`gpus` equal devices in nodes of `node`; host_gib of memory a node; reserve_gib of each device are not ours."""
+
+    gpus: int
+    gpu: Gpu = GPUS["h200"]
+    node: int = 8
+    host_gib: float = 1900.0
+    reserve_gib: float = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step: `prompts` groups of `group` sequences, of prompt_tokens and new_tokens each; "sft" samples none.
+
+    micro_batch_tokens: packed tokens of one pass on one device. rollout_gpus: devices that sample (None: chosen).
+    publish_share: part of the stored bytes that a new weight version moves (below 1 with the delta form).
+    """
+
+    kind: Literal["sft", "rl", "distill"] = "rl"
+    prompts: int = 64
+    group: int = 8
+    prompt_tokens: int = 2048
+    new_tokens: int = 6144
+    micro_batch_tokens: int = 8192
+    rollout_gpus: int | None = None
+    publish_share: float = 1.0
+
+    @property
+    def length(self) -> int:
+        """Tokens of one sequence."""
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one step trains on."""
+        return self.prompts * self.group * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How weights change. Bytes are of one number.
+
+    lora_rank 0 trains everything. offload: masters and momentum live in host memory and visit the device in the step.
+    recompute "layer" keeps the residual stream only and runs a layer's forward again before its backward.
+    """
+
+    lora_rank: int = 0
+    optimizer: Literal["per_head_muon", "muon_whole", "adamw"] = "per_head_muon"
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    momentum_bytes: int = 4
+    offload: bool = False
+    recompute: Literal["none", "layer"] = "none"
+    shard_optimizer: bool = True
+
+    @property
+    def words(self) -> str:
+        """For a person."""
+        name = f"LoRA of rank {self.lora_rank}" if self.lora_rank else "full weights"
+        extras = [
+            *(["momentum in bf16"] if self.momentum_bytes == 2 else []),
+            *(["optimizer state on the host"] if self.offload else []),
+            *(["recomputed layers"] if self.recompute == "layer" else []),
+        ]
+        return ", ".join([name, *extras])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees of the learner; their product is its number of devices."""
+
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.expert * self.context * self.pipeline
+
+    @property
+    def not_yet(self) -> list[str]:
+        """Degrees above 1 that k3rl does not run."""
+        return [name for name in ("pipeline",) if getattr(self, name) > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the peak that are assumed: matrix products of training and of the optimizer, memory, links."""
+
+    train: float = 0.35
+    optimizer: float = 0.5
+    hbm: float = 0.6
+    link: float = 0.7
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout judged. Bytes and seconds are of the device that has most; links count one direction of one device."""
+
+    layout: Layout
+    method: Method
+    learner_gpus: int
+    rollout_gpus: int
+    engine_gpus: int
+    memory: dict[str, float]
+    engine_memory: dict[str, float]
+    host_gib: float
+    step_s: dict[str, float]
+    traffic: dict[str, dict[str, float]]
+    fits: bool
+    why_not: list[str]
+
+    @property
+    def gpu_gib(self) -> float:
+        """Of a learner's device."""
+        return sum(self.memory.values()) / GIB
+
+    @property
+    def seconds(self) -> float:
+        """Of one step: sampling runs beside training, one step ahead."""
+        training = sum(value for name, value in self.step_s.items() if not name.startswith(("rollout", "publish")))
+        sampling = sum(value for name, value in self.step_s.items() if name.startswith("rollout"))
+        return max(training, sampling) + self.step_s.get("publish", 0.0)
+
+    @property
+    def bottleneck(self) -> str:
+        """The longest phase of the longer side."""
+        return max(self.step_s, key=lambda name: self.step_s[name])
+
+
+class PlanError(ConfigError):
+    """A plan was asked for that cannot be made; the message says what to change."""
+
+
+@cache
+def lora_parameters(config: K3Config, rank: int) -> dict[bool, int]:
+    """Numbers of the adapters {True: of routed experts, each its own; False: of attention and shared experts}."""
+    found = {True: 0, False: 0}
+    for entry in costs.tensor_table(config):
+        if entry.part in ("kda", "mla", "shared_experts", ROUTED) and len(entry.shape) == 2:
+            found[entry.part == ROUTED] += entry.copies * rank * sum(entry.shape)
+    return found
+
+
+@dataclass(frozen=True)
+class ModelCounts:
+    """What the sums below need of a configuration, counted once."""
+
+    counts: dict[str, int]
+    routed: int
+    rest: int  # all but experts, embedding, head and vision
+    first: int  # embedding and vision, on the first stage
+    last: int  # the head, on the last stage
+    layers: int
+    moe: int
+    kda: int
+    mla: int
+
+
+@cache
+def model_counts(config: K3Config) -> ModelCounts:
+    """Counts of a configuration."""
+    counts = costs.parameters(config)
+    routed, last = counts.get(ROUTED, 0), counts["lm_head"]
+    first = counts["embedding"] + counts.get("vision_tower", 0) + counts.get("mm_projector", 0)
+    return ModelCounts(
+        counts, routed, sum(counts.values()) - routed - first - last, first, last, config.num_hidden_layers,
+        len(config.moe_layers), len(config.kda_layers), len(config.mla_layers),
+    )  # fmt: skip
+
+
+@cache
+def _optimizer(config: K3Config, variant: str) -> costs.OptimizerCosts:
+    return costs.optimizer_costs(config, variant)
+
+
+@cache
+def _flops(config: K3Config, mix: Mix) -> dict[str, float]:
+    return costs.flops(config, mix)
+
+
+def forward_flops(config: K3Config, workload: Workload, method: Method) -> dict[str, float]:
+    """Operations of one forward pass by part, as `costs.flops`."""
+    return _flops(config, _mix(workload, method))
+
+
+@cache
+def _saved(config: K3Config, mix: Mix) -> dict[str, float]:
+    return costs.activations(config, mix)
+
+
+@cache
+def _shipped(config: K3Config) -> dict[str, int]:
+    return costs.shipped_bytes(config)
+
+
+def _stored(config: K3Config) -> int:
+    return sum(_shipped(config).values())
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Numbers that one device of the fullest stage holds: of routed experts and of the rest; trained ones of each."""
+
+    routed: float
+    rest: float
+    trained_routed: float
+    trained_rest: float
+
+    @classmethod
+    def of(cls, config: K3Config, layout: Layout, method: Method) -> _Held:
+        facts = model_counts(config)
+        share = math.ceil(facts.layers / layout.pipeline) / facts.layers
+        ends = max(facts.first, facts.last) if layout.pipeline > 1 else facts.first + facts.last
+        held_rest, held_routed = facts.rest * share + ends, facts.routed * share / layout.expert
+        if not method.lora_rank:
+            return cls(held_routed, held_rest, held_routed, held_rest)
+        adapters = lora_parameters(config, method.lora_rank)
+        return cls(held_routed, held_rest, adapters[True] * share / layout.expert, adapters[False] * share)
+
+
+def learner_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -> dict[str, float]:
+    """Bytes of one device of the learner, by part, when a pass is at its peak and gradients of earlier ones are there.
+
+    With LoRA the frozen experts stay packed, half a byte a number and a scale for 32. `step` replaces `activations`
+    during the optimizer's step; only the larger of the two counts.
+    """
+    held = _Held.of(config, layout, method)
+    everyone = layout.data * layout.expert * layout.context
+    shards = (layout.data * layout.context, everyone) if method.shard_optimizer else (1, 1)
+    routed_bytes = (0.5 + 1 / 32) if method.lora_rank else method.weight_bytes
+    state_each = 4 + (8 if method.optimizer == "adamw" else method.momentum_bytes)
+    sharded = held.trained_routed / shards[0] + held.trained_rest / shards[1]
+    memory = {
+        "weights": held.routed * routed_bytes + held.rest * method.weight_bytes,
+        "gradients": (held.trained_routed + held.trained_rest) * method.gradient_bytes,
+        "optimizer": 0.0 if method.offload else sharded * state_each,
+    }
+    if method.lora_rank:
+        memory["adapters"] = (held.trained_routed + held.trained_rest) * method.weight_bytes
+    working = activation_memory(config, layout, method, mix)
+    step = _workspace(config, method, sharded, state_each)
+    if sum(working.values()) >= step:
+        return memory | working
+    return memory | {"step": step}
+
+
+def activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -> dict[str, float]:
+    """Bytes of one pass at its peak, by part: saved tensors of all layers, or the stream and one layer."""
+    saved = _saved(config, mix)
+    head = saved["head"] + 2.0 * mix.targets * config.vocab_size * mix.wide  # the table's gradient and the logits'
+    layers = sum(value for name, value in saved.items() if name != "head")
+    count = model_counts(config).layers
+    share = math.ceil(count / layout.pipeline) / count
+    one = layers / count  # what a layer keeps, and about what its gradients take besides
+    if method.recompute == "layer":
+        bank = math.ceil(count / config.attn_res_block_size) + 1
+        layers = mix.tokens * config.hidden_size * (count * mix.bytes_each + bank * mix.wide)
+    passes = layout.pipeline  # the first stage holds as many passes as there are stages
+    found = {
+        "activations": layers * share * passes + one * (1.5 if method.recompute == "layer" else 0.5),
+        "logits": head,
+        "working": _layer_gradient(config, layout, method),
+    }
+    if layout.expert > 1:
+        rows = mix.tokens * config.num_experts_per_token * config.expert_hidden_size * mix.bytes_each
+        found["all_to_all"] = 4.0 * rows
+    return found
+
+
+def _layer_gradient(config: K3Config, layout: Layout, method: Method) -> float:
+    """The gradient of one layer's experts, or of the largest other matrix, before it joins the sum."""
+    moe = max(1, model_counts(config).moe)
+    if method.lora_rank:
+        return lora_parameters(config, method.lora_rank)[True] / layout.expert / moe * method.weight_bytes
+    bank = model_counts(config).routed / layout.expert / moe
+    return max(bank, float(config.vocab_size * config.hidden_size)) * method.weight_bytes
+
+
+def _workspace(config: K3Config, method: Method, sharded: float, state_each: int) -> float:
+    """Temporaries of the optimizer's largest bucket; with offload the bucket's state comes on top."""
+    if method.lora_rank:
+        return min(sharded, BUCKET_ELEMENTS) * (6 * costs.WIDE + (state_each if method.offload else 0))
+    found = _optimizer(config, method.optimizer)
+    least = sharded * costs.WIDE * (2 if method.optimizer == "adamw" else 6)  # everything in one bucket
+    bucket = max(BUCKET_ELEMENTS, config.vocab_size * config.hidden_size)
+    return min(found.workspace, least) + (state_each * min(sharded, bucket) if method.offload else 0)
+
+
+def plan_layout(
+    config: K3Config,
+    cluster: Cluster,
+    workload: Workload,
+    method: Method,
+    layout: Layout,
+    *,
+    rollout_gpus: int,
+    efficiency: Efficiency | None = None,
+) -> Plan:
+    """Judges one layout. Raises PlanError when the degrees do not fit the model or the cluster."""
+    _check(config, cluster, workload, layout, rollout_gpus)
+    efficiency = efficiency or Efficiency()
+    mix = _mix(workload, method)
+    memory = learner_memory(config, layout, method, mix)
+    engine_gpus = engine_size(config, cluster) if rollout_gpus else 0
+    engines = rollout_gpus // engine_gpus if engine_gpus else 0
+    engine, waves = _engine_memory(config, cluster, workload, engine_gpus, engines)
+    traffic = _traffic(config, cluster, workload, method, layout, engines)
+    times = _train_times(config, cluster, workload, method, layout, efficiency)
+    for link, each in traffic.items():
+        rate = getattr(cluster.gpu, link) * 1e9 * efficiency.link
+        for purpose, moved in each.items():
+            name = "publish" if purpose == "weights to engines" else f"{purpose} ({link})"
+            times[name] = times.get(name, 0.0) + moved / rate
+    if engines:
+        times |= _rollout_times(config, cluster, workload, engine_gpus, engines, waves, efficiency)
+    host = _host_gib(config, cluster, layout, method)
+    room = cluster.gpu.gib - cluster.reserve_gib
+    problems = []
+    if sum(memory.values()) > room * GIB:
+        problems.append(f"{sum(memory.values()) / GIB:,.0f} GiB on a learner's device; {room:,.0f} GiB are free")
+    if host > cluster.host_gib:
+        problems.append(f"{host:,.0f} GiB of host memory on a node that has {cluster.host_gib:,.0f}")
+    if workload.kind != "sft" and not engines:
+        problems.append(f"{rollout_gpus} devices sample, but one engine of this model takes {engine_gpus}")
+    if engines and sum(engine.values()) > room * GIB:
+        problems.append(f"{sum(engine.values()) / GIB:,.0f} GiB on an engine's device; {room:,.0f} GiB are free")
+    return Plan(
+        layout, method, layout.devices, rollout_gpus, engine_gpus, memory, engine, host, times, traffic,
+        not problems, problems,
+    )  # fmt: skip
+
+
+def _check(config: K3Config, cluster: Cluster, workload: Workload, layout: Layout, rollout_gpus: int) -> None:
+    if layout.devices + rollout_gpus > cluster.gpus:
+        raise PlanError(
+            f"{layout.devices} learner and {rollout_gpus} rollout devices are more than the cluster's {cluster.gpus}",
+            key="--gpus", got=cluster.gpus, wanted=f"at least {layout.devices + rollout_gpus}",
+        )  # fmt: skip
+    if config.num_experts % layout.expert:
+        raise PlanError(
+            f"{layout.expert} expert ranks do not divide {config.num_experts} experts",
+            key="--expert", got=layout.expert, wanted=f"a divisor of {config.num_experts}",
+        )  # fmt: skip
+    if layout.pipeline > config.num_hidden_layers:
+        raise PlanError(
+            f"{layout.pipeline} stages are more than {config.num_hidden_layers} layers",
+            key="--pipeline", got=layout.pipeline, wanted=f"at most {config.num_hidden_layers}",
+        )  # fmt: skip
+    if workload.length > config.max_position_embeddings:
+        raise PlanError(
+            f"sequences of {workload.length} tokens exceed the model's {config.max_position_embeddings}",
+            key="--new-tokens", got=workload.new_tokens, wanted="prompt and new tokens within the context",
+        )  # fmt: skip
+
+
+def _mix(workload: Workload, method: Method) -> Mix:
+    tokens = workload.micro_batch_tokens
+    share = workload.new_tokens / workload.length if workload.new_tokens else 1.0
+    return Mix(tokens, min(workload.length, tokens), math.ceil(tokens * share), method.weight_bytes)
+
+
+def engine_size(config: K3Config, cluster: Cluster) -> int:
+    """The fewest devices, a power of two, whose memory holds the stored weights and leaves a third for states."""
+    room = (cluster.gpu.gib - cluster.reserve_gib) * GIB * 2 / 3
+    return int(2 ** max(0, math.ceil(math.log2(_stored(config) / room))))
+
+
+def _engine_memory(
+    config: K3Config, cluster: Cluster, workload: Workload, engine_gpus: int, engines: int
+) -> tuple[dict[str, float], int]:
+    """Bytes of one device of an engine, and in how many waves the sequences run where their states do not all fit."""
+    if not engines:
+        return {}, 0
+    fixed, each = costs.state_bytes(config)
+    one = fixed + each * workload.length
+    weights = _stored(config) / engine_gpus
+    free = (cluster.gpu.gib - cluster.reserve_gib) * GIB - weights
+    together = max(1, math.floor(free * 0.9 * engine_gpus / one))
+    wanted = math.ceil(workload.prompts * workload.group / engines)
+    waves = math.ceil(wanted / together)
+    return {"weights": weights, "states": min(wanted, together) * one / engine_gpus}, waves
+
+
+def _split(size: int, node: int) -> dict[str, float]:
+    """Of what one member of a group of `size` sends to all others, the share over NVLink and over the network."""
+    if size <= 1:
+        return {}
+    inside = min(size, node)
+    return {"nvlink": (inside - 1) / (size - 1), "network": (size - inside) / (size - 1)}
+
+
+def _traffic(
+    config: K3Config, cluster: Cluster, workload: Workload, method: Method, layout: Layout, engines: int
+) -> dict[str, dict[str, float]]:
+    """Bytes that one device sends in one step: {link: {purpose: bytes}}."""
+    found: dict[str, dict[str, float]] = {"nvlink": {}, "network": {}, "pcie": {}}
+
+    def add(purpose: str, moved: float, size: int) -> None:
+        for link, share in _split(size, cluster.node).items():
+            if moved * share:
+                found[link][purpose] = found[link].get(purpose, 0.0) + moved * share
+
+    tokens = workload.tokens / (layout.data * layout.expert * layout.context)
+    stages = math.ceil(config.num_hidden_layers / layout.pipeline) / config.num_hidden_layers
+    rows = tokens * config.num_experts_per_token * model_counts(config).moe * stages
+    passes = 4 + 2 * (method.recompute == "layer")  # dispatch and combine, forward and backward
+    away = (layout.expert - 1) / layout.expert
+    add("experts", passes * rows * config.expert_hidden_size * method.weight_bytes * away, layout.expert)
+    if layout.context > 1:
+        linear = config.linear_attn_config
+        calls = math.ceil(tokens / workload.micro_batch_tokens)
+        state = 2 * linear.num_heads * linear.head_dim**2 * 4 * model_counts(config).kda * calls
+        latents = tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * method.weight_bytes
+        add("context", 2 * (layout.context - 1) * (state + latents * model_counts(config).mla) * stages, layout.context)
+    held = _Held.of(config, layout, method)
+    everyone, replicas = layout.data * layout.expert * layout.context, layout.data * layout.context
+    both = method.gradient_bytes + method.weight_bytes  # gradients to their owner, new weights from it
+    add("gradients", both * held.trained_rest * (everyone - 1) / everyone, everyone)
+    add("gradients", both * held.trained_routed * (replicas - 1) / replicas, replicas)
+    if layout.pipeline > 1:
+        bank = math.ceil(config.num_hidden_layers / config.attn_res_block_size) + 1
+        sent = 2 * tokens * config.hidden_size * method.weight_bytes * bank
+        found["network"]["stages"] = sent
+    if method.offload:
+        state_each = 4 + (8 if method.optimizer == "adamw" else method.momentum_bytes)
+        shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
+        found["pcie"]["optimizer"] = state_each * (held.trained_routed / shards[0] + held.trained_rest / shards[1])
+    if engines:
+        moved = _stored(config) * workload.publish_share
+        if method.lora_rank:
+            moved = sum(lora_parameters(config, method.lora_rank).values()) * method.weight_bytes
+        found["network"]["weights to engines"] = moved * engines / layout.devices
+    return found
+
+
+def _train_times(
+    config: K3Config, cluster: Cluster, workload: Workload, method: Method, layout: Layout, efficiency: Efficiency
+) -> dict[str, float]:
+    """Seconds of arithmetic on one device."""
+    mix = _mix(workload, method)
+    forward = sum(_flops(config, mix).values()) / mix.tokens * workload.tokens / layout.devices
+    backward = 1.0 if method.lora_rank else 2.0  # frozen weights need no gradient of their own
+    rate = cluster.gpu.tflops * 1e12
+    times = {"forward": forward / (rate * efficiency.train), "backward": backward * forward / (rate * efficiency.train)}
+    if method.recompute == "layer":
+        times["recompute"] = forward / (rate * efficiency.train)
+    if layout.pipeline > 1:
+        passes = max(1.0, workload.tokens / (layout.data * layout.expert * layout.context) / mix.tokens)
+        times["bubble"] = sum(times.values()) * (layout.pipeline - 1) / passes
+    held = _Held.of(config, layout, method)
+    replicas, everyone = layout.data * layout.context, layout.data * layout.expert * layout.context
+    shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
+    owned = held.trained_routed / shards[0] + held.trained_rest / shards[1]
+    work = 0.0
+    if not method.lora_rank:
+        orthogonal = _optimizer(config, method.optimizer).flops
+        routed, rest = orthogonal[True] / layout.expert / shards[0], orthogonal[False] / shards[1]
+        work = (routed + rest) / layout.pipeline / (rate * efficiency.optimizer)
+    moved = owned * (method.gradient_bytes + method.weight_bytes + 2 * (4 + method.momentum_bytes))
+    times["optimizer"] = work + moved / (cluster.gpu.hbm * 1e9 * efficiency.hbm)
+    return times
+
+
+def _rollout_times(
+    config: K3Config,
+    cluster: Cluster,
+    workload: Workload,
+    engine_gpus: int,
+    engines: int,
+    waves: int,
+    efficiency: Efficiency,
+) -> dict[str, float]:
+    """Seconds of one engine for its share of the sequences: prompts once a group, then a token a step."""
+    sequences = workload.prompts * workload.group / engines / waves
+    mix = Mix(workload.prompt_tokens, workload.prompt_tokens, 1)
+    prompt = sum(_flops(config, mix).values()) * workload.prompts / engines / engine_gpus
+    rate, hbm = cluster.gpu.tflops * 1e12 * efficiency.train, cluster.gpu.hbm * 1e9 * efficiency.hbm
+    stored = _shipped(config)
+    touched = 1.0 - (1.0 - config.num_experts_per_token / config.num_experts) ** sequences
+    read = stored.get(ROUTED, 0) * touched + sum(stored.values()) - stored.get(ROUTED, 0) - stored["embedding"]
+    fixed, each = costs.state_bytes(config)
+    states = sequences * (2 * fixed + each * (workload.prompt_tokens + workload.new_tokens / 2))
+    one = Mix(1, 1, 1)
+    work = sum(_flops(config, one).values()) * sequences
+    step = max((read + states) / engine_gpus / hbm, work / engine_gpus / rate)
+    return {"rollout prompts": prompt / rate, "rollout tokens": workload.new_tokens * waves * step}
+
+
+def _host_gib(config: K3Config, cluster: Cluster, layout: Layout, method: Method) -> float:
+    """GiB that the optimizer's state takes on one node, with offload."""
+    if not method.offload:
+        return 0.0
+    held = _Held.of(config, layout, method)
+    replicas, everyone = layout.data * layout.context, layout.data * layout.expert * layout.context
+    shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
+    state_each = 4 + (8 if method.optimizer == "adamw" else method.momentum_bytes)
+    owned = held.trained_routed / shards[0] + held.trained_rest / shards[1]
+    return owned * state_each * min(cluster.node, layout.devices) / GIB
