@@ -4,6 +4,7 @@ Plain frozen dataclasses; arrays are NumPy, so a value travels between Ray actor
 Dimension letters: T tokens of one sequence, M MoE layers in depth order, k experts per token.
 
 Message, ToolCall          what is said; `k3rl.tokens.xtml` turns it into tokens and back
+EncodedImage               an image of a conversation, as the bytes of its file
 Task, Budgets              what is asked of a policy, and how much it may spend
 SamplingParams, Completion what an engine is asked for, and what it gives
 Turn, Branch, Episode      what happened when a policy acted on a task
@@ -56,7 +57,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation. `content` is text or a list of text/image parts (OpenAI form).
+    """One message of a conversation. `content` is text or a list of text/image parts (OpenAI form; inside episodes an
+    image is an `image_url` with a `data:` URL, see `k3rl.tokens.images`).
 
     `reasoning` is the think channel of an assistant turn; None means the turn has none.
     `name` is the tool's name on a tool result; `tool_call_id` joins a result to its call.
@@ -68,6 +70,19 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     name: str | None = None
     tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image as the bytes of its file (PNG, JPEG, ...), with its size in pixels.
+
+    What travels and is stored: a tenth of what the pixels weigh that a vision tower reads. Engine and learner both
+    prepare those by `k3rl.data.images.preprocess`, so equal bytes are equal rows on both sides.
+    """
+
+    data: bytes = field(repr=False)
+    width: int
+    height: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +175,13 @@ class Completion:
 
     token_ids: sampled ids, a stop id included; logprobs: one float per id, under the sampling distribution.
     weight_version: the version that sampled the last token; `first_version` the first (equal unless the
-    weights changed in between). routes: int16 [prompt + sampled - 1, M, k], or None when not asked for.
+    weights changed in between). routes: int16 [prompt + sampled - 1, M, k], or None when not asked for; an image of the
+    prompt counts as the rows that it takes in the model, not as its one placeholder id.
     kept: per sampled token the ids that top-p, top-k, min-p and forbidden tokens left, or None when nothing was cut;
     finite logit biases are not in it, whoever recomputes a logprob adds them from the request.
     stop_string: the text of `SamplingParams.stop` that ended it. cached_tokens: prompt tokens whose states came from
-    the prefix cache; how a result was computed is no part of it, so it does not count when results are compared.
+    the prefix cache (rows, where there are images); how a result was computed is no part of it, so it does not count
+    when results are compared.
     """
 
     token_ids: tuple[int, ...]
@@ -180,7 +197,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One prompt and what the policy sampled for it, exactly as the engine saw and gave it."""
+    """One prompt and what the policy sampled for it, exactly as the engine saw and gave it.
+
+    images: one for each placeholder id of the prompt, in order. Turns of an episode share the objects.
+    """
 
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
@@ -191,6 +211,7 @@ class Turn:
     routes: np.ndarray | None = None
     model_s: float = 0.0
     env_s: float = 0.0
+    images: tuple[EncodedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +221,19 @@ class Branch:
     id: str
     turns: tuple[Turn, ...]
     parent: str | None = None
+
+    @property
+    def images(self) -> tuple[EncodedImage, ...]:
+        """One for each placeholder id of the prompts, in order: those of the last prompt, which holds all others.
+
+        Raises ValueError when the images of a prompt do not extend those before it.
+        """
+        images: tuple[EncodedImage, ...] = ()
+        for number, turn in enumerate(self.turns):
+            if turn.images[: len(images)] != images:
+                raise ValueError(f"branch {self.id}: the images of turn {number} do not extend those before it")
+            images = turn.images
+        return images
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids int64 [T], loss mask bool [T], sampler logprobs float32 [T], 0 where not sampled).

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from k3rl.data.images import ImagePatches, rows_per_token
+from k3rl.data.images import ImagePatches, preprocess_all, rows_per_token
 from k3rl.data.packing import best_fit
 from k3rl.types import Branch, Episode, Failed
 
@@ -28,8 +28,8 @@ class TrainSequence:
     """One sequence before packing, T tokens.
 
     ids int64 [T]; loss_mask bool [T]; sampler_logprobs float32 [T]; advantages float32 [T]; the last two are 0
-    where not masked. routes int16 [T, M, k] or None; teacher_logprobs float32 [T] or None; fresh bool [T] or None;
-    images, one for each placeholder among the ids, in order.
+    where not masked. routes int16 [R, M, k] or None, R rows in the model; teacher_logprobs float32 [T] or None; fresh
+    bool [T] or None; images, one for each placeholder among the ids that is no target, in order.
     """
 
     id: str
@@ -42,6 +42,11 @@ class TrainSequence:
     fresh: np.ndarray | None = None
     images: tuple[ImagePatches, ...] = ()
 
+    @property
+    def rows(self) -> int:
+        """R, rows in the model: tokens, with each image as all its rows."""
+        return len(self.ids) + sum(image.rows - 1 for image in self.images)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
@@ -50,7 +55,8 @@ class TrainBatch:
     input_ids int64 [N]; cu_seqlens int32 [S+1], the sequence boundaries from 0 to N; loss_mask bool [N], token i
     is a target, predicted from the tokens before it in its sequence; sampler_logprobs float32 [N], advantages
     float32 [N] and weights float64 [N], all 0 where not masked. weights sum to 1 over the whole global batch, so a
-    loss is the plain sum of weight times per-token loss whatever the split. routes int16 [N, M, k] or None;
+    loss is the plain sum of weight times per-token loss whatever the split. routes int16 [R, M, k] or None, in rows of
+    the model (R = N without images);
     the row of a sequence's last token was never computed by the sampler and holds experts 0..k-1, which no
     target depends on. teacher_logprobs float32 [N] or None. sequence_ids name the S sequences.
 
@@ -58,7 +64,8 @@ class TrainBatch:
     False for what an earlier version did, as in a rollout that was carried over or replayed, and for turns during
     which the weights changed. None where nothing was sampled (supervised data): then every token counts as fresh.
     images: for each sequence the images of its placeholder ids, in order; None without images. One placeholder
-    becomes all rows of its image in the model, so `row_lengths`, not `lengths`, say how large a sequence is there.
+    becomes all rows of its image in the model, so `row_lengths`, not `lengths`, say how large a sequence is there. A
+    placeholder that is a target was sampled, and what is sampled is never an image: it stays one token.
     """
 
     input_ids: np.ndarray
@@ -94,7 +101,10 @@ class TrainBatch:
             return np.ones(self.tokens, np.int64)
         counts = []
         for name, images, ids in zip(
-            self.sequence_ids, self.images, np.split(self.input_ids, self.cu_seqlens[1:-1]), strict=True
+            self.sequence_ids,
+            self.images,
+            np.split(np.where(self.loss_mask, -1, self.input_ids), self.cu_seqlens[1:-1]),
+            strict=True,
         ):
             try:
                 counts.append(rows_per_token(ids, images, placeholder))
@@ -142,6 +152,8 @@ class TrainBatch:
         """The batch of some of the sequences, in the order of `indices`, their weights unchanged."""
         chosen = list(indices)
         rows = np.concatenate([np.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in chosen])
+        ends = np.concatenate([[0], np.cumsum(self.row_lengths)])
+        routed = rows if self.images is None else np.concatenate([np.arange(ends[i], ends[i + 1]) for i in chosen])
         return TrainBatch(
             input_ids=self.input_ids[rows],
             cu_seqlens=np.concatenate([[0], np.cumsum(self.lengths[chosen])]).astype(np.int32),
@@ -150,7 +162,7 @@ class TrainBatch:
             advantages=self.advantages[rows],
             weights=self.weights[rows],
             sequence_ids=tuple(self.sequence_ids[i] for i in chosen),
-            routes=None if self.routes is None else self.routes[rows],
+            routes=None if self.routes is None else self.routes[routed],
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[rows],
             fresh=None if self.fresh is None else self.fresh[rows],
             images=None if self.images is None else tuple(self.images[i] for i in chosen),
@@ -191,12 +203,6 @@ class TrainBatch:
         for name in ("sampler_logprobs", "advantages", "teacher_logprobs"):
             if getattr(self, name) is not None:
                 _shaped(name, getattr(self, name), np.float32, (n,))
-        if self.routes is not None:
-            if self.routes.ndim != 3:
-                raise BatchError(
-                    f"routes have the shape {self.routes.shape}; wanted [{n}, MoE layers, experts per token]"
-                )
-            _shaped("routes", self.routes, np.int16, (n, *self.routes.shape[1:]))
         if self.fresh is not None:
             _shaped("fresh", self.fresh, np.bool_, (n,))
         if self.images is not None and len(self.images) != s:
@@ -205,6 +211,13 @@ class TrainBatch:
             raise BatchError("two sequences of the batch have one id; ids join advantages to sequences")
         if s == 0 or self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != n or (self.lengths < 1).any():
             raise BatchError(f"cu_seqlens {self.cu_seqlens.tolist()[:8]} must rise from 0 to {n} tokens")
+        if self.routes is not None:
+            rows = int(self.row_lengths.sum())
+            if self.routes.ndim != 3:
+                raise BatchError(
+                    f"routes have the shape {self.routes.shape}; wanted [{rows}, MoE layers, experts per token]"
+                )
+            _shaped("routes", self.routes, np.int16, (rows, *self.routes.shape[1:]))
         self._validate_values()
 
     def _validate_values(self) -> None:
@@ -268,8 +281,13 @@ def from_branches(
     """
     _same_ids([branch.id for branch in branches], advantages, "advantages")
     version = _newest(branches) if version is None else version
+    shown = _patches(branches)
     return TrainBatch.pack(
-        [_sequence(branch, branch.id, advantages[branch.id], 0, routes, version) for branch in branches], mode
+        [
+            _sequence(branch, branch.id, advantages[branch.id], 0, routes, version, own)
+            for branch, own in zip(branches, shown, strict=True)
+        ],
+        mode,
     )
 
 
@@ -293,19 +311,21 @@ def from_episodes(
             raise BatchError(f"episode {episode.id} failed ({episode.score.reason}); leave it out before the baseline")
     version = _newest([b for episode in episodes for b in episode.branches]) if version is None else version
     sequences = []
+    shown = iter(_patches([branch for episode in episodes for branch in episode.branches]))
     for episode in episodes:
         by_id = {branch.id: branch for branch in episode.branches}
         for branch in episode.branches:
-            shared = _shared_turns(branch, by_id)
+            shared, own = _shared_turns(branch, by_id), next(shown)
             if shared < len(branch.turns):
                 name = f"{episode.id}/{branch.id}"
-                sequences.append(_sequence(branch, name, advantages[episode.id], shared, routes, version))
+                sequences.append(_sequence(branch, name, advantages[episode.id], shared, routes, version, own))
     return TrainBatch.pack(sequences, mode)
 
 
-def branch_routes(branch: Branch) -> np.ndarray:
-    """Recorded experts of a branch, int16 [T, M, k], from each turn's [prompt + sampled - 1, M, k].
+def branch_routes(branch: Branch, images: Sequence[ImagePatches] = ()) -> np.ndarray:
+    """Recorded experts of a branch, int16 [R, M, k] in rows of the model, from each turn's [rows - 1, M, k].
 
+    images: those of the branch, prepared; each counts as all its rows (R = T without any).
     A row belongs to the turn that first computed it, so tokens sampled in one turn keep the experts they were
     sampled with when a later turn reads them again. The last row was never computed and holds experts 0..k-1.
     Raises BatchError when a turn has no routes or too few.
@@ -313,7 +333,8 @@ def branch_routes(branch: Branch) -> np.ndarray:
     rows: list[np.ndarray] = []
     known = 0
     for number, turn in enumerate(branch.turns):
-        computed = len(turn.prompt_ids) + len(turn.sampled_ids) - 1
+        shown = sum(image.rows - 1 for image in images[: len(turn.images)])
+        computed = len(turn.prompt_ids) + len(turn.sampled_ids) + shown - 1
         if turn.routes is None or turn.routes.shape[0] != computed:
             got = "none" if turn.routes is None else f"{turn.routes.shape[0]} rows"
             raise BatchError(f"branch {branch.id}, turn {number}: routes are {got}, wanted {computed} rows")
@@ -321,6 +342,14 @@ def branch_routes(branch: Branch) -> np.ndarray:
         known = computed
     last = np.broadcast_to(np.arange(rows[0].shape[2], dtype=np.int16), (1, *rows[0].shape[1:]))
     return np.concatenate([*rows, last]).astype(np.int16, copy=False)
+
+
+def _patches(branches: Sequence[Branch]) -> list[tuple[ImagePatches, ...]]:
+    """The images of each branch, prepared; an image that several branches show is one object."""
+    try:
+        return preprocess_all([branch.images for branch in branches])
+    except ValueError as error:
+        raise BatchError(str(error)) from error
 
 
 def _newest(branches: Sequence[Branch]) -> int:
@@ -339,7 +368,13 @@ def _fresh(branch: Branch, version: int) -> np.ndarray:
 
 
 def _sequence(
-    branch: Branch, name: str, advantage: float | np.ndarray, shared: int, routes: bool, version: int
+    branch: Branch,
+    name: str,
+    advantage: float | np.ndarray,
+    shared: int,
+    routes: bool,
+    version: int,
+    images: tuple[ImagePatches, ...],
 ) -> TrainSequence:
     """A branch as a sequence that trains the turns from number `shared` on."""
     if not branch.turns:
@@ -365,8 +400,9 @@ def _sequence(
         loss_mask=mask,
         sampler_logprobs=np.where(mask, logprobs, np.float32(0)),
         advantages=np.where(mask, values, np.float32(0)),
-        routes=branch_routes(branch) if routes else None,
+        routes=branch_routes(branch, images) if routes else None,
         fresh=_fresh(branch, version),
+        images=images,
     )
 
 
@@ -418,8 +454,9 @@ def _check_lengths(sequence: TrainSequence) -> None:
         raise BatchError(f"sequence {sequence.id} has no tokens")
     for name in ("loss_mask", "sampler_logprobs", "advantages", "routes", "teacher_logprobs", "fresh"):
         values = getattr(sequence, name)
-        if values is not None and len(values) != len(sequence.ids):
-            raise BatchError(f"sequence {sequence.id} has {len(sequence.ids)} tokens and {len(values)} {name}")
+        wanted = sequence.rows if name == "routes" else len(sequence.ids)
+        if values is not None and len(values) != wanted:
+            raise BatchError(f"sequence {sequence.id} has {wanted} tokens and {len(values)} {name}")
 
 
 def _shaped(name: str, array: np.ndarray, dtype: type, shape: tuple[int, ...]) -> None:

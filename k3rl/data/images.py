@@ -7,9 +7,6 @@ one placeholder id stands for all rows of an image and is expanded inside the mo
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from k3rl.tokens import xtml
-from k3rl.tokens.xtml_normalize import normalize, order_results
-from k3rl.types import Message
+from k3rl.tokens.images import ImageError, image_parts, open_image, part_source, url_bytes
+from k3rl.types import EncodedImage, Message
 
 if TYPE_CHECKING:
     from PIL import Image
 
 _BOARD = "transparent_bg_config"
-
-
-class ImageError(ValueError):
-    """An image that cannot be read or used; the message says what was got and wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,51 +166,37 @@ def conversation_images(
 ) -> tuple[ImagePatches, ...]:
     """The images of a conversation in the order in which `xtml.render` asks for them (tool results are re-sorted).
 
-    An image part is {"type": "image", "image": X} or {"type": "image_url", "image_url": X or {"url": X}}; X is a
-    Pillow image, the bytes of a file, a `data:` URL with base64, or a path inside `folder`. Nothing is downloaded, and
-    without `folder` no file is read. Raises ImageError, or XTMLError for a conversation that has no form.
+    An image part is one of `k3rl.tokens.images`; X is a Pillow image, the bytes of a file, a `data:` URL with base64,
+    or a path inside `folder`. Nothing is downloaded, and without `folder` no file is read. Raises ImageError, or
+    XTMLError for a conversation that has no form.
     """
-    turns = normalize(messages)
-    number = {id(said.parts): place for place, said in enumerate(turns)}  # `order_results` keeps the tuples
-    found = []
-    for said in order_results(turns):
-        if any(part.text is None for part in said.parts):
-            message = messages[number[id(said.parts)]]
-            content = message.content if isinstance(message, Message) else message["content"]
-            for part in content:
-                if part["type"] in ("image", "image_url"):
-                    found.append(preprocess(_read(part, folder), config))
-    return tuple(found)
+    return tuple(preprocess(_read(part_source(part), folder), config) for part in image_parts(messages))
 
 
-def _read(part: Mapping[str, Any], folder: Path | None) -> Image.Image:
-    from PIL import Image, UnidentifiedImageError
+def preprocess_all(
+    conversations: Sequence[Sequence[EncodedImage]], config: ImageConfig = ImageConfig()
+) -> list[tuple[ImagePatches, ...]]:
+    """The patches of each conversation's images; an image that several of them show is prepared once and shared.
 
-    given: Any = part.get(part["type"])
-    if isinstance(given, Mapping):
-        given = given.get("url")
+    Raises ImageError.
+    """
+    made: dict[EncodedImage, ImagePatches] = {}
+    for image in (image for images in conversations for image in images):
+        if image not in made:
+            made[image] = preprocess(open_image(image.data), config)
+    return [tuple(made[image] for image in images) for images in conversations]
+
+
+def _read(given: Any, folder: Path | None) -> Image.Image:
+    from PIL import Image
+
     if isinstance(given, Image.Image):
         return given
     if isinstance(given, str):
-        given = _data_url(given) if given.startswith("data:") else _file(given, folder)
+        given = url_bytes(given) if given.startswith("data:") else _file(given, folder)
     if not isinstance(given, bytes):
         raise ImageError(f"an image part holds {type(given).__name__}; wanted a Pillow image, bytes, a URL or a path")
-    try:
-        image = Image.open(io.BytesIO(given))
-        image.load()
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError, SyntaxError) as error:
-        raise ImageError(f"an image of {len(given)} bytes cannot be read: {error}") from error
-    return image
-
-
-def _data_url(url: str) -> bytes:
-    head, comma, body = url.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise ImageError(f"the image URL {url[:40]!r} is not `data:image/...;base64,...`")
-    try:
-        return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
-        raise ImageError(f"the image URL {url[:40]!r} holds no base64: {error}") from error
+    return open_image(given)
 
 
 def _file(name: str, folder: Path | None) -> bytes:

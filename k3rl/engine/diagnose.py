@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from k3rl.engine.cache import StatePool
+from k3rl.engine.images import Placed, image_inputs
 from k3rl.model import K3ForCausalLM
 
 
-def first_bad_module(model: K3ForCausalLM, ids: Tensor) -> str | None:
-    """Runs ids [T] alone, without a cache; the first module, in order of completion, with a non-finite output."""
+def first_bad_module(model: K3ForCausalLM, ids: Tensor, images: Placed = ()) -> str | None:
+    """Runs ids [T], in rows, alone and without a cache; the first module, in order of completion, with a non-finite output."""
     bad: list[str] = []
 
     def hook(name: str) -> Callable[[torch.nn.Module, object, object], None]:
@@ -24,7 +25,8 @@ def first_bad_module(model: K3ForCausalLM, ids: Tensor) -> str | None:
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
     try:
-        out = model.hidden(ids[None])
+        read = image_inputs(model, [(images, {}, 0, len(ids))])
+        out = model.hidden(ids.clamp(min=0)[None], images=read)
         if not bad and not model.logits(out.hidden).isfinite().all():
             bad.append("lm_head")
     finally:
@@ -33,9 +35,11 @@ def first_bad_module(model: K3ForCausalLM, ids: Tensor) -> str | None:
     return bad[0] if bad else None
 
 
-def describe(model: K3ForCausalLM, pool: StatePool, row: int, ids: Tensor) -> tuple[str | None, str]:
-    """(first bad module or None, sentence for the error) for a request whose tokens so far are ids [T]."""
-    name = first_bad_module(model, ids)
+def describe(
+    model: K3ForCausalLM, pool: StatePool, row: int, ids: Tensor, images: Placed = ()
+) -> tuple[str | None, str]:
+    """(first bad module or None, sentence for the error) for a request whose tokens so far are ids [T] in rows."""
+    name = first_bad_module(model, ids, images)
     if name is not None:
         broken = [n for n, parameter in model.official_parameters() if not parameter.isfinite().all()]
         cause = f"not finite is {broken[0]} (and {len(broken) - 1} more)" if broken else "all weights are finite"

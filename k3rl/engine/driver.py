@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
+from k3rl.data.images import ImagePatches
 from k3rl.engine.engine import Engine
 from k3rl.engine.protocol import EngineError, Outcome, UnknownRequest
 from k3rl.types import Completion, SamplingParams
@@ -99,13 +100,19 @@ class EngineDriver:
         self._thread.shutdown(wait=True)
         self._fail_all(EngineError("the engine was closed"))
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, incremental: bool = False) -> Stream:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        incremental: bool = False,
+        images: Sequence[ImagePatches] = (),
+    ) -> Stream:
         """A stream of this request. An InvalidRequest comes out of the stream."""
         engine, stream = self.engine, Stream(prompt_ids, params, incremental)
 
         def command() -> None:
             try:
-                stream.number = engine.submit(prompt_ids, params)
+                stream.number = engine.submit(prompt_ids, params, images)
                 self._live[stream.number] = stream
             except EngineError as error:
                 self._tell(stream, error)

@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3rl.data.images import ImagePatches
 from k3rl.engine import diagnose, sampler
 from k3rl.engine.cache import MemoryPlan, StatePool
+from k3rl.engine.images import Features, Placed, expand, image_inputs
 from k3rl.engine.prefix import Hit, PrefixCache
 from k3rl.engine.protocol import (
     EngineError,
@@ -58,13 +60,15 @@ class EngineCounters:
 class _Prompt:
     """What is known of a prompt beside its state. routes: pieces int16 [n, M, k], None where a cache had none.
 
-    hidden [1, H] and logits [1, V] of the last token, once it is reached; cached: tokens that a cache had.
+    hidden [1, H] and logits [1, V] of the last token, once it is reached; cached: tokens that a cache had; features: of
+    images that are being read.
     """
 
     routes: list[np.ndarray | None] = field(default_factory=list)
     hidden: Tensor | None = None
     logits: Tensor | None = None
     cached: int = 0
+    features: Features = field(default_factory=dict)
 
     def all_routes(self) -> np.ndarray | None:
         """int16 [P, M, k], or None when some are not known."""
@@ -141,23 +145,24 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queues one prompt and returns its id.
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
+        """Queues one prompt and returns its id. images: one for each placeholder of the prompt, in order.
 
-        Raises InvalidRequest for an empty prompt, an id outside the vocabulary, a prompt longer than the
-        context, max_tokens that do not fit behind it, or options that this engine cannot keep.
+        Raises InvalidRequest for an empty prompt, an id outside the vocabulary, images that do not fit the prompt or
+        the model, a prompt longer than the context (an image counts all its rows), max_tokens that do not fit behind
+        it, or options that this engine cannot keep.
         """
-        prompt = self._validated(prompt_ids, params)
+        prompt, placed = self._validated(prompt_ids, params, images)
         number, self._submitted = self._submitted, self._submitted + 1
         seed = sampler.request_seed(params.seed, self.seed, number)
         stop = StopStrings(params.stop, self._tokenizer) if params.stop and self._tokenizer is not None else None
-        self._requests[number] = Request(number, prompt, params, seed, stop)
+        self._requests[number] = Request(number, prompt, params, seed, stop, images=placed)
         self._scheduler.submit(number, (prompt.tobytes(), params.cache_salt), len(prompt))
         return number
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> None:
         """Raises InvalidRequest as `submit` would, and queues nothing. Any thread may ask."""
-        self._validated(prompt_ids, params)
+        self._validated(prompt_ids, params, images)
 
     def abort(self, request: int) -> None:
         """Frees the request's slot at once; the next `step` returns it as aborted. Raises UnknownRequest."""
@@ -179,13 +184,20 @@ class Engine:
         return tuple(self._table.tokens[row, place].tolist()), tuple(self._table.logprobs[row, place].tolist())
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        images: Sequence[Sequence[ImagePatches]] | None = None,
     ) -> list[Completion]:
-        """Completes all prompts, in their order. Raises InvalidRequest before any work, or a request's EngineError."""
+        """Completes all prompts, in their order; images: those of each prompt.
+
+        Raises InvalidRequest before any work, or a request's EngineError.
+        """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        for prompt, own in zip(prompts, each, strict=True):
-            self._validated(prompt, own)
-        numbers = [self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+        asked = list(zip(prompts, each, [()] * len(prompts) if images is None else images, strict=True))
+        for one in asked:
+            self._validated(*one)
+        numbers = [self.submit(*one) for one in asked]
         outcomes: dict[int, Outcome] = {}
         while not outcomes.keys() >= set(numbers):
             self._refuse_if_stalled()
@@ -199,9 +211,11 @@ class Engine:
             completions.append(outcome)
         return completions
 
-    def samples(self, prompt_ids: Sequence[int], params: SamplingParams, n: int) -> list[Completion]:
+    def samples(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int, images: Sequence[ImagePatches] = ()
+    ) -> list[Completion]:
         """n completions of one prompt, which is computed once; a seed gives each its own, the first one itself."""
-        return self.generate([prompt_ids] * n, sampler.request_samples(params, n))
+        return self.generate([prompt_ids] * n, sampler.request_samples(params, n), [images] * n)
 
     def drain(self) -> list[tuple[int, Outcome]]:
         """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
@@ -307,10 +321,12 @@ class Engine:
         counts = [s.stop - s.start for s in segments]
         bounds = np.cumsum([0, *counts])
         self._pool.claim([s.row for s in segments], counts)
+        read = [(self._requests[s.request].images, self._prompts[s.row].features, s.start, s.stop) for s in segments]
         out = self.model.hidden(
-            self._tensor(ids)[None],
+            self._tensor(ids.clip(0))[None],
             cu_seqlens=self._tensor(bounds),
             cache=self._pool.view([s.row for s in segments]),
+            images=image_inputs(self.model, read),
         )
         self.counters.prefilled_tokens += len(ids)
         routes = np.split(out.routes[0].cpu().numpy(), bounds[1:-1])
@@ -452,7 +468,8 @@ class Engine:
             number = int(table.request[row])
             ids = np.concatenate([self._requests[number].prompt, table.tokens[row, : table.count[row]]])
             if not ended:
-                layer, detail = diagnose.describe(self.model, self._pool, row, self._tensor(ids))
+                placed = self._requests[number].images
+                layer, detail = diagnose.describe(self.model, self._pool, row, self._tensor(ids), placed)
             else:
                 layer, detail = None, f"request {ended[0][0]} broke in the same step and was examined"
             ended.append((number, NonFiniteLogits(number, len(ids) - 1, layer, detail)))
@@ -517,7 +534,10 @@ class Engine:
 
     # ---- small things
 
-    def _validated(self, prompt_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+    def _validated(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()
+    ) -> tuple[np.ndarray, Placed]:
+        """The prompt in rows, int64 [P], and where its images are."""
         prompt = np.asarray(prompt_ids)
         if not prompt.size:
             raise InvalidRequest("the prompt is empty; it needs at least one token")
@@ -528,6 +548,7 @@ class Engine:
         bad = prompt[(prompt < 0) | (prompt >= self.model.config.vocab_size)]
         if bad.size:
             raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {self.model.config.vocab_size}")
+        prompt, placed = expand(prompt.astype(np.int64), images, self.model.config, self.max_context)
         if prompt.size >= self.max_context:
             raise InvalidRequest(
                 f"the prompt has {prompt.size} tokens; with one to sample it must fit a context of {self.max_context}"
@@ -538,7 +559,7 @@ class Engine:
                 f"{self.max_context}; ask for at most {self.max_context - prompt.size}"
             )
         self._validate_options(params)
-        return prompt.astype(np.int64)
+        return prompt, placed
 
     def _validate_options(self, params: SamplingParams) -> None:
         vocabulary = self.model.config.vocab_size

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 from k3rl.config import K3Error
+from k3rl.data.images import ImagePatches
 from k3rl.types import Completion, SamplingParams
 
 PauseMode: TypeAlias = Literal["keep", "abort", "wait"]
@@ -35,7 +36,8 @@ class WeightUpdateError(EngineError):
 class NonFiniteLogits(EngineError):
     """The model gave NaN or infinite logits for one request; nothing was sampled from them.
 
-    `request` is its id, `position` the index in prompt + sampled of the token that was read, `layer` the first
+    `request` is its id, `position` the index in prompt + sampled of the token that was read (rows, where there are
+    images), `layer` the first
     module whose output is not finite, or None when a pass from the tokens alone is finite (then the cached
     state was bad, and the message says in which layer).
     """
@@ -64,8 +66,12 @@ class RolloutEngine(Protocol):
         """The weight version that samples the next token."""
         ...
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queues one prompt and returns its id. Raises InvalidRequest; then nothing was queued."""
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
+        """Queues one prompt and returns its id. Raises InvalidRequest; then nothing was queued.
+
+        images: one for each placeholder id of the prompt, in order (`k3rl.data.images.preprocess`). An image counts as
+        all its rows wherever tokens are counted: in the context, in `Completion.routes`, in `cached_tokens`.
+        """
         ...
 
     def step(self) -> list[tuple[int, Outcome]]:

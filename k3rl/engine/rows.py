@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from k3rl.engine.images import Placed
 from k3rl.engine.sampler import Biases, Draws
 from k3rl.engine.stopping import StopStrings
 from k3rl.types import Completion, SamplingParams, StopReason
@@ -45,7 +46,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A validated request. `prompt` int64 [P]; `seed` is a 64-bit word; `progress` when it was preempted."""
+    """A validated request. `prompt` int64 [P], in rows (`k3rl.engine.images`); `seed` is a 64-bit word; `progress` when
+    it was preempted."""
 
     number: int
     prompt: np.ndarray
@@ -53,6 +55,7 @@ class Request:
     seed: int
     stop: StopStrings | None = None
     progress: Progress | None = None
+    images: Placed = ()
 
     @property
     def ids(self) -> np.ndarray:

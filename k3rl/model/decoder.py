@@ -261,6 +261,7 @@ class K3ForCausalLM(nn.Module):
         routes: Tensor | None = None,
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
+        images: tuple[Tensor, Tensor] | None = None,
     ) -> HiddenOutput:
         """Hidden states after the final norm.
 
@@ -270,6 +271,8 @@ class K3ForCausalLM(nn.Module):
         pixel_values [patches, 3, 14, 14] with grid_thws [images, 3]: images for the placeholder ids, in order. One
         placeholder becomes all rows of its image, so T (and N, and the routes) count the expanded rows; sequences
         whose expanded lengths differ must be packed.
+        images: the same already computed and expanded: (rows [R, H] of `image_rows`, places int64 [R]); they stand
+        instead of the embedded ids at these places of the flattened input, whatever the ids are there.
 
         Raises InputError, LayoutError or CacheError.
         """
@@ -279,8 +282,10 @@ class K3ForCausalLM(nn.Module):
                 input_ids.reshape(-1), self.language_model.model.embed_tokens.weight, self.config.pad_token_id
             )
             if pixel_values is not None:
-                images = self.image_rows(pixel_values, grid_thws)
-                embedded, lengths = self._merge(input_ids.reshape(-1), embedded, images, lengths)
+                computed = self.image_rows(pixel_values, grid_thws)
+                embedded, lengths = self._merge(input_ids.reshape(-1), embedded, computed, lengths)
+            if images is not None:
+                embedded = embedded.index_copy(0, images[1], images[0].to(embedded.dtype))
             return self._decode(embedded, Layout(lengths, embedded.device), input_ids.shape[0], cache, routes)
 
     def image_rows(self, pixel_values: Tensor, grid_thws: Tensor | None) -> list[Tensor]:

@@ -16,8 +16,8 @@ import torch
 from pydantic import Field
 
 from k3rl.config import Config, K3Error
-from k3rl.data.batch import BatchError, TrainBatch
-from k3rl.data.images import stack
+from k3rl.data.batch import TrainBatch
+from k3rl.data.images import ImagePatches, stack
 from k3rl.losses import LossInputs, LossOutput
 from k3rl.model import K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
@@ -120,19 +120,15 @@ class Trainer:
         ids = torch.from_numpy(batch.input_ids).to(device)
         targets = torch.from_numpy(np.flatnonzero(batch.loss_mask)).to(device)
         routes = None if batch.routes is None else torch.from_numpy(batch.routes)[None].to(device)
-        before, pixel_values, grid_thws = targets - 1, None, None
+        before, rows, bounds, images = targets - 1, ids, batch.cu_seqlens, None
         if pictures := [image for own in batch.images or () for image in own]:
-            if routes is not None:
-                raise BatchError("a batch has images and recorded routes; routes of image rows are not recorded")
-            pixels, grids = stack(pictures)
-            pixel_values, grid_thws = torch.from_numpy(pixels), torch.from_numpy(grids)
-            before = torch.from_numpy(self._rows(batch).cumsum() - 1).to(device)[before]  # the last row of each token
+            counts = self._rows(batch)
+            before = torch.from_numpy(counts.cumsum() - 1).to(device)[before]  # the last row of each token
+            rows = ids.repeat_interleave(torch.from_numpy(counts).to(device))
+            bounds = np.concatenate([[0], np.cumsum(batch.row_lengths)])
+            images = self._images(batch, pictures, counts)
         out = self.model.hidden(
-            ids[None],
-            cu_seqlens=torch.from_numpy(batch.cu_seqlens).to(device),
-            routes=routes,
-            pixel_values=pixel_values,
-            grid_thws=grid_thws,
+            rows[None], cu_seqlens=torch.from_numpy(bounds).to(device), routes=routes, images=images
         )
         logits = self.model.logits(out.hidden[0].index_select(0, before))
         if temperature not in (0.0, 1.0):
@@ -154,6 +150,15 @@ class Trainer:
             teacher_logprobs=None if teacher is None else at_targets(teacher),
             entropy=entropy,
         )
+
+    def _images(
+        self, batch: TrainBatch, pictures: list[ImagePatches], counts: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `images` of `K3ForCausalLM.hidden`: their rows, with gradients into the projector, and places."""
+        pixels, grids = stack(pictures)
+        rows = torch.cat(self.model.image_rows(torch.from_numpy(pixels), torch.from_numpy(grids)))
+        shown = (batch.input_ids == self.model.config.media_placeholder_token_id) & ~batch.loss_mask
+        return rows, torch.from_numpy(np.flatnonzero(np.repeat(shown, counts))).to(rows.device)
 
     def _rows(self, batch: TrainBatch) -> np.ndarray:
         """int64 [N]: rows of the model that each token becomes."""

@@ -1,7 +1,8 @@
 """Text <-> token ids, and nothing else: the only place that knows how a conversation becomes tokens.
 
 `tokenizer.py` is byte pair encoding, `vocab.py` its files, `special_ids.py` the ids a model config needs,
-`xtml.py` K3's chat form (render, continue, parse), `train_merges.py` the tool that made `small_vocab.json`.
+`xtml.py` K3's chat form (render, continue, parse), `images.py` finds the images of a conversation, `train_merges.py`
+the tool that made `small_vocab.json`.
 No torch here, and no knowledge of tasks, weights or losses.
 """
 

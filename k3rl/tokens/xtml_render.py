@@ -63,7 +63,8 @@ def render(
     declarations. thinking: assistant turns have a think channel. thinking_effort: low, high or max.
     tool_choice: "required" and "none" add a note, anything else does not. response_format: "json_object",
     "json_schema" or the OpenAI dict. image_prompts: the media block (`image_prompt`) of the i-th image part or
-    placeholder, all conversation long. Raises XTMLError for a conversation that has no such form.
+    placeholder, all conversation long; when there are as many as image parts, a placeholder in text is ordinary text,
+    so that nobody who is quoted can move an image. Raises XTMLError for a conversation that has no such form.
     """
     return render_trained(
         messages,
@@ -154,6 +155,7 @@ class _Writer:
         self._learn = False
         self._images = image_prompts
         self._images_used = 0
+        self._only_parts = False  # the image parts alone use up the image prompts
 
     def special(self, name: str) -> None:
         self.segments.append(Special(name))
@@ -181,7 +183,7 @@ class _Writer:
 
     def content(self, text: str) -> None:
         """Text that someone wrote, with a media block for each placeholder when there are image prompts."""
-        if self._images is None:
+        if self._images is None or self._only_parts:
             self.text(text)
             return
         first, *others = text.split(IMAGE_PLACEHOLDER)
@@ -224,6 +226,8 @@ class _Writer:
         self.special("end_of_msg")
 
     def conversation(self, turns: Sequence[Said], thinking: bool) -> None:
+        parts = sum(part.text is None for said in turns for part in said.parts)
+        self._only_parts = self._images is not None and parts == len(self._images)
         for said in turns:
             if said.role == "assistant":
                 self.assistant(said, thinking)
