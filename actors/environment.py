@@ -12,7 +12,7 @@ from k3rl.envs import EpisodeContext, make
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, Episode, Failed, SamplingParams, StopReason
+from k3rl.types import Completion, EncodedImage, Episode, Failed, SamplingParams, StopReason
 
 
 class LockstepPolicy:
@@ -25,11 +25,14 @@ class LockstepPolicy:
     def __init__(self, rollout: Any, episodes: int) -> None:
         self._rollout = rollout
         self._active = episodes
-        self._waiting: list[tuple[int, Sequence[int], SamplingParams, asyncio.Future[Completion]]] = []
+        self._waiting: list[tuple[int, tuple[Any, ...], asyncio.Future[Completion]]] = []
 
-    async def complete(self, order: int, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def complete(
+        self, order: int, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
+    ) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((order, prompt_ids, params, future))
+        request = (list(prompt_ids), params, tuple(images)) if images else (list(prompt_ids), params)
+        self._waiting.append((order, request, future))
         self._flush_when_all_wait()
         return await future
 
@@ -45,10 +48,10 @@ class LockstepPolicy:
 
     async def _send(self, cohort: list) -> None:
         try:
-            answers = await self._rollout.generate.remote([(list(ids), params) for _, ids, params, _ in cohort])
+            answers = await self._rollout.generate.remote([request for _, request, _ in cohort])
         except Exception as error:  # a lost engine is every waiting episode's error, and each reports it
             answers = [error] * len(cohort)
-        for (_, _, _, future), answer in zip(cohort, answers, strict=True):
+        for (_, _, future), answer in zip(cohort, answers, strict=True):
             if isinstance(answer, Exception):
                 future.set_exception(answer)
             else:
@@ -62,8 +65,10 @@ class _Seat:
         self._policy = policy
         self._order = order
 
-    async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        return await self._policy.complete(self._order, prompt_ids, params)
+    async def complete(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
+    ) -> Completion:
+        return await self._policy.complete(self._order, prompt_ids, params, images)
 
 
 class EnvironmentActor:

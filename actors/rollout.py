@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load
 
 from k3rl.checkpoint import load_checkpoint
+from k3rl.data.images import ImageError, ImagePatches, preprocess_files
 from k3rl.engine import Engine, EngineError
-from k3rl.types import Completion, SamplingParams
+from k3rl.types import Completion, EncodedImage, SamplingParams
 
-Request = tuple[Sequence[int], SamplingParams]
+# Prompt ids, how to sample, and, where the prompt has placeholders, an image for each.
+Request = tuple[Sequence[int], SamplingParams] | tuple[Sequence[int], SamplingParams, Sequence[EncodedImage]]
 
 
 class RolloutActor:
@@ -48,18 +50,28 @@ class RolloutActor:
         return self._engine
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion | Exception]:
-        """One completion for each (prompt ids, params), in order; a refused request gives its typed error instead."""
-        answers = await asyncio.gather(*(self._submit(ids, params) for ids, params in requests), return_exceptions=True)
+        """One completion for each request, in order; a refused request gives its typed error instead.
+
+        An image that several of them show is prepared once.
+        """
+        made: dict[EncodedImage, ImagePatches] = {}
+        answers = await asyncio.gather(*(self._submit(made, *each) for each in requests), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, Exception):
                 raise answer
         return answers  # type: ignore[return-value]
 
-    def _submit(self, ids: Sequence[int], params: SamplingParams) -> asyncio.Future[Completion]:
+    def _submit(
+        self,
+        made: dict[EncodedImage, ImagePatches],
+        ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[EncodedImage] = (),
+    ) -> asyncio.Future[Completion]:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         try:
-            self._futures[self.engine.submit(ids, params)] = future
-        except EngineError as error:
+            self._futures[self.engine.submit(ids, params, preprocess_files(images, made))] = future
+        except (EngineError, ImageError) as error:
             future.set_exception(error)
             return future
         if self._pump is None or self._pump.done():

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.types import Message, StopReason, ToolCall, Turn
+from k3rl.types import EncodedImage, Message, StopReason, ToolCall, Turn
 
-VERSION = 2
+VERSION = 3
 
 
 class BrokenState(ValueError):
@@ -26,11 +26,15 @@ class BrokenState(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BranchState:
-    """A branch so far. parent: number of the branch that it came from; conversation: what its next prompt renders."""
+    """A branch so far. parent: number of the branch that it came from; conversation: what its next prompt renders.
+
+    images: of its next prompt, one for each placeholder, in order.
+    """
 
     parent: int | None
     turns: tuple[Turn, ...] = ()
     conversation: tuple[Message, ...] = ()
+    images: tuple[EncodedImage, ...] = ()
 
     def with_turn(self, turn: Turn) -> BranchState:
         """After one more turn."""
@@ -40,9 +44,10 @@ class BranchState:
         """With another record of the last turn."""
         return dataclasses.replace(self, turns=(*self.turns[:-1], turn))
 
-    def with_messages(self, messages: Sequence[Message]) -> BranchState:
-        """After these were said."""
-        return dataclasses.replace(self, conversation=(*self.conversation, *messages))
+    def with_messages(self, messages: Sequence[Message], images: Sequence[EncodedImage] = ()) -> BranchState:
+        """After these were said and shown."""
+        said = (*self.conversation, *messages)
+        return dataclasses.replace(self, conversation=said, images=(*self.images, *images))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +73,9 @@ class EpisodeState:
     def to_bytes(self) -> bytes:
         """For a file; `from_bytes` gives an equal value."""
         arrays: list[np.ndarray] = []
+        files: dict[EncodedImage, int] = {}
         rows = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "env"}
-        rows["branches"] = [_branch_row(branch, arrays) for branch in self.branches]
+        rows["branches"] = [_branch_row(branch, arrays, files) for branch in self.branches]
         rows["messages"] = [message_row(message) for message in self.messages]
         rows["metrics"] = dict(self.metrics)
         target = io.BytesIO()
@@ -80,6 +86,8 @@ class EpisodeState:
                 body = io.BytesIO()
                 np.save(body, array)
                 _add(archive, f"{number}.npy", body.getvalue())
+            for image, number in files.items():
+                _add(archive, f"{number}.image", image.data)
         return target.getvalue()
 
     @classmethod
@@ -111,24 +119,36 @@ def message_of(row: Mapping[str, Any]) -> Message:
     return Message(**{**row, "tool_calls": calls})
 
 
-def _branch_row(branch: BranchState, arrays: list[np.ndarray]) -> dict[str, Any]:
+def _branch_row(branch: BranchState, arrays: list[np.ndarray], files: dict[EncodedImage, int]) -> dict[str, Any]:
     return {
         "parent": branch.parent,
-        "turns": [_turn_row(turn, arrays) for turn in branch.turns],
+        "turns": [_turn_row(turn, arrays, files) for turn in branch.turns],
         "conversation": [message_row(message) for message in branch.conversation],
+        "images": _image_rows(branch.images, files),
     }
 
 
 def _branch(row: Mapping[str, Any], members: Mapping[str, bytes]) -> BranchState:
     turns = tuple(_turn(turn, members) for turn in row["turns"])
-    return BranchState(row["parent"], turns, tuple(map(message_of, row["conversation"])))
+    said = tuple(map(message_of, row["conversation"]))
+    return BranchState(row["parent"], turns, said, _images(row["images"], members))
 
 
-def _turn_row(turn: Turn, arrays: list[np.ndarray]) -> dict[str, Any]:
+def _image_rows(images: Sequence[EncodedImage], files: dict[EncodedImage, int]) -> list[tuple[int, int, int]]:
+    """(number of the file, width, height) each; equal images share a file."""
+    return [(files.setdefault(image, len(files)), image.width, image.height) for image in images]
+
+
+def _images(rows: Sequence[Sequence[int]], members: Mapping[str, bytes]) -> tuple[EncodedImage, ...]:
+    return tuple(EncodedImage(members[f"{number}.image"], width, height) for number, width, height in rows)
+
+
+def _turn_row(turn: Turn, arrays: list[np.ndarray], files: dict[EncodedImage, int]) -> dict[str, Any]:
     row = {item.name: getattr(turn, item.name) for item in dataclasses.fields(turn)}
     for name in ("prompt_ids", "sampled_ids"):
         row[name] = list(map(int, row[name]))
     row["logprobs"] = list(map(float, turn.logprobs))
+    row["images"] = _image_rows(turn.images, files)
     if turn.routes is not None:
         arrays.append(turn.routes)
         row["routes"] = f"{len(arrays) - 1}.npy"
@@ -140,7 +160,8 @@ def _turn(row: dict[str, Any], members: Mapping[str, bytes]) -> Turn:
         row["routes"] = np.load(io.BytesIO(members[row["routes"]]))
     for name in ("prompt_ids", "sampled_ids", "logprobs"):
         row[name] = tuple(row[name])
-    return Turn(**{**row, "stop_reason": StopReason(row["stop_reason"])})
+    images = _images(row["images"], members)
+    return Turn(**{**row, "stop_reason": StopReason(row["stop_reason"]), "images": images})
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:

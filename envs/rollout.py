@@ -1,8 +1,9 @@
 """The loop door: one policy acts once in one environment, and every token is kept exactly as it was sampled.
 
 The first prompt is rendered; after that the prompt is what was there, the sampled ids, and the tokens of what the
-environment said. Nothing is rendered or tokenized twice, except where the environment begins a new conversation,
-which is a branch of its own.
+environment said. An image of the conversation (a `data:` URL) is one placeholder among them, and its file goes along
+with the prompt and into the record. Nothing is rendered or tokenized twice, except where the environment begins a new
+conversation, which is a branch of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Protocol
 from k3rl.envs.base import Action, Env, EpisodeContext, Observation, tighter
 from k3rl.envs.episode_state import BranchState, EpisodeState
 from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens.images import encoded_images, image_prompts
 from k3rl.types import (
     Branch,
     Budgets,
     Completion,
+    EncodedImage,
     Episode,
     Failed,
     Message,
@@ -40,8 +43,14 @@ _log = logging.getLogger(__name__)
 class Policy(Protocol):
     """Who acts: an engine, or whatever stands for one."""
 
-    async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """Sample one completion. An exception here is the engine's and leaves `run_episode`."""
+    async def complete(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
+    ) -> Completion:
+        """Sample one completion. An exception here is the engine's and leaves `run_episode`.
+
+        images: one for each placeholder of the prompt, in order; only passed where there are any, so that a policy
+        that sees none may take two arguments.
+        """
         ...
 
 
@@ -228,8 +237,9 @@ class _Run:
         parent = self.open[-1] if self.open else None
         if observation.branch == "new" and self.open:
             self.open.pop()
+        images = encoded_images(observation.messages)
         self.open.append(len(self.branches))
-        self.branches.append(BranchState(parent, (), observation.messages))
+        self.branches.append(BranchState(parent, (), observation.messages, images))
         self.messages += observation.messages
         segments = xtml.render(
             observation.messages,
@@ -237,6 +247,7 @@ class _Run:
             thinking=self.thinking,
             thinking_effort=self.thinking_effort,
             tool_choice=observation.tool_choice,
+            image_prompts=image_prompts(images),
         )
         return tuple(self.tokenizer.encode_segments(segments))
 
@@ -246,15 +257,17 @@ class _Run:
             if len(self.open) < 2:
                 raise ValueError("there is no conversation that waits for this one; the environment began no child")
             self.open.pop()
+        images = encoded_images(observation.messages, self._branch.conversation)
         segments = xtml.continuation(
             self._branch.conversation,
             observation.messages,
             thinking=self.thinking,
             thinking_effort=self.thinking_effort,
             tool_choice=observation.tool_choice,
+            image_prompts=image_prompts(images),
         )
         self.messages += observation.messages
-        self._branch = self._branch.with_messages(observation.messages)
+        self._branch = self._branch.with_messages(observation.messages, images)
         turn = self._branch.turns[-1]
         return (*turn.prompt_ids, *turn.sampled_ids, *self.tokenizer.encode_segments(segments))
 
@@ -289,8 +302,9 @@ class _Run:
             stop_ids=tuple(dict.fromkeys((xtml.stop_id(self.tokenizer), *self.sampling.stop_ids))),
             seed=None if seed is None else (seed * 1_000_003 + self._turns_so_far()) % 2**63,
         )
-        before = time.monotonic()
-        completion = await policy.complete(prompt, params)
+        before, images = time.monotonic(), self._branch.images
+        shown = {"images": images} if images else {}
+        completion = await policy.complete(prompt, params, **shown)
         turn = Turn(
             prompt_ids=prompt,
             sampled_ids=completion.token_ids,
@@ -300,6 +314,7 @@ class _Run:
             last_version=completion.weight_version,
             routes=completion.routes,
             model_s=time.monotonic() - before,
+            images=images,
         )
         self._branch = self._branch.with_turn(turn)
         self.tokens += len(turn.sampled_ids)

@@ -15,7 +15,7 @@ from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.run.terminal import framed
 from k3rl.tokens import Tokenizer, xtml
-from k3rl.types import Completion, Episode, Message, SamplingParams, StopReason, ToolCall
+from k3rl.types import Completion, EncodedImage, Episode, Message, SamplingParams, StopReason, ToolCall
 
 HELP = """\
 Type your turn and end it with a line that holds a single dot. Instead of text:
@@ -70,8 +70,10 @@ class _Person:
             content = message.content if isinstance(message.content, str) else json.dumps(message.content)
             print(f"[{message.role}]\n{framed(content, '  ')}", file=self._shown)
 
-    async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """The next turn; `params` do not bind a person."""
+    async def complete(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
+    ) -> Completion:
+        """The next turn; `params` do not bind a person, who sees `images` as the messages show them."""
         message = self._turn()
         ids = () if message is None else self._sampled(message)
         stop = StopReason.ABORTED if message is None else StopReason.STOP

@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from k3rl.data.images import ImagePatches, preprocess_all, rows_per_token
+from k3rl.data.images import ImagePatches, preprocess_files, rows_per_token
 from k3rl.data.packing import best_fit
-from k3rl.types import Branch, Episode, Failed
+from k3rl.types import Branch, EncodedImage, Episode, Failed
 
 WeightMode: TypeAlias = Literal["token", "sequence"]
 
@@ -56,9 +56,8 @@ class TrainBatch:
     is a target, predicted from the tokens before it in its sequence; sampler_logprobs float32 [N], advantages
     float32 [N] and weights float64 [N], all 0 where not masked. weights sum to 1 over the whole global batch, so a
     loss is the plain sum of weight times per-token loss whatever the split. routes int16 [R, M, k] or None, in rows of
-    the model (R = N without images);
-    the row of a sequence's last token was never computed by the sampler and holds experts 0..k-1, which no
-    target depends on. teacher_logprobs float32 [N] or None. sequence_ids name the S sequences.
+    the model (R = N without images); the row of a sequence's last token was never computed by the sampler and holds
+    experts 0..k-1, which no target depends on. teacher_logprobs float32 [N] or None. sequence_ids name the S sequences.
 
     fresh bool [N] or None: True for tokens that the newest weights of the global batch have read or sampled first.
     False for what an earlier version did, as in a rollout that was carried over or replayed, and for turns during
@@ -346,8 +345,9 @@ def branch_routes(branch: Branch, images: Sequence[ImagePatches] = ()) -> np.nda
 
 def _patches(branches: Sequence[Branch]) -> list[tuple[ImagePatches, ...]]:
     """The images of each branch, prepared; an image that several branches show is one object."""
+    made: dict[EncodedImage, ImagePatches] = {}
     try:
-        return preprocess_all([branch.images for branch in branches])
+        return [preprocess_files(branch.images, made) for branch in branches]
     except ValueError as error:
         raise BatchError(str(error)) from error
 
@@ -414,10 +414,11 @@ def _shared_turns(branch: Branch, by_id: Mapping[str, Branch]) -> int:
         raise BatchError(f"branch {branch.id} has the parent {branch.parent}, which its episode does not hold")
     count = 0
     for ours, theirs in zip(branch.turns, by_id[branch.parent].turns, strict=False):
-        same = (ours.prompt_ids, ours.sampled_ids, ours.logprobs) == (
+        same = (ours.prompt_ids, ours.sampled_ids, ours.logprobs, ours.images) == (
             theirs.prompt_ids,
             theirs.sampled_ids,
             theirs.logprobs,
+            theirs.images,
         )
         if not same:
             break

@@ -173,18 +173,16 @@ def conversation_images(
     return tuple(preprocess(_read(part_source(part), folder), config) for part in image_parts(messages))
 
 
-def preprocess_all(
-    conversations: Sequence[Sequence[EncodedImage]], config: ImageConfig = ImageConfig()
-) -> list[tuple[ImagePatches, ...]]:
-    """The patches of each conversation's images; an image that several of them show is prepared once and shared.
-
-    Raises ImageError.
+def preprocess_files(
+    images: Sequence[EncodedImage], made: dict[EncodedImage, ImagePatches], config: ImageConfig = ImageConfig()
+) -> tuple[ImagePatches, ...]:
+    """The patches of each file. What is in `made` is taken from there, and what is new put there: whoever prepares many
+    conversations of one image hands all calls the same dictionary. Raises ImageError.
     """
-    made: dict[EncodedImage, ImagePatches] = {}
-    for image in (image for images in conversations for image in images):
+    for image in images:
         if image not in made:
             made[image] = preprocess(open_image(image.data), config)
-    return [tuple(made[image] for image in images) for images in conversations]
+    return tuple(made[image] for image in images)
 
 
 def _read(given: Any, folder: Path | None) -> Image.Image:

@@ -13,7 +13,7 @@ from k3rl.model import K3ForCausalLM
 
 
 def first_bad_module(model: K3ForCausalLM, ids: Tensor, images: Placed = ()) -> str | None:
-    """Runs ids [T], in rows, alone and without a cache; the first module, in order of completion, with a non-finite output."""
+    """Runs ids [T], in rows, alone and uncached; the first module, in order of completion, with a non-finite output."""
     bad: list[str] = []
 
     def hook(name: str) -> Callable[[torch.nn.Module, object, object], None]:
