@@ -17,6 +17,7 @@ Communicator, ForwardObserver  what a model is handed by whoever runs it
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -83,6 +84,11 @@ class EncodedImage:
     data: bytes = field(repr=False)
     width: int
     height: int
+
+    @property
+    def sha256(self) -> str:
+        """Of the bytes, in hex: the name under which records keep an image."""
+        return hashlib.sha256(self.data).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ one placeholder id stands for all rows of an image and is expanded inside the mo
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,11 +88,12 @@ class ImageConfig:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImagePatches:
     """One image: pixels float32 [n, 3, p, p], patches row by row; grid (frames, rows, columns) in patches.
 
-    width and height are the original ones; rows is how many rows of the language model the image becomes.
+    width and height are the original ones; rows is how many rows of the language model the image becomes. Nobody writes
+    to the pixels: `digest` is made once.
     """
 
     pixels: np.ndarray
@@ -98,6 +101,13 @@ class ImagePatches:
     width: int
     height: int
     rows: int
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the grid and the pixels: equal digests are equal images to a model."""
+        content = hashlib.sha256(str(tuple(map(int, self.grid))).encode())
+        content.update(np.ascontiguousarray(self.pixels).data)
+        return content.digest()
 
     @property
     def prompt(self) -> str:

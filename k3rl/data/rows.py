@@ -1,6 +1,7 @@
 """Groups of episodes as table rows and back: the columns of a trajectory file.
 
-One row is one branch; an episode without branches has one row whose branch is null. A missing reward is null.
+One row is one branch; an episode without branches has one row whose branch is null. A missing reward is null. Images
+are named by their SHA-256; `image_files.py` keeps what they hold.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from k3rl.data.image_files import episode_images, referring, restored
 from k3rl.types import (
     Branch,
+    EncodedImage,
     Episode,
     Failed,
     Group,
@@ -36,6 +39,7 @@ _TURN = pa.struct(
         ("last_version", pa.int64()),
         ("model_s", pa.float64()),
         ("env_s", pa.float64()),
+        ("images", pa.int32()),  # how many of the branch's images its prompt has
     ]
 )
 EPISODE_SCHEMA = pa.schema(
@@ -61,6 +65,7 @@ EPISODE_SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.int8())),
         ("behaviour_logprobs", pa.list_(pa.float32())),  # what a learner reads; 0 where not sampled
         ("turns", pa.list_(_TURN)),
+        ("images", pa.list_(pa.string())),  # SHA-256 of the image of each placeholder, in order
     ]
 )
 ROUTE_SCHEMA = pa.schema(
@@ -117,23 +122,27 @@ def routes_by_turn(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, in
     }
 
 
-def groups(rows: Sequence[Mapping[str, Any]], routes: Mapping[tuple[str, str, int], np.ndarray]) -> list[Group]:
-    """The groups that gave these rows."""
+def groups(
+    rows: Sequence[Mapping[str, Any]],
+    routes: Mapping[tuple[str, str, int], np.ndarray],
+    images: Mapping[str, EncodedImage],
+) -> list[Group]:
+    """The groups that gave these rows. Raises KeyError for an image that is not there."""
     by_group: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
         by_group.setdefault((row["group_id"], row["task_id"]), {}).setdefault(row["episode_id"], []).append(row)
     return [
-        Group(group_id, task_id, tuple(_episode(branches, routes) for branches in episodes.values()))
+        Group(group_id, task_id, tuple(_episode(branches, routes, images) for branches in episodes.values()))
         for (group_id, task_id), episodes in by_group.items()
     ]
 
 
-def message_to_dict(message: Message) -> dict[str, Any]:
-    """A message as JSON values; `message_from_dict` gives it back."""
+def message_to_dict(message: Message, images: Mapping[str, EncodedImage]) -> dict[str, Any]:
+    """A message as JSON values, with references to these images; `message_from_dict` gives it back."""
     calls = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in message.tool_calls]
     return {
         "role": message.role,
-        "content": message.content,
+        "content": referring(message.content, images),
         "reasoning": message.reasoning,
         "tool_calls": calls,
         "name": message.name,
@@ -141,14 +150,16 @@ def message_to_dict(message: Message) -> dict[str, Any]:
     }
 
 
-def message_from_dict(data: Mapping[str, Any]) -> Message:
+def message_from_dict(data: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> Message:
     """The message that `message_to_dict` wrote."""
     calls = tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in data["tool_calls"])
-    return Message(data["role"], data["content"], data["reasoning"], calls, data["name"], data["tool_call_id"])
+    content = restored(data["content"], images)
+    return Message(data["role"], content, data["reasoning"], calls, data["name"], data["tool_call_id"])
 
 
 def _episode_columns(group: Group, episode: Episode, seed: int) -> dict[str, Any]:
     status, reward, detail = _score_columns(episode.score)
+    images = episode_images(episode)
     return {
         "group_id": group.id,
         "task_id": group.task_id,
@@ -162,7 +173,7 @@ def _episode_columns(group: Group, episode: Episode, seed: int) -> dict[str, Any
         "reward": reward,
         "score_detail": json.dumps(detail),
         "answer": episode.answer,
-        "messages": json.dumps([message_to_dict(message) for message in episode.messages]),
+        "messages": json.dumps([message_to_dict(message, images) for message in episode.messages]),
         "budgets_used": json.dumps(_floats(episode.budgets_used)),
         "metrics": json.dumps(_floats(episode.metrics)),
     }
@@ -197,6 +208,7 @@ def _branch_columns(branch: Branch | None) -> dict[str, Any]:
             "loss_mask": [],
             "behaviour_logprobs": [],
             "turns": [],
+            "images": [],
         }
     ids, mask, logprobs = branch.tokens()
     turns = [
@@ -208,6 +220,7 @@ def _branch_columns(branch: Branch | None) -> dict[str, Any]:
             "last_version": turn.last_version,
             "model_s": turn.model_s,
             "env_s": turn.env_s,
+            "images": len(turn.images),
         }
         for turn in branch.turns
     ]
@@ -218,10 +231,15 @@ def _branch_columns(branch: Branch | None) -> dict[str, Any]:
         "loss_mask": mask.astype(np.int8),
         "behaviour_logprobs": logprobs,
         "turns": turns,
+        "images": [image.sha256 for image in branch.images],
     }
 
 
-def _episode(rows: Sequence[Mapping[str, Any]], routes: Mapping[tuple[str, str, int], np.ndarray]) -> Episode:
+def _episode(
+    rows: Sequence[Mapping[str, Any]],
+    routes: Mapping[tuple[str, str, int], np.ndarray],
+    images: Mapping[str, EncodedImage],
+) -> Episode:
     head = rows[0]
     return Episode(
         id=head["episode_id"],
@@ -229,19 +247,24 @@ def _episode(rows: Sequence[Mapping[str, Any]], routes: Mapping[tuple[str, str, 
         env=head["env"],
         family=head["family"],
         level=head["level"],
-        branches=tuple(_branch(row, routes) for row in rows if row["branch_id"] is not None),
+        branches=tuple(_branch(row, routes, images) for row in rows if row["branch_id"] is not None),
         stop_reason=StopReason(head["finish_reason"]),
         score=_score(head),
         answer=head["answer"],
         budgets_used=json.loads(head["budgets_used"]),
         metrics=json.loads(head["metrics"]),
-        messages=tuple(message_from_dict(message) for message in json.loads(head["messages"])),
+        messages=tuple(message_from_dict(message, images) for message in json.loads(head["messages"])),
     )
 
 
-def _branch(row: Mapping[str, Any], routes: Mapping[tuple[str, str, int], np.ndarray]) -> Branch:
+def _branch(
+    row: Mapping[str, Any],
+    routes: Mapping[tuple[str, str, int], np.ndarray],
+    images: Mapping[str, EncodedImage],
+) -> Branch:
     """Turns are cut out of the branch's tokens: each prompt is all that came before its sampled tokens."""
     ids, logprobs = row["token_ids"], row["behaviour_logprobs"]
+    shown = tuple(images[name] for name in row["images"])
     turns = []
     for number, turn in enumerate(row["turns"]):
         start, stop = turn["prompt_tokens"], turn["prompt_tokens"] + turn["sampled_tokens"]
@@ -256,6 +279,7 @@ def _branch(row: Mapping[str, Any], routes: Mapping[tuple[str, str, int], np.nda
                 routes=routes.get((row["episode_id"], row["branch_id"], number)),
                 model_s=turn["model_s"],
                 env_s=turn["env_s"],
+                images=shown[: turn["images"]],
             )
         )
     return Branch(row["branch_id"], tuple(turns), row["parent"])

@@ -2,7 +2,8 @@
 
 One file per `write`, whole or absent: written beside its name, synced, renamed, then announced by one line in the
 writer's manifest. Readers trust the manifest alone. Recorded experts weigh two hundred times the tokens, so they
-go into a file of their own, which is dropped once the learner has used it.
+go into a file of their own, which is dropped once the learner has used it. Images too are in a file of their own, each
+distinct one once, as the bytes that the environment gave; episodes and messages name them by their SHA-256.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from k3rl.data import rows
-from k3rl.types import Group
+from k3rl.data import image_files, rows
+from k3rl.types import EncodedImage, Group
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ROW_GROUP_TOKENS = 1_000_000
-ROW_GROUP_ROUTE_BYTES = 64 << 20
+ROW_GROUP_BYTES = 64 << 20  # of recorded experts and of images
 
 
 class TrajectoryError(ValueError):
@@ -35,7 +36,8 @@ class TrajectoryError(ValueError):
 class Entry:
     """One manifest line: a file that is whole, of one rollout step (`generation`).
 
-    `routes_file` and `routes_sha256` are None when no experts were recorded.
+    `routes_file` and `routes_sha256` are None when no experts were recorded, `images_file` and `images_sha256` when no
+    prompt had an image.
     """
 
     file: str
@@ -48,6 +50,8 @@ class Entry:
     routes_sha256: str | None
     tokenizer_hash: str
     schema_version: int
+    images_file: str | None = None
+    images_sha256: str | None = None
 
 
 class TrajectoryWriter:
@@ -73,14 +77,9 @@ class TrajectoryWriter:
         sizes = [len(tokens) for tokens in table["token_ids"]]
         file = self._folder / f"{stem}.parquet"
         digest = _write_table(file, table, rows.EPISODE_SCHEMA, metadata, sizes, ROW_GROUP_TOKENS)
-        experts = rows.route_rows(groups)
-        routes_file = f"{stem}.routes.parquet" if experts["routes"] else None
-        routes_digest = None
-        if routes_file is not None:
-            sizes = [len(data) for data in experts["routes"]]
-            routes_digest = _write_table(
-                self._folder / routes_file, experts, rows.ROUTE_SCHEMA, metadata, sizes, ROW_GROUP_ROUTE_BYTES
-            )
+        experts, images = rows.route_rows(groups), image_files.image_rows(groups)
+        routes_file, routes_digest = self._beside(stem, "routes", experts, "routes", rows.ROUTE_SCHEMA, metadata)
+        images_file, images_digest = self._beside(stem, "images", images, "data", image_files.IMAGE_SCHEMA, metadata)
         entry = Entry(
             file=file.name,
             generation=generation,
@@ -92,10 +91,28 @@ class TrajectoryWriter:
             routes_sha256=routes_digest,
             tokenizer_hash=self._tokenizer_hash,
             schema_version=SCHEMA_VERSION,
+            images_file=images_file,
+            images_sha256=images_digest,
         )
         _append_line(self._manifest, json.dumps({name: getattr(entry, name) for name in Entry.__slots__}))
         self._sequence += 1
         return entry
+
+    def _beside(
+        self,
+        stem: str,
+        kind: str,
+        columns: Mapping[str, list[Any]],
+        heavy: str,
+        schema: pa.Schema,
+        metadata: Mapping[str, str],
+    ) -> tuple[str | None, str | None]:
+        """(name, SHA-256) of the file of these columns, whose weight is in column `heavy`; None twice without rows."""
+        if not columns[heavy]:
+            return None, None
+        name = f"{stem}.{kind}.parquet"
+        sizes = [len(data) for data in columns[heavy]]
+        return name, _write_table(self._folder / name, columns, schema, metadata, sizes, ROW_GROUP_BYTES)
 
     def drop_routes(self, entry: Entry) -> None:
         """Delete the recorded experts of a file, after the learner has used them. Twice is as good as once."""
@@ -118,8 +135,8 @@ def manifest(folder: str | os.PathLike[str]) -> list[Entry]:
 def read(folder: str | os.PathLike[str], entry: Entry, *, routes: bool = False) -> list[Group]:
     """The groups in one file as they were written, logprobs rounded to float32; without experts unless `routes`.
 
-    Raises TrajectoryError when the file is missing, differs from its manifest line, or is of another schema, and
-    when `routes` are asked for but were not recorded or are dropped.
+    Raises TrajectoryError when the file, or that of its images, is missing, differs from its manifest line, or is of
+    another schema, and when `routes` are asked for but were not recorded or are dropped.
     """
     file = Path(folder) / entry.file
     table = _read_table(_whole(file, entry.sha256), file, rows.EPISODE_SCHEMA)
@@ -132,7 +149,15 @@ def read(folder: str | os.PathLike[str], entry: Entry, *, routes: bool = False) 
         experts = rows.routes_by_turn(
             _read_table(_whole(path, entry.routes_sha256), path, rows.ROUTE_SCHEMA).to_pylist()
         )
-    return rows.groups(table.to_pylist(), experts)
+    images: Mapping[str, EncodedImage] = {}
+    if entry.images_file is not None and entry.images_sha256 is not None:
+        path = Path(folder) / entry.images_file
+        found = _read_table(_whole(path, entry.images_sha256), path, image_files.IMAGE_SCHEMA)
+        images = image_files.images_by_name(found.to_pylist())
+    try:
+        return rows.groups(table.to_pylist(), experts, images)
+    except KeyError as error:
+        raise TrajectoryError(f"{file} shows the image {error}, which is not stored beside it") from error
 
 
 def read_all(folder: str | os.PathLike[str]) -> Iterator[Group]:

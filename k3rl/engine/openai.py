@@ -2,7 +2,7 @@
 
 Nothing here knows of sockets or of the engine. Beyond the public fields, both dialects take `top_k`, `min_p`,
 `stop_token_ids`, `ignore_eos`, `cache_salt`, `return_token_ids` and `return_routes`; answers then carry
-`prompt_token_ids`, and per choice `token_ids` and `routes` ({dtype, shape, data}: base64 of int16 [T, M, k]).
+`prompt_token_ids` (one id for an image), and per choice `token_ids` and `routes` ({dtype, shape, data}: base64 of int16 [T, M, k]).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from k3rl.config import K3Error
 from k3rl.tokens import Tokenizer, xtml
-from k3rl.types import Completion, Message, SamplingParams, StopReason
+from k3rl.tokens.images import encode_image, image_parts, image_prompts, part_source, url_bytes
+from k3rl.types import Completion, EncodedImage, Message, SamplingParams, StopReason
 
 
 class RequestError(K3Error, ValueError):
@@ -117,12 +118,32 @@ class ChatRequest(Sampling):
     def thinks(self) -> bool:
         return self.thinking and self.reasoning_effort != "none"
 
-    def prompt_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The conversation with the generation prefix. Raises XTMLError, TokenizerError or RequestError."""
-        for number, message in enumerate(self.messages):
-            parts = message.get("content")
-            if isinstance(parts, list) and any(str(part.get("type")).startswith("image") for part in parts):
-                raise RequestError(f"message {number} has an image; this server takes text", param="messages")
+    def images(self, sees: bool, limit: int, pixel_limit: int) -> tuple[EncodedImage, ...]:
+        """The images of the messages, in the order of their media blocks: `data:` URLs, nothing is downloaded.
+
+        sees: whether the model has a vision tower; limit: images at most; pixel_limit: pixels of one at most. Raises
+        XTMLError, ImageError or RequestError.
+        """
+        parts = image_parts(self.messages)
+        if parts and not sees:
+            raise RequestError(
+                "the messages have images and this model has no vision tower; send text", param="messages"
+            )
+        if len(parts) > limit:
+            raise RequestError(f"the messages have {len(parts)} images; at most {limit} are taken", param="messages")
+        sources = [part_source(part) for part in parts]
+        for source in sources:
+            if not isinstance(source, str):
+                raise RequestError(
+                    f"an image part holds {type(source).__name__}; wanted image_url with a data: URL", param="messages"
+                )
+        return tuple(encode_image(url_bytes(source), pixel_limit) for source in sources)
+
+    def prompt_ids(self, tokenizer: Tokenizer, images: Sequence[EncodedImage] = ()) -> list[int]:
+        """The conversation with the generation prefix, one placeholder for each of `images`.
+
+        Raises XTMLError or TokenizerError.
+        """
         return tokenizer.encode_segments(
             xtml.render(
                 self.messages,
@@ -131,6 +152,7 @@ class ChatRequest(Sampling):
                 thinking_effort=None if self.reasoning_effort == "none" else self.reasoning_effort,
                 tool_choice=self.tool_choice,
                 response_format=self.response_format,
+                image_prompts=image_prompts(images),
             )
         )
 
@@ -352,9 +374,12 @@ def extras(request: Sampling, completion: Completion) -> dict[str, Any]:
     return found
 
 
-def usage(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> dict[str, Any]:
-    """Token counts. A prompt counts once however many samples share it; cached tokens likewise."""
-    given, sampled = sum(map(len, prompts)), sum(len(completion.token_ids) for completion in completions)
+def usage(prompts: Sequence[int], completions: Sequence[Completion]) -> dict[str, Any]:
+    """Token counts; `prompts`: those of each prompt, an image counted as all its rows.
+
+    A prompt counts once however many samples share it; cached tokens likewise.
+    """
+    given, sampled = sum(prompts), sum(len(completion.token_ids) for completion in completions)
     each = max(len(completions) // max(len(prompts), 1), 1)
     cached = sum(completion.cached_tokens for completion in completions[::each])
     return {

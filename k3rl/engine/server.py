@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from k3rl.checkpoint import load_checkpoint
+from k3rl.data.images import ImageError, ImagePatches, preprocess_files
 from k3rl.engine import openai
 from k3rl.engine.driver import EngineDriver, Stream, Tokens
 from k3rl.engine.engine import Engine
@@ -38,7 +39,7 @@ from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.sampler import request_samples
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.vocab import TokenizerError
-from k3rl.types import Completion
+from k3rl.types import Completion, EncodedImage
 
 _TEXT_TOKENS = 16  # of a completions request that names no max_tokens, as in the dialect
 
@@ -46,11 +47,14 @@ _TEXT_TOKENS = 16  # of a completions request that names no max_tokens, as in th
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """body_bytes of one request; context_tokens: prompt and answer together (None: the engine's own limit);
-    samples: completions in flight, all clients together."""
+    samples: completions in flight, all clients together; images of one request; image_pixels of each, looked at before
+    it is decoded."""
 
     body_bytes: int = 4 << 20
     context_tokens: int | None = None
     samples: int = 256
+    images: int = 16
+    image_pixels: int = 1 << 24
 
 
 def create_app(
@@ -121,13 +125,14 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 @dataclass(slots=True)
 class _Job:
-    """One request being answered: its prompts, and one stream and one choice per sample."""
+    """One request being answered: its prompts and their rows in the model, one stream and one choice per sample."""
 
     id: str
     created: int
     chat: bool
     body: ChatRequest | TextRequest
     prompts: list[list[int]]
+    rows: list[int]
     streams: list[Stream]
     choices: list[Choice]
     began: float
@@ -172,7 +177,7 @@ class Server:
             except InvalidRequest as error:
                 code = "context_length_exceeded" if "context" in str(error) else None
                 response = _refusal(RequestError(str(error), code=code))
-            except (xtml.XTMLError, TokenizerError) as error:
+            except (xtml.XTMLError, TokenizerError, ImageError) as error:
                 response = _refusal(RequestError(str(error), param="messages"))
             except RequestError as error:
                 response = _refusal(error)
@@ -224,14 +229,27 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await self._body(request))
-        return await self._answer(request, body, [body.prompt_ids(self.tokenizer)])
+        sees = self._engine().model.config.vision_config is not None
+        shown, images = await asyncio.to_thread(self._images, body, sees)  # decoding must not keep others waiting
+        return await self._answer(request, body, [body.prompt_ids(self.tokenizer, shown)], images)
+
+    def _images(self, body: ChatRequest, sees: bool) -> tuple[tuple[EncodedImage, ...], tuple[ImagePatches, ...]]:
+        """The images of a request as they came and as the tower reads them."""
+        shown = body.images(sees, self.limits.images, self.limits.image_pixels)
+        return shown, preprocess_files(shown, {})
 
     async def text(self, request: Request) -> Response:
         body = TextRequest.model_validate_json(await self._body(request))
         return await self._answer(request, body, body.prompts(self.tokenizer))
 
-    async def _answer(self, request: Request, body: ChatRequest | TextRequest, prompts: list[list[int]]) -> Response:
-        job = self._begin(body, prompts)
+    async def _answer(
+        self,
+        request: Request,
+        body: ChatRequest | TextRequest,
+        prompts: list[list[int]],
+        images: Sequence[ImagePatches] = (),
+    ) -> Response:
+        job = self._begin(body, prompts, images)
         if body.stream:
             return _EventStream(self._events(job), lambda: self._end(job))
         try:
@@ -250,8 +268,8 @@ class Server:
         finally:
             self._end(job)
 
-    def _begin(self, body: ChatRequest | TextRequest, prompts: list[list[int]]) -> _Job:
-        """Checks the limits and submits every sample."""
+    def _begin(self, body: ChatRequest | TextRequest, prompts: list[list[int]], images: Sequence[ImagePatches]) -> _Job:
+        """Checks the limits and submits every sample; `images` are those of every prompt."""
         engine = self._engine()
         chat, n = isinstance(body, ChatRequest), body.n or 1
         if body.model and body.model != self.model_name:
@@ -268,30 +286,29 @@ class Server:
         streams: list[Stream] = []
         choices: list[Choice] = []
         asked = []
-        for prompt in prompts:
-            room = context - len(prompt)
+        rows = [len(prompt) + sum(image.rows - 1 for image in images) for prompt in prompts]
+        for prompt, length in zip(prompts, rows, strict=True):
+            room = context - length
             try:
                 default = room if chat else min(room, _TEXT_TOKENS)
                 params = body.params(max(default, 1), xtml.stop_id(self.tokenizer))
             except ValueError as error:
                 raise RequestError(str(error)) from error
             if params.max_tokens > room:
-                message = (
-                    f"{len(prompt)} prompt tokens and {params.max_tokens} to sample exceed the context of {context}"
-                )
+                message = f"{length} prompt tokens and {params.max_tokens} to sample exceed the context of {context}"
                 raise RequestError(message, code="context_length_exceeded")
             asked += [(prompt, own) for own in request_samples(params, n)]
         for prompt, own in asked:
-            engine.check(prompt, own)
+            engine.check(prompt, own, images)
         for index, (prompt, own) in enumerate(asked):
-            streams.append(self.driver.submit(prompt, own, incremental=bool(body.stream)))
+            streams.append(self.driver.submit(prompt, own, bool(body.stream), images))
             if isinstance(body, ChatRequest):
                 choices.append(Choice(index, openai.Channels(self.tokenizer, own.stop, body.thinks)))
             else:
                 choices.append(Choice(index, openai.PlainText(self.tokenizer, own.stop)))
         self._in_flight += len(streams)
         number = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
-        return _Job(number, int(time.time()), chat, body, prompts, streams, choices, time.perf_counter())
+        return _Job(number, int(time.time()), chat, body, prompts, rows, streams, choices, time.perf_counter())
 
     def _end(self, job: _Job) -> None:
         """Counts a request that is over, and takes back what its client did not wait for."""
@@ -302,7 +319,7 @@ class Server:
         self.metrics.whole.observe(time.perf_counter() - job.began)
         self._in_flight -= len(job.streams)
         done = [stream.completion for stream in job.streams if stream.completion is not None]
-        counts = openai.usage(job.prompts, done)
+        counts = openai.usage(job.rows, done)
         self.metrics.prompt_tokens += counts["prompt_tokens"]
         self.metrics.sampled_tokens += counts["completion_tokens"]
         self.metrics.cached_tokens += counts["prompt_tokens_details"]["cached_tokens"]
@@ -315,7 +332,7 @@ class Server:
         ]
         if job.body.return_token_ids:
             answer["prompt_token_ids"] = job.prompts[0] if len(job.prompts) == 1 else job.prompts
-        return {**answer, "usage": openai.usage(job.prompts, completions)}
+        return {**answer, "usage": openai.usage(job.rows, completions)}
 
     def _choice(self, job: _Job, choice: Choice, completion: Completion) -> dict[str, Any]:
         choice.add(completion.token_ids, final=True)
@@ -362,7 +379,7 @@ class Server:
                 yield {**head, "choices": [chunk]}
         if job.body.stream_options is not None and job.body.stream_options.include_usage:
             completions = [stream.completion for stream in job.streams if stream.completion is not None]
-            yield {**head, "choices": [], "usage": openai.usage(job.prompts, completions)}
+            yield {**head, "choices": [], "usage": openai.usage(job.rows, completions)}
 
     def _chunk(self, job: _Job, choice: Choice, event: Tokens) -> dict[str, Any]:
         offset = len(choice.said.get("text", ""))

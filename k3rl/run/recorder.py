@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from k3rl.run.files import open_for_append, to_line
-from k3rl.types import Branch, Episode, Failed, Invalid, Score, Scored, Turn
+from k3rl.types import Branch, EncodedImage, Episode, Failed, Invalid, Score, Scored, Turn
 
 SCHEMA = 1
 Pieces = Callable[[Sequence[int]], Sequence[str]]
@@ -180,7 +180,8 @@ def _turn_rows(episode_id: str, branch: Branch, step: int, pieces: Pieces | None
         fresh = turn.prompt_ids[known:]
         known = len(turn.prompt_ids) + len(turn.sampled_ids)
         place = {"kind": "turn", "episode": episode_id, "branch": branch.id, "parent": branch.parent}
-        rows.append(place | {"turn": number, "step": step} | _turn_row(turn, fresh, pieces))
+        shown = turn.images[len(branch.turns[number - 1].images) if number else 0 :]
+        rows.append(place | {"turn": number, "step": step} | _turn_row(turn, fresh, pieces) | _images(shown))
     return rows
 
 
@@ -193,6 +194,12 @@ def _turn_row(turn: Turn, fresh: Sequence[int], pieces: Pieces | None) -> dict[s
         "model_s": rounded(turn.model_s),
         "env_s": rounded(turn.env_s),
     }
+
+
+def _images(images: Sequence[EncodedImage]) -> dict[str, Any]:
+    """The images that a turn's prompt adds, by name and size; their bytes are in the trajectory files."""
+    rows = [{"sha256": image.sha256, "width": image.width, "height": image.height} for image in images]
+    return {"images": rows} if rows else {}
 
 
 def _tokens(ids: Sequence[int], pieces: Pieces | None) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_groups_come_back_as_they_were_written(tmp_path):
     entry = writer(tmp_path).write(GROUPS, generation=3, seed=11)
     assert trajectories.manifest(tmp_path) == [entry]
     assert trajectories.read(tmp_path, entry) == without_routes(GROUPS)
-    assert (entry.episodes, entry.rows, entry.generation, entry.schema_version) == (3, 5, 3, 1)
+    assert (entry.episodes, entry.rows, entry.generation, entry.schema_version) == (3, 5, 3, 2)
 
 
 def test_recorded_experts_are_in_a_file_of_their_own_until_dropped(tmp_path):
@@ -116,7 +116,7 @@ def test_a_missing_reward_is_null_in_the_file_and_not_zero(tmp_path):
     table = pq.read_table(tmp_path / entry.file)
     assert table["reward"].to_pylist() == [0.0, 0.0, None, None, None]
     assert table["status"].to_pylist() == ["scored", "scored", "invalid", "invalid", "failed"]
-    assert table.schema.metadata[b"schema_version"] == b"1"
+    assert table.schema.metadata[b"schema_version"] == b"2"
     assert table.schema.metadata[b"tokenizer_hash"] == b"abc"
 
 
@@ -186,10 +186,10 @@ def test_a_file_that_is_gone_or_of_another_schema_is_refused(tmp_path):
         trajectories.read(tmp_path, gone)
     path = tmp_path / other.file
     table = pq.read_table(path)
-    pq.write_table(table.replace_schema_metadata({"schema_version": "2"}), path)
+    pq.write_table(table.replace_schema_metadata({"schema_version": "1"}), path)
     data = path.read_bytes()
     other = dataclasses.replace(other, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    with pytest.raises(TrajectoryError, match="schema version 2; this program reads version 1"):
+    with pytest.raises(TrajectoryError, match="schema version 1; this program reads version 2"):
         trajectories.read(tmp_path, other)
 
 
