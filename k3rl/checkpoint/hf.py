@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside
 from k3rl.config import K3Error
 from k3rl.data.images import ImageConfig
-from k3rl.model import ABLATION_CHOICES, K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig
+from k3rl.model import ABLATION_CHOICES, K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig, VisionConfig
 from k3rl.numerics import mx, stored_dtype
 from k3rl.tokens import TOKENIZER_FILES
 
@@ -319,7 +319,8 @@ def load_checkpoint(
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
     are stored as bf16 or MXFP4 (others are float32 or wider).
-    Raises CheckpointError, or ModelConfigError for a configuration that is not a K3.
+    Raises CheckpointError, also where images are to be prepared another way than k3rl does it, or ModelConfigError for
+    a configuration that is not a K3.
     """
     path = Path(directory)
     recover(path)
@@ -328,11 +329,30 @@ def load_checkpoint(
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
     config = K3Config.from_json(path / CONFIG)
+    _check_preprocessor(path / PREPROCESSOR, config)
     files = StoredFiles(path)
     model = K3ForCausalLM(as_stored(config, files.keys()), dtype=dtype, device=device)
     for item in _decode(model, files):
         _commit(model, [item])
     return model
+
+
+def _image_config(vision: VisionConfig) -> ImageConfig:
+    """The released numbers, for this tower's patches."""
+    return ImageConfig(patch_size=vision.patch_size, merge=vision.merge_kernel_size[0])
+
+
+def _check_preprocessor(file: Path, config: K3Config) -> None:
+    """Engine and learner prepare images by the released numbers; a file that wants others must not be passed over."""
+    if config.vision_config is None or not file.is_file():
+        return
+    wanted = _image_config(config.vision_config)
+    try:
+        found = ImageConfig.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is no preprocessor configuration: {type(error).__name__}: {error}") from error
+    if found != wanted:
+        raise CheckpointError(f"{file} wants {found}; k3rl prepares images by {wanted}. Store those numbers")
 
 
 def as_stored(config: K3Config, names: Any) -> K3Config:
@@ -390,9 +410,7 @@ def save_checkpoint(
         },
     )
     if config.vision_config is not None:
-        vision = config.vision_config
-        images = ImageConfig(patch_size=vision.patch_size, merge=vision.merge_kernel_size[0])
-        _write_json(scratch / PREPROCESSOR, images.to_dict())
+        _write_json(scratch / PREPROCESSOR, _image_config(config.vision_config).to_dict())
     if tokenizer is not None:
         tokenizer.save(scratch)
     parameters = sum(p.numel() for _, p in model.official_parameters())

@@ -2,7 +2,8 @@
 
 Nothing here knows of sockets or of the engine. Beyond the public fields, both dialects take `top_k`, `min_p`,
 `stop_token_ids`, `ignore_eos`, `cache_salt`, `return_token_ids` and `return_routes`; answers then carry
-`prompt_token_ids` (one id for an image), and per choice `token_ids` and `routes` ({dtype, shape, data}: base64 of int16 [T, M, k]).
+`prompt_token_ids` (one id for an image), and per choice `token_ids` and `routes` ({dtype, shape, data}: base64 of int16
+[T, M, k], an image counted as all its rows).
 """
 
 from __future__ import annotations

@@ -37,6 +37,20 @@ def test_gradients_reach_the_tower_and_the_projector(seeing) -> None:
             assert bool(parameter.grad.any()), name
 
 
+def test_images_given_as_rows_and_places_are_the_same_images(seeing) -> None:
+    gold, model = seeing
+    ids, pixels, grids = gold.inputs["ids"][0], gold.inputs["pixel_values"], gold.inputs["grid_thws"]
+    images = model.image_rows(pixels, grids)
+    shown = ids == model.config.media_placeholder_token_id
+    counts = torch.ones_like(ids)
+    counts[shown] = torch.tensor([len(image) for image in images])
+    places = torch.nonzero(shown.repeat_interleave(counts)).view(-1)
+    out = model.hidden(ids.repeat_interleave(counts)[None], images=(torch.cat(images), places))
+    expected = model.hidden(ids[None], pixel_values=pixels, grid_thws=grids)
+    assert torch.equal(out.hidden, expected.hidden)
+    assert torch.equal(out.routes, expected.routes)
+
+
 def test_a_placeholder_without_images_is_an_ordinary_token(seeing) -> None:
     _, model = seeing
     ids = torch.full((1, 2), model.config.media_placeholder_token_id)
