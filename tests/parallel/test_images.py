@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import io
+import json
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from k3rl.checkpoint import load_checkpoint, save_checkpoint
-from k3rl.data import BatchError, TrainBatch
-from k3rl.data.images import conversation_images, stack
+from k3rl.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from k3rl.data import TrainBatch, from_branches, from_episodes
+from k3rl.data.images import ImageConfig, conversation_images, preprocess_files, stack
 from k3rl.data.sft import chat_sequence
-from k3rl.losses import CrossEntropy
+from k3rl.data.trajectories import TrajectoryWriter, read
+from k3rl.engine import Engine, PrefixCache
+from k3rl.envs import Env, Observation, StepResult
+from k3rl.envs.rollout import run_episode
+from k3rl.losses import CrossEntropy, K3Policy
 from k3rl.model import K3Config, K3ForCausalLM, VisionConfig
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens.images import data_url
+from k3rl.types import Episode, Group, Message, SamplingParams, Scored, Task
 
 TOKENIZER = Tokenizer.builtin()
 COLOURS = {"red": (230, 20, 20), "blue": (20, 30, 220)}
@@ -72,22 +81,100 @@ def greedy(model: K3ForCausalLM, messages: list[dict], most: int = 24) -> str:
     return message.content if hasattr(message, "content") else f"no message: {TOKENIZER.decode(found)}"
 
 
-def test_it_learns_to_name_the_colour_of_an_image_it_is_shown(tmp_path) -> None:
+def official(model: K3ForCausalLM, part: str) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.official_parameters() if n.startswith(part)}
+
+
+@pytest.fixture(scope="module")
+def taught():
+    """A trainer whose model has seen both colours: (trainer, first and last loss, tower and projector before)."""
     model = seeing()
     trainer = Trainer(model, TrainerConfig(muon_lr=0.02, adamw_lr=0.01))
-    tower = {n: p.clone() for n, p in model.official_parameters() if n.startswith("vision_tower.")}
-    projector = {n: p.clone() for n, p in model.official_parameters() if n.startswith("mm_projector.")}
+    before = official(model, "vision_tower."), official(model, "mm_projector.")
     batch = TrainBatch.pack([sequence(colour, answered(colour)) for colour in COLOURS])
     losses = [trainer.train(batch, CrossEntropy()).values()["loss/mean"] for _ in range(25)]
-    assert losses[-1] < 0.3 < losses[0]
-    now = dict(model.official_parameters())
+    return trainer, (losses[0], losses[-1]), *before
+
+
+def test_it_learns_to_name_the_colour_of_an_image_it_is_shown(taught, tmp_path) -> None:
+    trainer, (first, last), tower, projector = taught
+    assert last < 0.3 < first
+    now = dict(trainer.model.official_parameters())
     assert all(torch.equal(now[name], value) for name, value in tower.items())
     assert any(not torch.equal(now[name], value) for name, value in projector.items())
-    save_checkpoint(model, tmp_path / "ck", tokenizer=TOKENIZER)
+    save_checkpoint(trainer.model, tmp_path / "ck", tokenizer=TOKENIZER)
     assert (tmp_path / "ck" / "preprocessor_config.json").is_file()
     loaded = load_checkpoint(tmp_path / "ck", dtype=torch.float32)
     for colour in COLOURS:
         assert greedy(loaded, question(colour)) == colour
+
+
+def test_a_checkpoint_that_wants_images_prepared_another_way_is_refused(tmp_path) -> None:
+    save_checkpoint(seeing(), tmp_path / "ck")
+    file = tmp_path / "ck" / "preprocessor_config.json"
+    file.write_text(json.dumps(ImageConfig(patch_limit=64).to_dict()))
+    with pytest.raises(CheckpointError, match="patch_limit=64"):
+        load_checkpoint(tmp_path / "ck")
+
+
+class Gallery(Env):
+    """Shows two images, one after the other, and asks for their colours."""
+
+    async def reset(self, task, context):
+        self._answers: list[str] = []
+        return Observation((self._shown("red"),))
+
+    async def step(self, action):
+        self._answers.append(str(action.message.content))
+        if len(self._answers) == 2:
+            return StepResult(done=True, answer=" ".join(self._answers))
+        return StepResult(Observation((self._shown("blue"),)))
+
+    def _shown(self, colour: str) -> Message:
+        file = io.BytesIO()
+        Image.new("RGB", (40, 50), COLOURS[colour]).save(file, "PNG")
+        url = {"url": data_url(file.getvalue())}
+        return Message("user", [{"type": "image_url", "image_url": url}, {"type": "text", "text": "colour?"}])
+
+
+class InProcess:
+    """An engine as a policy."""
+
+    def __init__(self, model: K3ForCausalLM) -> None:
+        self.engine = Engine(model, prefill_tokens=7, prefix_cache=PrefixCache.of_bytes(1 << 24, block=8))
+
+    async def complete(self, prompt_ids, params, images=()):
+        return self.engine.generate([prompt_ids], params, [preprocess_files(images, {})])[0]
+
+
+def played(model: K3ForCausalLM, name: str, **sampling) -> Episode:
+    task = Task("t", "gallery", (), "colours")
+    params = SamplingParams(max_tokens=24, return_routes=True, **sampling)
+    return asyncio.run(run_episode(Gallery(), task, InProcess(model), TOKENIZER, episode_id=name, sampling=params))
+
+
+def test_an_episode_with_images_is_sampled_stored_and_trained_on(taught, tmp_path) -> None:
+    trainer = taught[0]
+    good, other = played(trainer.model, "good", temperature=0.0), played(trainer.model, "other", seed=3)
+    assert good.answer.startswith("red")
+    turns = good.branches[0].turns
+    assert [len(turn.images) for turn in turns] == [1, 2]
+    assert turns[1].images[0] is turns[0].images[0], "one object, so that it travels and is stored once"
+    assert turns[0].prompt_ids.count(TOKENIZER.special("media_pad")) == 1
+    group = Group("g", "t", tuple(dataclasses.replace(e, score=Scored(0.0)) for e in (good, other)))
+    entry = TrajectoryWriter(tmp_path, actor="a", tokenizer_hash="h").write([group], generation=0)
+    (back,) = read(tmp_path, entry, routes=True)
+    batch = from_episodes(back.episodes, {"good": 1.0, "other": -1.0}, routes=True)
+    assert batch.routes is not None
+    assert len(batch.routes) == batch.row_lengths.sum() > batch.tokens
+    assert batch.images[0][0] is batch.images[1][0], "prepared once"
+    tower, projector, text = (official(trainer.model, part) for part in ("vision_tower.", "mm_projector.", "language"))
+    metrics = trainer.train(batch, K3Policy()).values()
+    assert metrics["mismatch/kl/max"] < 1e-6, "float32, the same experts on both sides"
+    now = dict(trainer.model.official_parameters())
+    assert all(torch.equal(now[name], value) for name, value in tower.items())
+    for part in (projector, text):
+        assert any(not torch.equal(now[name], value) for name, value in part.items())
 
 
 def test_images_train_the_same_in_any_micro_batches_and_beside_text() -> None:
@@ -134,8 +221,28 @@ def test_rows_of_images_count_in_the_load_when_they_are_fresh() -> None:
     assert seen == [2 * int(batch.row_lengths[1]), 2 * int(batch.row_lengths[0])]  # two experts a row
 
 
-def test_recorded_routes_with_images_are_refused() -> None:
-    batch = TrainBatch.pack([sequence("a", answered("red"))])
-    routed = dataclasses.replace(batch, routes=np.zeros((batch.tokens, 4, 2), np.int16))
-    with pytest.raises(BatchError, match="images and recorded routes"):
-        Trainer(seeing(), TrainerConfig()).target_inputs(routed)
+def test_replayed_routes_give_the_learner_the_engines_logprobs() -> None:
+    model = seeing(torch.float64)
+    branches = [played(model, name, seed=seed).branches[0] for seed, name in enumerate("ab")]
+    batch = from_branches(branches, {branch.id: 1.0 for branch in branches}, routes=True)
+    trainer = Trainer(model, TrainerConfig())
+    sampled = [value for branch in branches for turn in branch.turns for value in turn.logprobs]
+    assert len(sampled) == batch.target_tokens
+    whole = trainer.target_inputs(batch).logprobs.detach().numpy()
+    np.testing.assert_allclose(whole, sampled, atol=1e-9, rtol=0)  # float64, another order of sums
+    parts = [trainer.target_inputs(batch.select([i])).logprobs.detach().numpy() for i in (0, 1)]
+    np.testing.assert_allclose(np.concatenate(parts), sampled, atol=1e-9, rtol=0)
+    turned = dataclasses.replace(batch, routes=(batch.routes + 1) % 4)
+    assert np.abs(trainer.target_inputs(turned).logprobs.detach().numpy() - sampled).max() > 1e-3
+
+
+def test_a_placeholder_that_was_sampled_is_no_image() -> None:
+    model, made = seeing(torch.float64), sequence("a", answered("red"))
+    pad = TOKENIZER.special("media_pad")
+    ids = made.ids.copy()
+    ids[np.flatnonzero(made.loss_mask)[1]] = pad
+    batch = TrainBatch.pack([dataclasses.replace(made, ids=ids), text_only("t")])
+    rows = batch.rows_per_token(pad)
+    assert rows.sum() == batch.row_lengths.sum()
+    assert (rows > 1).sum() == 1
+    assert np.isfinite(Trainer(model, TrainerConfig()).logprobs(batch)).all()
