@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 
 from k3rl.data import trajectories
 from k3rl.data.trajectories import TrajectoryError, TrajectoryWriter
+from k3rl.tokens.images import data_url
 from k3rl.types import (
     Branch,
+    EncodedImage,
     Episode,
     Failed,
     Group,
@@ -109,6 +112,53 @@ def test_experts_that_were_not_recorded_are_not_invented(tmp_path):
     assert entry.routes_file is None
     with pytest.raises(TrajectoryError, match="were not recorded"):
         trajectories.read(tmp_path, entry, routes=True)
+
+
+def shown(*images):
+    """An episode of two turns: the first shows the first image, the second all of them; its messages as URLs."""
+    parts = [
+        {"type": "image_url", "image_url": {"url": data_url(image.data, "image/x"), "detail": "low"}}
+        for image in images
+    ]
+    turns = (
+        dataclasses.replace(turn([1, 9, 3], [4], 1), images=images[:1]),
+        dataclasses.replace(turn([1, 9, 3, 4, 9], [7], 1), images=images),
+    )
+    messages = (Message("user", [{"type": "text", "text": "sha256:00"}, *parts, {"type": "image", "image": "a.png"}]),)
+    return dataclasses.replace(episode("seen", branches=(Branch("0", turns),)), messages=messages)
+
+
+def test_images_are_stored_once_and_come_back_in_turns_and_messages(tmp_path):
+    one, two = EncodedImage(b"file one" * 500, 4, 5), EncodedImage(b"file two", 6, 7)
+    groups = [Group(f"i{n}", "task-1", (shown(one, two), shown(one, one))) for n in range(3)]
+    groups = [
+        dataclasses.replace(
+            g, episodes=tuple(dataclasses.replace(e, id=f"{g.id}-{n}") for n, e in enumerate(g.episodes))
+        )
+        for g in groups
+    ]
+    entry = writer(tmp_path).write([*groups, *GROUPS], generation=0)
+    assert trajectories.read(tmp_path, entry) == [*groups, *without_routes(GROUPS)]
+    stored = pq.read_table(tmp_path / entry.images_file).to_pylist()
+    assert [(row["data"], row["width"]) for row in sorted(stored, key=lambda row: row["width"])] == [
+        (one.data, 4),
+        (two.data, 6),
+    ]
+    row = pq.read_table(tmp_path / entry.file).to_pylist()[0]
+    assert row["images"] == [hashlib.sha256(image.data).hexdigest() for image in (one, two)]
+    assert f"data:image/x;base64,sha256:{row['images'][0]}" in row["messages"]
+    assert base64.b64encode(one.data[:30]).decode() not in row["messages"]
+    (tmp_path / entry.images_file).write_bytes(b"")
+    with pytest.raises(TrajectoryError, match="restore the file"):
+        trajectories.read(tmp_path, entry)
+
+
+def test_turns_whose_images_do_not_extend_those_before_are_refused(tmp_path):
+    one, two = EncodedImage(b"1", 4, 5), EncodedImage(b"2", 6, 7)
+    turns = shown(one, two).branches[0].turns
+    bad = Branch("0", (dataclasses.replace(turns[0], images=(two,)), turns[1]))
+    with pytest.raises(ValueError, match="images of turn 1 do not extend"):
+        writer(tmp_path).write([Group("g", "task-1", (episode("e", branches=(bad,)),))], generation=0)
 
 
 def test_a_missing_reward_is_null_in_the_file_and_not_zero(tmp_path):

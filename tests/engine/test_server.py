@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import threading
 import time
@@ -14,11 +15,15 @@ import openai
 import pytest
 import torch
 import uvicorn
+from PIL import Image
 
+from k3rl.data.images import preprocess_files
 from k3rl.engine import Engine
 from k3rl.engine.openai import Channels, TextCutter
 from k3rl.engine.server import ServerLimits, create_app
+from k3rl.model import VisionConfig
 from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens.images import data_url, encode_image, image_prompts
 from k3rl.types import Message, SamplingParams, ToolCall
 
 TOKENIZER = Tokenizer.builtin()
@@ -333,6 +338,109 @@ def test_starting_is_not_sick_and_failing_to_load_is(model):
         assert "no weights here" in httpx.get(url + "/health").json()["failure"]
         late = httpx.post(url + "/v1/completions", headers=HEADERS, json={"prompt": "a"})
         assert "no weights here" in late.json()["error"]["message"]
+
+
+# ---- images
+
+
+def picture(size: tuple[int, int], colour: str = "red") -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, colour).save(out, "PNG")
+    return out.getvalue()
+
+
+def asking(*urls: str) -> list[dict]:
+    """A conversation with these images and a text that tries to move them."""
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "auto"}} for url in urls]
+    return [{"role": "user", "content": [{"type": "text", "text": xtml.IMAGE_PLACEHOLDER}, *parts]}]
+
+
+@pytest.fixture(scope="module")
+def seeing(build_model):
+    width = dict.fromkeys(("vt_hidden_size", "vt_intermediate_size", "qkv_hidden_size", "mm_hidden_size"), 16)
+    vision = VisionConfig(
+        vt_num_attention_heads=2, vt_num_hidden_layers=1, text_hidden_size=32, init_pos_emb_height=4,
+        init_pos_emb_width=4, **width,
+    )  # fmt: skip
+    pad = TOKENIZER.special("media_pad")
+    return build_model(
+        vocab_size=512, media_placeholder_token_id=pad, max_position_embeddings=512, vision_config=vision
+    )
+
+
+@pytest.fixture(scope="module")
+def gallery(seeing):
+    limits = ServerLimits(body_bytes=20_000, images=2, image_pixels=100 * 100)
+    with running(lambda: Engine(seeing, tokenizer=TOKENIZER), limits=limits) as (url, _):
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 200)
+        yield openai.OpenAI(base_url=url + "/v1", api_key=TOKEN, max_retries=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_openai_client_shows_images(gallery, seeing, stream):
+    files = [picture((60, 33)), picture((20, 20), "blue")]
+    messages = asking(*map(data_url, files))
+    own = {"max_tokens": 6, "seed": 4, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    answer = gallery.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        stream=stream,
+        stream_options={"include_usage": True} if stream else None,
+        **own,
+    )
+    images = [encode_image(file) for file in files]
+    prompt = TOKENIZER.encode_segments(xtml.render(messages, image_prompts=image_prompts(images)))
+    assert prompt.count(TOKENIZER.special("media_pad")) == 2
+    (expected,) = Engine(seeing).generate(
+        [prompt], SamplingParams(max_tokens=6, seed=4), [preprocess_files(images, {})]
+    )
+    if stream:
+        chunks = list(answer)
+        ids = [token for chunk in chunks for choice in chunk.choices for token in getattr(choice, "token_ids", [])]
+        usage = chunks[-1].usage
+    else:
+        ids, usage = answer.choices[0].token_ids, answer.usage
+        assert answer.prompt_token_ids == prompt
+    assert ids == list(expected.token_ids)
+    assert usage.prompt_tokens == len(prompt) + 5, "six rows for the first image, one for the second"
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        (["https://example.org/a.png"], "would have to be downloaded.*send its bytes as data:"),
+        (["data:image/png;base64,!!"], "holds no base64"),
+        ([data_url(b"no image")], "cannot be read"),
+        ([data_url(picture((90, 90))[:60])], "cannot be read"),
+        ([data_url(picture((101, 100)))], "101 x 100 pixels; at most 10000"),
+        ([data_url(picture((8, 8)))] * 3, "3 images; at most 2"),
+        ([7], "holds int"),
+        ([data_url(picture((8, 8))) + "A" * 20_000], "larger than 20000 bytes"),
+    ],
+)
+def test_images_that_cannot_be_taken_are_refused(gallery, urls, message):
+    with pytest.raises(openai.APIStatusError, match=message) as caught:
+        gallery.chat.completions.create(model="tiny", messages=asking(*urls), max_tokens=1)
+    assert caught.value.status_code == (413 if "larger" in message else 400)
+    assert caught.value.body["param"] == (None if "larger" in message else "messages")
+
+
+def test_a_prompt_whose_images_do_not_fit_is_refused_and_so_is_a_bare_placeholder(gallery):
+    urls = [data_url(picture((99, 99)))] * 2  # 16 rows each
+    with pytest.raises(openai.BadRequestError, match="exceed the context of 512") as caught:
+        gallery.chat.completions.create(model="tiny", messages=asking(*urls), max_tokens=460)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=r"1 image placeholders .* 0 images"):
+        gallery.completions.create(model="tiny", prompt=[1, TOKENIZER.special("media_pad")], max_tokens=1)
+
+
+def test_a_model_without_a_tower_refuses_images(served):
+    client = openai.OpenAI(base_url=served[0] + "/v1", api_key=TOKEN, max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="no vision tower"):
+        client.chat.completions.create(model="tiny", messages=asking(data_url(picture((8, 8)))))
+
+
+# ---- text
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 3, 5])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import threading
 import time
@@ -10,7 +12,7 @@ import pytest
 
 from k3rl.run.files import read_lines
 from k3rl.run.recorder import Recorder, rounded
-from k3rl.types import Invalid
+from k3rl.types import EncodedImage, Invalid
 
 
 def rows_of(path):
@@ -32,6 +34,22 @@ def test_an_episode_is_written_turn_by_turn_and_then_as_a_whole(tmp_path, episod
     assert (second["turn"], second["step"], second["branch"], second["versions"]) == (1, 3, "main", [1, 2])
     assert last["score"] == {"status": "scored", "reward": 1.0, "parts": {"tests": 1.0}}
     assert (last["kind"], last["turns"], last["sampled_tokens"], last["answer"]) == ("episode", 2, 4, "return xs")
+
+
+def test_a_turn_names_the_images_that_its_prompt_adds(tmp_path, episode):
+    one, two = EncodedImage(b"one", 4, 5), EncodedImage(b"two", 6, 7)
+    given = episode()
+    first, second = given.branches[0].turns
+    turns = dataclasses.replace(first, images=(one,)), dataclasses.replace(second, images=(one, two))
+    branch = dataclasses.replace(given.branches[0], turns=turns)
+    with Recorder(tmp_path) as recorder:
+        recorder.episode(dataclasses.replace(given, branches=(branch,)), 0, pieces)
+    rows = rows_of(tmp_path / "stream.jsonl")[1:3]
+    digests = [hashlib.sha256(data).hexdigest() for data in (b"one", b"two")]
+    assert [row["images"] for row in rows] == [
+        [{"sha256": digests[0], "width": 4, "height": 5}],
+        [{"sha256": digests[1], "width": 6, "height": 7}],
+    ]
 
 
 def test_the_index_leads_to_the_bytes_of_each_episode(tmp_path, episode, failed_episode):
