@@ -121,7 +121,7 @@ class Learner:
         """(indices, share) for each rank; the whole batch for a single one."""
         if len(self.actors) == 1:
             return [(list(range(len(batch.sequence_ids))), batch)]
-        dealt = deal(batch.lengths.tolist(), len(self.actors))
+        dealt = deal(batch.row_lengths.tolist(), len(self.actors))
         return [(members, batch.select(members) if members else None) for members in dealt]
 
     def _first(self, method: str, *args: Any) -> Any:

@@ -40,7 +40,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One assistant turn, as a message and as the ids that were sampled; `context_tokens`: prompt and sampled ids."""
+    """One assistant turn, as a message and as the ids that were sampled; `context_tokens`: prompt and sampled ids, an
+    image counted as all its rows."""
 
     message: Message
     token_ids: tuple[int, ...] = ()

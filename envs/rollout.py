@@ -19,7 +19,7 @@ from typing import Protocol
 from k3rl.envs.base import Action, Env, EpisodeContext, Observation, tighter
 from k3rl.envs.episode_state import BranchState, EpisodeState
 from k3rl.tokens import Tokenizer, xtml
-from k3rl.tokens.images import encoded_images, image_prompts
+from k3rl.tokens.images import encoded_images, image_prompts, image_rows
 from k3rl.types import (
     Branch,
     Budgets,
@@ -218,6 +218,7 @@ class _Run:
     async def _step(self, env: Env, message: Message) -> tuple[int, ...] | None:
         turn = self._branch.turns[-1]
         context_tokens = len(turn.prompt_ids) + len(turn.sampled_ids)
+        context_tokens += sum(image_rows(image.width, image.height) - 1 for image in turn.images)
         started = time.monotonic()
         try:
             result = await env.step(Action(message, turn.sampled_ids, context_tokens))

@@ -15,6 +15,7 @@ from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.run.terminal import framed
 from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens.images import shown_text
 from k3rl.types import Completion, EncodedImage, Episode, Message, SamplingParams, StopReason, ToolCall
 
 HELP = """\
@@ -67,8 +68,7 @@ class _Person:
 
     def show(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            content = message.content if isinstance(message.content, str) else json.dumps(message.content)
-            print(f"[{message.role}]\n{framed(content, '  ')}", file=self._shown)
+            print(f"[{message.role}]\n{framed(shown_text(message.content), '  ')}", file=self._shown)
 
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()

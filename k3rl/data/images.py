@@ -8,7 +8,6 @@ one placeholder id stands for all rows of an image and is expanded inside the mo
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,74 +17,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from k3rl.tokens import xtml
-from k3rl.tokens.images import ImageError, image_parts, open_image, part_source, url_bytes
+from k3rl.tokens.images import (
+    RELEASED,
+    ImageConfig,
+    ImageError,
+    image_parts,
+    image_rows,
+    open_image,
+    part_source,
+    target_size,
+    url_bytes,
+)
 from k3rl.types import EncodedImage, Message
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_BOARD = "transparent_bg_config"
-
-
-@dataclass(frozen=True, slots=True)
-class ImageConfig:
-    """The released preprocessor's numbers. `square`, `white` and `gray` are those of the checkerboard.
-
-    patch_limit: patches of an image before merging, at most; side_limit: patches along one side, at most.
-    """
-
-    patch_size: int = 14
-    merge: int = 2
-    patch_limit: int = 65536
-    side_limit: int = 512
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    square: int = 8
-    white: int = 255
-    gray: int = 180
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> ImageConfig:
-        """From the official `preprocessor_config.json`. Raises ImageError for another way to treat transparency."""
-        values = given.get("media_proc_cfg", given)
-        board = values.get(_BOARD) or {}
-        if board.get("pattern") != "chessboard" or values.get("transparent_bg_fill_stage") != "after_resize":
-            raise ImageError(f"{_BOARD} must be a chessboard that is filled after_resize; got {board}")
-        if not board.get("chessboard_square_on_top_left", True):
-            raise ImageError("chessboard_square_on_top_left must be true: the top left square is white")
-        return cls(
-            patch_size=values["patch_size"],
-            merge=values["merge_kernel_size"],
-            patch_limit=values["in_patch_limit"],
-            side_limit=values["patch_limit_on_one_side"],
-            mean=tuple(values["image_mean"]),
-            std=tuple(values["image_std"]),
-            square=board["chessboard_square_size"],
-            white=board["chessboard_white_value"],
-            gray=board["chessboard_gray_value"],
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The official `preprocessor_config.json`."""
-        return {
-            "media_proc_cfg": {
-                "in_patch_limit": self.patch_limit,
-                "patch_size": self.patch_size,
-                "image_mean": list(self.mean),
-                "image_std": list(self.std),
-                "merge_kernel_size": self.merge,
-                "fixed_output_tokens": None,
-                "patch_limit_on_one_side": self.side_limit,
-                _BOARD: {
-                    "pattern": "chessboard",
-                    "chessboard_square_size": self.square,
-                    "chessboard_square_on_top_left": True,
-                    "chessboard_white_value": self.white,
-                    "chessboard_gray_value": self.gray,
-                },
-                "transparent_bg_fill_stage": "after_resize",
-            }
-        }
+__all__ = [
+    "ImageConfig",
+    "ImageError",
+    "ImagePatches",
+    "conversation_images",
+    "expand_placeholders",
+    "image_rows",
+    "preprocess",
+    "preprocess_files",
+    "rows_per_token",
+    "stack",
+    "target_size",
+]
 
 
 @dataclass(frozen=True)
@@ -115,27 +75,7 @@ class ImagePatches:
         return xtml.image_prompt(self.width, self.height)
 
 
-def target_size(width: int, height: int, config: ImageConfig = ImageConfig()) -> tuple[int, int]:
-    """(width, height) in pixels after scaling, before padding: at most the limits, at least 1, never enlarged.
-
-    Raises ImageError for an image without pixels.
-    """
-    if width < 1 or height < 1:
-        raise ImageError(f"an image of {width} x {height} pixels has no pixels")
-    patch, longest = config.patch_size, config.side_limit * config.patch_size
-    patches = max(1, width // patch) * max(1, height // patch)
-    scale = min(1.0, math.sqrt(config.patch_limit / patches), longest / width, longest / height)
-    return min(max(1, int(width * scale)), longest), min(max(1, int(height * scale)), longest)
-
-
-def image_rows(width: int, height: int, config: ImageConfig = ImageConfig()) -> int:
-    """Rows of the language model that an image of this original size becomes."""
-    cell = config.patch_size * config.merge
-    across, down = target_size(width, height, config)
-    return -(-across // cell) * -(-down // cell)
-
-
-def preprocess(image: Image.Image, config: ImageConfig = ImageConfig()) -> ImagePatches:
+def preprocess(image: Image.Image, config: ImageConfig = RELEASED) -> ImagePatches:
     """The patches of one image of any mode."""
     from PIL import Image
 
@@ -172,7 +112,7 @@ def conversation_images(
     messages: Sequence[Message | Mapping[str, Any]],
     *,
     folder: Path | None = None,
-    config: ImageConfig = ImageConfig(),
+    config: ImageConfig = RELEASED,
 ) -> tuple[ImagePatches, ...]:
     """The images of a conversation in the order in which `xtml.render` asks for them (tool results are re-sorted).
 
@@ -184,7 +124,7 @@ def conversation_images(
 
 
 def preprocess_files(
-    images: Sequence[EncodedImage], made: dict[EncodedImage, ImagePatches], config: ImageConfig = ImageConfig()
+    images: Sequence[EncodedImage], made: dict[EncodedImage, ImagePatches], config: ImageConfig = RELEASED
 ) -> tuple[ImagePatches, ...]:
     """The patches of each file. What is in `made` is taken from there, and what is new put there: whoever prepares many
     conversations of one image hands all calls the same dictionary. Raises ImageError.

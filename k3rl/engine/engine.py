@@ -79,11 +79,12 @@ class _Prompt:
 class Engine:
     """A `RolloutEngine` over one in-process model, which it never writes to: a new version is a new copy.
 
-    max_running: rows, that is requests that can be decoded together. max_context: prompt plus sampled tokens of
-    one request, at most (default and upper bound: the model's `max_position_embeddings`). prefill_tokens: prompt
-    tokens per step. seed: of requests that bring none. version: number of the weights that `model` holds.
-    poison: fill rows that nobody owns with NaN, so that a state read by mistake is seen. tokenizer: needed for stop
-    strings only. prefix_cache: keeps the states at prompt and turn ends, for prompts that begin with them.
+    max_running: rows, that is requests that can be decoded together. max_context: prompt plus sampled tokens of one
+    request, images by their rows, at most (default and upper bound: the model's `max_position_embeddings`).
+    prefill_tokens: prompt tokens per step. seed: of requests that bring none. version: number of the weights that
+    `model` holds. poison: fill rows that nobody owns with NaN, so that a state read by mistake is seen. tokenizer:
+    needed for stop strings only. prefix_cache: keeps the states at prompt and turn ends, for prompts that begin with
+    them.
     memory_bytes: what states and latents may take together. Latents then live in pages of `page_tokens`, there are as
     many rows as leave room for one longest request, requests are admitted by the pages left, and the youngest are
     preempted (and go on with the same tokens) when running ones need them. None: `max_running` is the only limit.

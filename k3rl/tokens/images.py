@@ -2,7 +2,8 @@
 
 An image part is {"type": "image", "image": X} or {"type": "image_url", "image_url": X or {"url": X}}. Inside episodes
 and requests X is a `data:` URL with base64: it needs no file and no network, and says the same wherever it is read.
-What a vision tower makes of an image is `k3rl.data.images`. Pillow reads the files; no torch here.
+How many rows an image takes in the model follows from its size; the pixels of those are `k3rl.data.images`. Pillow
+reads the files; no torch here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +25,97 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Messages = Sequence[Message | Mapping[str, Any]]
+_BOARD = "transparent_bg_config"
 KINDS = ("image", "image_url")
 _KEPT = 32  # decoded URLs; the episodes of a group all say the same ones
 
 
 class ImageError(ValueError):
     """An image that cannot be read or used; the message says what was got and wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """The released preprocessor's numbers. `square`, `white` and `gray` are those of the checkerboard.
+
+    patch_limit: patches of an image before merging, at most; side_limit: patches along one side, at most.
+    """
+
+    patch_size: int = 14
+    merge: int = 2
+    patch_limit: int = 65536
+    side_limit: int = 512
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    square: int = 8
+    white: int = 255
+    gray: int = 180
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> ImageConfig:
+        """From the official `preprocessor_config.json`. Raises ImageError for another way to treat transparency."""
+        values = given.get("media_proc_cfg", given)
+        board = values.get(_BOARD) or {}
+        if board.get("pattern") != "chessboard" or values.get("transparent_bg_fill_stage") != "after_resize":
+            raise ImageError(f"{_BOARD} must be a chessboard that is filled after_resize; got {board}")
+        if not board.get("chessboard_square_on_top_left", True):
+            raise ImageError("chessboard_square_on_top_left must be true: the top left square is white")
+        return cls(
+            patch_size=values["patch_size"],
+            merge=values["merge_kernel_size"],
+            patch_limit=values["in_patch_limit"],
+            side_limit=values["patch_limit_on_one_side"],
+            mean=tuple(values["image_mean"]),
+            std=tuple(values["image_std"]),
+            square=board["chessboard_square_size"],
+            white=board["chessboard_white_value"],
+            gray=board["chessboard_gray_value"],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The official `preprocessor_config.json`."""
+        return {
+            "media_proc_cfg": {
+                "in_patch_limit": self.patch_limit,
+                "patch_size": self.patch_size,
+                "image_mean": list(self.mean),
+                "image_std": list(self.std),
+                "merge_kernel_size": self.merge,
+                "fixed_output_tokens": None,
+                "patch_limit_on_one_side": self.side_limit,
+                _BOARD: {
+                    "pattern": "chessboard",
+                    "chessboard_square_size": self.square,
+                    "chessboard_square_on_top_left": True,
+                    "chessboard_white_value": self.white,
+                    "chessboard_gray_value": self.gray,
+                },
+                "transparent_bg_fill_stage": "after_resize",
+            }
+        }
+
+
+RELEASED = ImageConfig()
+
+
+def target_size(width: int, height: int, config: ImageConfig = RELEASED) -> tuple[int, int]:
+    """(width, height) in pixels after scaling, before padding: at most the limits, at least 1, never enlarged.
+
+    Raises ImageError for an image without pixels.
+    """
+    if width < 1 or height < 1:
+        raise ImageError(f"an image of {width} x {height} pixels has no pixels")
+    patch, longest = config.patch_size, config.side_limit * config.patch_size
+    patches = max(1, width // patch) * max(1, height // patch)
+    scale = min(1.0, math.sqrt(config.patch_limit / patches), longest / width, longest / height)
+    return min(max(1, int(width * scale)), longest), min(max(1, int(height * scale)), longest)
+
+
+def image_rows(width: int, height: int, config: ImageConfig = RELEASED) -> int:
+    """Rows of the language model that an image of this original size becomes."""
+    cell = config.patch_size * config.merge
+    across, down = target_size(width, height, config)
+    return -(-across // cell) * -(-down // cell)
 
 
 def image_parts(messages: Messages, history: Messages = ()) -> list[Mapping[str, Any]]:
@@ -62,6 +150,20 @@ def encoded_images(messages: Messages, history: Messages = ()) -> tuple[EncodedI
 def image_prompts(images: Sequence[EncodedImage]) -> list[str] | None:
     """`image_prompts` of `xtml.render` for these images; None without any."""
     return [image_prompt(image.width, image.height) for image in images] or None
+
+
+def shown_text(content: Any) -> str:
+    """A message's content for a reader: its texts, and for each image a word with its size."""
+    if not isinstance(content, list | tuple):
+        return str(content)
+    lines = []
+    for part in content:
+        if part.get("type") in KINDS:
+            image = _encoded(part_source(part))
+            lines.append(f"[image {image.width}x{image.height}]")
+        else:
+            lines.append(str(part.get("text", "")))
+    return "\n".join(lines)
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:
