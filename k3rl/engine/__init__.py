@@ -3,9 +3,9 @@
 `Engine` runs a model of this process; `RolloutEngine` is the protocol it keeps. `scheduler.py` decides what a step
 computes, `cache.py` holds the model's states (`paged.py`: in bounded memory), `prefix.py` those of earlier prefixes,
 `rows.py` what is known of each row, `sampler.py` draws, `stopping.py` finds stop strings, `weights.py` receives new
-versions, `images.py` puts images into prompts, `diagnose.py` finds where a NaN came from. `server.py` serves an engine
-over HTTP in the dialects of `openai.py`, stepped by `driver.py`, counted by `metrics.py`; it is imported by whoever
-serves, not here.
+versions, `prompts.py` checks prompts, `images.py` puts images into them, `diagnose.py` finds where a NaN came from.
+`server.py` serves an engine over HTTP in the dialects of `openai.py`, stepped by `driver.py`, counted by `metrics.py`;
+it is imported by whoever serves, not here.
 Nothing here trains, and nothing knows of actors or environments.
 """
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from k3rl.data.images import ImagePatches
 from k3rl.engine import diagnose, sampler
 from k3rl.engine.cache import MemoryPlan, StatePool
-from k3rl.engine.images import Features, Placed, expand, image_inputs
+from k3rl.engine.images import Features, Placed, image_inputs
 from k3rl.engine.prefix import Hit, PrefixCache
+from k3rl.engine.prompts import checked_prompt
 from k3rl.engine.protocol import (
     EngineError,
     InvalidRequest,
@@ -539,26 +540,7 @@ class Engine:
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()
     ) -> tuple[np.ndarray, Placed]:
         """The prompt in rows, int64 [P], and where its images are."""
-        prompt = np.asarray(prompt_ids)
-        if not prompt.size:
-            raise InvalidRequest("the prompt is empty; it needs at least one token")
-        if prompt.ndim != 1:
-            raise InvalidRequest(f"the prompt has shape {prompt.shape}; it must be one row of token ids")
-        if prompt.dtype.kind not in "iu":
-            raise InvalidRequest(f"the prompt holds {prompt.dtype} values; it must hold token ids")
-        bad = prompt[(prompt < 0) | (prompt >= self.model.config.vocab_size)]
-        if bad.size:
-            raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {self.model.config.vocab_size}")
-        prompt, placed = expand(prompt.astype(np.int64), images, self.model.config, self.max_context)
-        if prompt.size >= self.max_context:
-            raise InvalidRequest(
-                f"the prompt has {prompt.size} tokens; with one to sample it must fit a context of {self.max_context}"
-            )
-        if prompt.size + params.max_tokens > self.max_context:
-            raise InvalidRequest(
-                f"{prompt.size} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
-                f"{self.max_context}; ask for at most {self.max_context - prompt.size}"
-            )
+        prompt, placed = checked_prompt(prompt_ids, images, params.max_tokens, self.model.config, self.max_context)
         self._validate_options(params)
         return prompt, placed
 

@@ -45,13 +45,11 @@ Placed: TypeAlias = tuple[PlacedImage, ...]
 Features: TypeAlias = dict[int, Tensor]  # first row of an image -> its rows [rows, H]
 
 
-def expand(
-    prompt: np.ndarray, images: Sequence[ImagePatches], config: K3Config, max_context: int
-) -> tuple[np.ndarray, Placed]:
+def expand(prompt: np.ndarray, images: Sequence[ImagePatches], config: K3Config) -> tuple[np.ndarray, Placed]:
     """(int64 [P rows], where the images are) of a prompt's ids int64 [T] and the images of its placeholders, in order.
 
     Raises InvalidRequest for images that the model cannot read, for a placeholder without an image or an image without
-    a placeholder, and when the images alone do not fit the context. Without a vision tower every id is just a token.
+    a placeholder. Without a vision tower every id is just a token.
     """
     if config.vision_config is None:
         if images:
@@ -67,12 +65,6 @@ def expand(
         return prompt, ()
     for number, image in enumerate(images):
         _check(number, image, config)
-    rows = len(prompt) + sum(image.rows - 1 for image in images)
-    if rows >= max_context:
-        raise InvalidRequest(
-            f"the prompt has {rows} rows, all rows of its {len(images)} images counted; "
-            f"with one to sample it must fit a context of {max_context}"
-        )
     pieces, placed, done, length = [], [], 0, 0
     for place, image in zip(places.tolist(), images, strict=True):
         length += place - done

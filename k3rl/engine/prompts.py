@@ -1,0 +1,44 @@
+"""What a prompt must be before an engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from k3rl.data.images import ImagePatches
+from k3rl.engine.images import Placed, expand
+from k3rl.engine.protocol import InvalidRequest
+from k3rl.model import K3Config
+
+
+def checked_prompt(
+    prompt_ids: Sequence[int], images: Sequence[ImagePatches], max_tokens: int, config: K3Config, max_context: int
+) -> tuple[np.ndarray, Placed]:
+    """The prompt in rows of the model, int64 [P], and where its images are (`k3rl.engine.images`).
+
+    Raises InvalidRequest for an empty prompt, ids outside the vocabulary, images that do not fit the ids or the model,
+    and when the rows and `max_tokens` to sample exceed `max_context`.
+    """
+    prompt = np.asarray(prompt_ids)
+    if not prompt.size:
+        raise InvalidRequest("the prompt is empty; it needs at least one token")
+    if prompt.ndim != 1:
+        raise InvalidRequest(f"the prompt has shape {prompt.shape}; it must be one row of token ids")
+    if prompt.dtype.kind not in "iu":
+        raise InvalidRequest(f"the prompt holds {prompt.dtype} values; it must hold token ids")
+    bad = prompt[(prompt < 0) | (prompt >= config.vocab_size)]
+    if bad.size:
+        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {config.vocab_size}")
+    rows, placed = expand(prompt.astype(np.int64), images, config)
+    what = "tokens" if not placed else f"tokens and rows of {len(placed)} images"
+    if rows.size >= max_context:
+        raise InvalidRequest(
+            f"the prompt has {rows.size} {what}; with one to sample it must fit a context of {max_context}"
+        )
+    if rows.size + max_tokens > max_context:
+        raise InvalidRequest(
+            f"{rows.size} prompt {what} and max_tokens {max_tokens} exceed the context of {max_context}; "
+            f"ask for at most {max_context - rows.size}"
+        )
+    return rows, placed
