@@ -17,6 +17,7 @@ import pyarrow as pa
 from k3rl.data.batch import TrainSequence
 from k3rl.data.images import ImagePatches, conversation_images
 from k3rl.tokens import Tokenizer, TokenizerError, xtml
+from k3rl.tokens.images import image_parts
 from k3rl.types import Message
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def encode_dataset(
     """The data set as token columns `input_ids` and `loss_mask`, cached by Hugging Face under its cache folder.
 
     The cache key is the rows, this function and its arguments. Raises DatasetError with the row number for a row
-    that cannot be encoded, or that has more than `max_tokens` tokens: cutting it would train on half an answer.
+    that cannot be encoded, that has images (token columns hold none), or that has more than `max_tokens` tokens:
+    cutting it would train on half an answer.
     """
     options = {
         "path": dataset.path,
@@ -208,6 +210,8 @@ def _encode_row(
 ) -> dict[str, np.ndarray]:
     example = _example(row, path, index)
     try:
+        if image_parts(example.messages):
+            raise DatasetError(path, index, "has images, which token columns cannot hold; use chat_sequence")
         ids, mask = encode_example(
             example.messages, example.tools, tokenizer, thinking, thinking_effort=thinking_effort
         )

@@ -182,6 +182,7 @@ def test_parquet_structs_that_hide_absent_arguments_are_refused(tmp_path):
         ({"messages": [{"role": "robot"}, answer("x")]}, "role 'robot'"),
         ({"messages": [user("\ud800"), answer("x")]}, "surrogate"),
         ({"messages": [user("x" * 400), answer("y")]}, "more than max_tokens 300"),
+        ({"messages": [user([{"type": "image_url", "image_url": "a.png"}]), answer("y")]}, "has images"),
     ],
 )
 def test_a_bad_row_is_refused_by_number(tmp_path, row, reason):
