@@ -33,10 +33,12 @@ def doctor(words: Sequence[str]) -> int:
     """The `k3rl doctor` command; exits 3 when something that a run needs is missing."""
     parser = Parser("doctor", "Checks what a run needs, and says how to mend what is missing.")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--reap", action="store_true", help="first remove what sandboxes of dead processes left behind")
     arguments = parser.read(words)
     if arguments is None:
         return 0
-    checks = list(run_checks())
+    removed = _reap() if arguments.reap else []
+    checks = [*removed, *run_checks()]
     if arguments.json:
         print_json({"checks": [asdict(check) for check in checks]})
     else:
@@ -54,6 +56,7 @@ def run_checks() -> Iterator[Check]:
     yield from _packages()
     yield _ray_authentication()
     yield _sandbox()
+    yield _sandbox_limits()
     yield _at_least("cpus", float(len(os.sched_getaffinity(0))), CPUS, "", "use a machine with 2 or more CPUs")
     yield _at_least("memory", _memory_gib(), MEMORY_GIB, " GiB", "close other programs, or use a larger machine")
     disk = shutil.disk_usage(Path.cwd()).free / 2**30
@@ -102,6 +105,25 @@ def _sandbox() -> Check:
         found, _, fix = str(error).partition("; ")
         return Check("sandbox", False, found, fix or "make bubblewrap work for this user, see the message")
     return Check("sandbox", True, "bubblewrap starts")
+
+
+def _sandbox_limits() -> Check:
+    """What holds a sandbox to its memory, processes and processors. Both ways are good for a run."""
+    from k3rl.envs.sandbox.cgroups import VARIABLE, available
+
+    groups = available()
+    if groups is not None:
+        return Check("sandbox limits", True, groups.describe())
+    found = f"rlimits and a watch over memory (no writable cgroup; {VARIABLE} may name an empty, delegated one)"
+    return Check("sandbox limits", True, found)
+
+
+def _reap() -> list[Check]:
+    """Clear up after sandboxes whose owner is dead."""
+    from k3rl.envs.sandbox.leases import reap
+
+    removed = reap()
+    return [Check("reaped", True, thing) for thing in removed] or [Check("reaped", True, "nothing was left behind")]
 
 
 def _at_least(name: str, found: float, wanted: float, unit: str, fix: str) -> Check:

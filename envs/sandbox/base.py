@@ -2,18 +2,21 @@
 
 A `Sandbox` is one private workspace in which commands run; a `SandboxProvider` makes sandboxes. The local
 providers can also hold a program server (`programs.py`): a long-lived process that runs many tiny programs.
+What a submission does is an `ExecResult` with a typed `outcome`; what a machine or a service does is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from k3rl.config import MissingResource
 
@@ -30,21 +33,40 @@ class SandboxUnavailable(SandboxError, MissingResource):
 
 
 class SandboxDied(SandboxError):
-    """A sandbox ended by itself while it was needed."""
+    """A sandbox ended by itself, or the connection to it broke, while it was needed."""
+
+
+class SandboxSlow(SandboxError):
+    """A sandbox or its service did not answer within the deadline of the call; what it did is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
     """What one command may use. Sizes in bytes, times in seconds."""
 
-    memory_bytes: int = 1024 * MEBIBYTE  # address space of each process
+    memory_bytes: int = 1024 * MEBIBYTE  # of all processes together
     processes: int = 64
+    cpus: float | None = None  # processors at a time; only a cgroup or a service can hold a command to it
     file_bytes: int = 64 * MEBIBYTE  # one file
     tmp_bytes: int = 64 * MEBIBYTE  # all of /tmp
     workspace_bytes: int = 256 * MEBIBYTE
     open_files: int = 256
     cpu_s: int = 600
     output_bytes: int = 64 * 1024  # kept of stdout and of stderr; 16 times as much ends the command
+
+
+class ExecOutcome(StrEnum):
+    """Which limit ended a command, if one did."""
+
+    EXITED = "exited"  # by itself, whatever its status
+    TIME_LIMIT = "time_limit"  # wall or processor time
+    OUTPUT_LIMIT = "output_limit"
+    MEMORY_LIMIT = "memory_limit"
+    DISK_LIMIT = "disk_limit"
+    PROCESS_LIMIT = "process_limit"  # only where the kernel cannot refuse the fork itself
+
+
+_CPU_TIME_OVER = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +80,28 @@ class ExecResult:
     timed_out: bool
     workspace_exceeded: bool
     wall_s: float
+    out_of_memory: bool = False
+    too_many_processes: bool = False  # it was ended for it; where a fork fails instead, it goes on
+
+    @property
+    def outcome(self) -> ExecOutcome:
+        """The limit that ended the command."""
+        if self.out_of_memory:
+            return ExecOutcome.MEMORY_LIMIT
+        if self.workspace_exceeded:
+            return ExecOutcome.DISK_LIMIT
+        if self.too_many_processes:
+            return ExecOutcome.PROCESS_LIMIT
+        if self.timed_out or self.returncode in _CPU_TIME_OVER:
+            return ExecOutcome.TIME_LIMIT
+        return ExecOutcome.OUTPUT_LIMIT if self.returncode is None else ExecOutcome.EXITED
 
 
 class Sandbox(ABC):
-    """One workspace, /box, in which commands run. Paths are relative to it. `stop` always, it is idempotent."""
+    """One workspace, /box, in which commands run. Paths are relative to it, also with a slash before.
+
+    `stop` always; it is idempotent.
+    """
 
     @abstractmethod
     async def exec(
@@ -73,7 +113,11 @@ class Sandbox(ABC):
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Run one command and everything it starts, until it ends or the time is over. Nothing survives it."""
+        """Run one command and everything it starts, until it ends or a limit ends it. Nothing survives it.
+
+        A command that does not exist ends with 127, one that may not be run with 126.
+        Raises SandboxDied, SandboxSlow, ValueError for a `cwd` outside the workspace, FileNotFoundError without it.
+        """
 
     @abstractmethod
     async def read(self, path: str, max_bytes: int = MEBIBYTE) -> bytes:
@@ -108,9 +152,15 @@ class SandboxProvider(ABC):
     async def create(self, limits: SandboxLimits | None = None) -> Sandbox:
         """A fresh, empty sandbox."""
 
-    @abstractmethod
     def start_program_server(self) -> ProgramServerProcess:
-        """Start the fork server of `sandboxed/program_server.py`; its first message says that it is ready."""
+        """Start the fork server of `sandboxed/program_server.py`; its first message says that it is ready.
+
+        Raises SandboxUnavailable where there is none: a program a millisecond needs a sandbox of this machine.
+        """
+        raise SandboxUnavailable(
+            f"the sandbox provider {self.name!r} runs commands, not program servers; "
+            'set the provider of this environment to "bwrap"'
+        )
 
 
 class ProgramServerProcess:

@@ -1,11 +1,15 @@
 """Sandboxes by bubblewrap: own namespaces, read-only system, no network, system call filter, limits.
 
 As root each sandbox runs as a user id of its own; as an ordinary user it works through user namespaces alone.
-Limits per process are set by `prlimit` inside the user namespace, where the count of processes is the sandbox's.
+Where there are control groups (`cgroups.py`) one holds memory, processes and processors of each sandbox; elsewhere
+`prlimit` inside the user namespace, where the count of processes is the sandbox's, and a watch over memory do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
 import os
 import shutil
 import stat
@@ -18,16 +22,23 @@ from k3rl.envs.sandbox.base import (
     ExecResult,
     ProgramServerProcess,
     Sandbox,
+    SandboxDied,
     SandboxLimits,
     SandboxProvider,
     SandboxUnavailable,
 )
+from k3rl.envs.sandbox.cgroups import OWN
+from k3rl.envs.sandbox.launch import Order
+from k3rl.envs.sandbox.leases import MARK, Lease, reap_once
 from k3rl.envs.sandbox.local import (
     PROGRAM_SERVER,
-    Workspace,
+    Captured,
+    Holding,
     capture,
     control_sockets,
     find_interpreter,
+    groups_for,
+    rlimits,
     sealed_file,
 )
 from k3rl.envs.sandbox.slots import Slot
@@ -51,13 +62,17 @@ _NAMESPACES = (
 
 
 class BwrapProvider(SandboxProvider):
-    """The default provider. `interpreter`: the Python of program servers, by default one inside /usr."""
+    """The default provider. `interpreter`: the Python of program servers, by default one inside /usr.
+
+    cgroups=False leaves control groups alone, also where there are some.
+    """
 
     name = "bwrap"
     safe = True
 
-    def __init__(self, *, interpreter: str | None = None) -> None:
+    def __init__(self, *, interpreter: str | None = None, cgroups: bool = True) -> None:
         self._interpreter = interpreter or find_interpreter()
+        self._cgroups = cgroups
 
     def check(self) -> None:
         """Raises SandboxUnavailable when bubblewrap is missing or namespaces are refused."""
@@ -81,12 +96,19 @@ class BwrapProvider(SandboxProvider):
     async def create(self, limits: SandboxLimits | None = None) -> Sandbox:
         """A sandbox with an empty workspace."""
         _bwrap()
-        return BwrapSandbox(limits or SandboxLimits())
+        return BwrapSandbox(limits or SandboxLimits(), cgroups=self._cgroups)
 
     def start_program_server(self) -> ProgramServerProcess:
         """A program server in a sandbox without a writable file, without /proc and without sockets."""
+        reap_once()
         slot = Slot()
         prefix = _prefix_of(self._interpreter, slot)
+        lease = Lease(uid=slot.uid)
+
+        def release() -> None:
+            lease.release()
+            slot.release()
+
         ours, theirs = control_sockets()
         errors = sealed_file("errors", b"")
         script = sealed_file("server", PROGRAM_SERVER)
@@ -108,18 +130,19 @@ class BwrapProvider(SandboxProvider):
                 cwd="/",
                 start_new_session=True,
                 pass_fds=[*opened, theirs.fileno()],
+                env={"PATH": os.environ.get("PATH", ""), MARK: lease.name},
                 **slot.popen_arguments(),  # type: ignore[call-overload]
             )
         except BaseException:
             ours.close()
             os.close(errors)
-            slot.release()
+            release()
             raise
         finally:
             theirs.close()
             for number in opened:
                 os.close(number)
-        return ProgramServerProcess(process, ours, errors, slot.release, refusal)
+        return ProgramServerProcess(process, ours, errors, release, refusal)
 
 
 def refusal(complaint: str) -> str:
@@ -171,10 +194,14 @@ def _prefix_of(interpreter: str, slot: Slot) -> list[str]:
 class BwrapSandbox(Sandbox):
     """A workspace folder of the host, bound to /box; each command is one bubblewrap."""
 
-    def __init__(self, limits: SandboxLimits) -> None:
+    def __init__(self, limits: SandboxLimits, *, cgroups: bool = True) -> None:
         self.limits = limits
         self._slot = Slot()
-        self._workspace = Workspace(self._slot.uid)
+        try:
+            self._holding = Holding(self._slot.uid, limits, groups_for(cgroups))
+        except BaseException:
+            self._slot.release()
+            raise
 
     async def exec(
         self,
@@ -186,41 +213,78 @@ class BwrapSandbox(Sandbox):
         timeout_s: float = 60.0,
     ) -> ExecResult:
         """One command in a fresh set of namespaces over the same workspace; see `Sandbox.exec`."""
-        limits, size = self.limits, str(self.limits.tmp_bytes)
+        held, grouped = self._holding, self._holding.group is not None
+        held.begin()
+        inside = f"/box/{held.folder(cwd)}".rstrip("/")
+        own = self._slot.uid is not None
+        # Another user's count of processes is not the sandbox's until it is inside the user namespace.
+        inner = [] if own else ["/usr/bin/prlimit", f"--nproc={self.limits.processes}", "--"]
         filter_fd = sealed_file("filter", seccomp.filter_bytes())
-        variables = [part for name, value in (env or {}).items() for part in ("--setenv", name, value)]
-        command = [
-            *(_bwrap(), *_NAMESPACES, "--setenv", "HOME", "/box", *variables, *_system()),
-            *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-            *("--size", size, "--tmpfs", "/tmp"),
-            *("--bind", str(self._workspace.path), "/box", "--remount-ro", "/"),
-            *("--chdir", os.path.normpath(f"/box/{cwd}")),
-            *("--seccomp", str(filter_fd), "--", "/usr/bin/prlimit", f"--as={limits.memory_bytes}"),
-            *(f"--nproc={limits.processes}", f"--fsize={limits.file_bytes}", f"--nofile={limits.open_files}"),
-            *(f"--cpu={limits.cpu_s}", "--core=0", "--", *argv),
-        ]
+        status, status_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        order = Order(
+            [
+                *(_bwrap(), *self._arguments(env or {}), "--chdir", inside),
+                *("--seccomp", "3", "--json-status-fd", "4", "--", *inner, *argv),
+            ],
+            held.mark,
+            groups=held.group_files,
+            uid=self._slot.uid,
+            limits=rlimits(self.limits, grouped=grouped, processes=self.limits.processes + OWN if own else None),
+        )
         try:
             captured = await capture(
-                command,
+                order,
                 stdin=stdin,
                 timeout_s=timeout_s,
-                output_bytes=limits.output_bytes,
-                pass_fds=[filter_fd],
-                popen=self._slot.popen_arguments(),
+                output_bytes=self.limits.output_bytes,
+                descriptors=[filter_fd, status_end],
+                watch=held.watch(),
+                sweep=lambda: None,
             )
+            with contextlib.suppress(BlockingIOError):
+                # bubblewrap writes the exit status only when the command was really started.
+                if captured.why or b"exit-code" in os.read(status, 4096):
+                    return captured.result()
         finally:
-            os.close(filter_fd)
-        return captured.result(workspace_exceeded=self._workspace.size() > limits.workspace_bytes)
+            for number in (filter_fd, status, status_end):
+                os.close(number)
+        return _never_ran(captured, argv[0])
+
+    def _arguments(self, env: Mapping[str, str]) -> list[str]:
+        size = str(self.limits.tmp_bytes)
+        variables = [part for name, value in env.items() for part in ("--setenv", name, value)]
+        return [
+            *(*_NAMESPACES, "--setenv", "HOME", "/box", *variables, *_system()),
+            *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+            *("--size", size, "--tmpfs", "/tmp"),
+            *("--bind", str(self._holding.workspace.path), "/box", "--remount-ro", "/"),
+        ]
 
     async def read(self, path: str, max_bytes: int = 2**20) -> bytes:
         """See `Sandbox.read`."""
-        return self._workspace.read(path, max_bytes)
+        return self._holding.workspace.read(path, max_bytes)
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """See `Sandbox.write`."""
-        self._workspace.write(path, data, mode)
+        self._holding.workspace.write(path, data, mode)
 
     async def stop(self) -> None:
         """Remove the workspace and give the user id back."""
-        self._workspace.remove()
-        self._slot.release()
+        try:
+            self._holding.end()
+        finally:
+            self._slot.release()
+
+
+def _never_ran(captured: Captured, program: str) -> ExecResult:
+    """The result of a command that bubblewrap could not start. Raises SandboxDied when bubblewrap itself failed.
+
+    Raises FileNotFoundError when it was to run in a folder that is not there.
+    """
+    complaint = captured.stderr.decode("utf-8", "replace")
+    if complaint.startswith(f"bwrap: execvp {program}: "):
+        code = 126 if "Permission denied" in complaint else 127
+        return dataclasses.replace(captured.result(), returncode=code)
+    if complaint.startswith("bwrap: Can't chdir"):
+        raise FileNotFoundError(errno.ENOENT, "no such folder in the workspace", complaint[19:].partition(": ")[0])
+    raise SandboxDied(refusal(complaint or f"exit status {captured.returncode}"))

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
-import signal
 import socket
-import stat
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3rl.envs.sandbox.base import ExecResult
+from k3rl.envs.sandbox.base import ExecResult, SandboxDied, SandboxLimits
+from k3rl.envs.sandbox.cgroups import Cgroup, Cgroups, available
+from k3rl.envs.sandbox.launch import Order, enter, launch, leave
+from k3rl.envs.sandbox.launcher import COMPLAINT, FAILED
+from k3rl.envs.sandbox.leases import MARK, Lease, marked, reap_once, unlock
+from k3rl.envs.sandbox.sandboxed.supervisor import Kept, Watch, parts_of, read_inside, write_inside
 
-STOP_S = 0.5  # for a process to take notice of SIGSTOP; longer than any system call of a sandbox's start
+TICK_S = 0.05  # between two looks at memory and disk of a running command
+STREAMS_S = 5.0  # for the pipes of a command that has ended to close
+_SEALS = 0x000F  # a memory file may not be written, grown, shrunk or sealed differently
 # Read once: what runs inside stays the code that this process talks to.
 PROGRAM_SERVER = (Path(__file__).parent / "sandboxed" / "program_server.py").read_bytes()
 
@@ -49,245 +56,274 @@ def sealed_file(name: str, data: bytes) -> int:
 class Workspace:
     """A private folder of the host that a sandbox sees as /box. No path leaves it, no link is followed."""
 
-    def __init__(self, uid: int | None) -> None:
+    def __init__(self, path: Path, uid: int | None) -> None:
         self._uid = uid
-        self.path = Path(tempfile.mkdtemp(prefix="k3rl-box-"))
+        self.path = path
+        path.mkdir(mode=0o700)
         if uid is not None:
-            os.chown(self.path, uid, uid)
+            os.chown(path, uid, uid)
 
     def read(self, path: str, max_bytes: int) -> bytes:
         """At most `max_bytes` of a regular file. Raises OSError, also for links and devices."""
-        folder, name = self._folder(path, create=False)
-        try:
-            number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-            with open(number, "rb") as file:
-                if not stat.S_ISREG(os.fstat(number).st_mode):
-                    raise OSError(f"{path} is not a regular file")
-                return file.read(max_bytes)
-        finally:
-            os.close(folder)
+        return read_inside(str(self.path), path, max_bytes)
 
     def write(self, path: str, data: bytes, mode: int) -> None:
         """Make or replace a file and its folders."""
-        folder, name = self._folder(path, create=True)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            number = os.open(name, flags, mode, dir_fd=folder)
-            with open(number, "wb") as file:
-                file.write(data)
-                os.fchmod(number, mode)
-                self._give(number)
-        finally:
-            os.close(folder)
-
-    def size(self) -> int:
-        """Bytes on disk of everything in the workspace."""
-        total = 0
-        for folder, _, files in os.walk(self.path):
-            for name in files:
-                try:
-                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-                except FileNotFoundError:
-                    continue
-        return total
+        write_inside(str(self.path), path, data, mode, self._uid)
 
     def remove(self) -> None:
         """Delete the folder. Idempotent."""
         if self.path.exists():
-            shutil.rmtree(self.path, onerror=_unlock)
+            shutil.rmtree(self.path, onerror=unlock)
 
-    def _folder(self, path: str, *, create: bool) -> tuple[int, str]:
-        """(descriptor of the folder that holds `path`, last name), walked without following links."""
-        parts = [part for part in path.split("/") if part not in ("", ".")]
-        if not parts or ".." in parts:
-            raise ValueError(f"{path!r} is not a path inside the workspace")
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        folder = os.open(self.path, flags)
-        for part in parts[:-1]:
-            try:
-                if create:
-                    self._make(part, folder)
-                inner = os.open(part, flags, dir_fd=folder)
-            finally:
-                os.close(folder)
-            folder = inner
-        return folder, parts[-1]
 
-    def _make(self, name: str, folder: int) -> None:
+class Holding:
+    """What one local sandbox has of this machine: a workspace, a control group where there are any, and the lease.
+
+    The lease is written first, so that whatever was made is known when this process dies.
+    """
+
+    def __init__(self, uid: int | None, limits: SandboxLimits, groups: Cgroups | None) -> None:
+        reap_once()
+        path = Path(tempfile.gettempdir(), f"k3rl-box-{uuid.uuid4().hex[:16]}")
+        self.limits = limits
+        self.group: Cgroup | None = None if groups is None else groups.named()
+        self.lease = Lease(folder=path, group=self.group, uid=uid)
+        self._ended = self._over = False
         try:
-            os.mkdir(name, 0o755, dir_fd=folder)
-        except FileExistsError:
-            return
-        if self._uid is not None:
-            os.chown(name, self._uid, self._uid, dir_fd=folder, follow_symlinks=False)
+            if self.group is not None:
+                self.group.make(limits)
+            self.workspace = Workspace(path, uid)
+        except BaseException:
+            if self.group is not None:
+                self.group.remove()
+            self.lease.release()
+            raise
+        enter()
 
-    def _give(self, number: int) -> None:
-        if self._uid is not None:
-            os.fchown(number, self._uid, self._uid)
+    @property
+    def group_files(self) -> list[str]:
+        """What a process writes its id to, to enter the group."""
+        return [] if self.group is None else [str(path / "cgroup.procs") for path in self.group.all_folders()]
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """For the environment of each process, by which the reaper knows it."""
+        return {MARK: self.lease.name}
+
+    def watch(self, *, count: bool = False) -> Callable[[int], str]:
+        """What `capture` asks while a command runs, and with 0 when it has ended: the limit that is over, or nothing.
+
+        count: count processes too, where neither a group nor a user of its own holds them.
+        """
+        group = self.group
+        before = group.oom_kills() if group is not None else 0
+        memory = 0 if group is not None else self.limits.memory_bytes
+        threads = _threads() if count else 0
+        looks = Watch(str(self.workspace.path), self.limits.workspace_bytes, memory, self._over)
+
+        def look(pid: int) -> str:
+            if group is not None and group.oom_kills() > before:
+                return "memory"
+            many = count and _threads() - threads > self.limits.processes
+            if many and len(marked(f"{MARK}={self.lease.name}")) > self.limits.processes:
+                return "processes"
+            if pid:
+                return looks.look(pid)
+            self._over = looks.is_over()
+            return "disk" if self._over else ""
+
+        return look
+
+    def folder(self, cwd: str) -> str:
+        """`cwd` as a path below the workspace. Raises ValueError."""
+        return "/".join(parts_of(cwd)) if cwd not in ("", ".") else ""
+
+    def begin(self) -> None:
+        """For each command. Raises SandboxDied after `end`."""
+        if self._ended:
+            raise SandboxDied("this sandbox was stopped")
+        self.lease.renew()
+
+    def end(self) -> None:
+        """Remove everything. Idempotent."""
+        if not self._ended:
+            self._ended = True
+            leave()
+        if self.group is not None:
+            self.group.remove()
+        self.workspace.remove()
+        self.lease.release()
 
 
-def _unlock(function: Any, path: str, _: Any) -> None:
-    """Retry a removal after giving back the permissions that a command took away."""
-    os.chmod(os.path.dirname(path), 0o700)
-    if not os.path.islink(path):
-        os.chmod(path, 0o700)
-    function(path)
+def rlimits(limits: SandboxLimits, *, grouped: bool, processes: int | None = None) -> dict[str, tuple[int, int]]:
+    """Limits of each process, (soft, hard) by the names of `resource`.
+
+    grouped: a control group holds memory, so address space is free; otherwise it is a backstop for what allocates
+    faster than the watch looks. processes: how many the user may have, where the user is the sandbox's own.
+    """
+    found = {
+        "RLIMIT_FSIZE": (limits.file_bytes,) * 2,
+        "RLIMIT_NOFILE": (limits.open_files,) * 2,
+        "RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1),
+        "RLIMIT_CORE": (0, 0),
+    }
+    if not grouped:
+        found["RLIMIT_AS"] = (2 * limits.memory_bytes + 2**28,) * 2
+    if processes is not None:
+        found["RLIMIT_NPROC"] = (processes,) * 2
+    return found
+
+
+def _threads() -> int:
+    """Of the whole machine: cheap to read, so that processes are looked at only when there are many new ones."""
+    return int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
+
+
+def groups_for(use: bool) -> Cgroups | None:
+    """The control groups of this machine, None when they are not to be used or there are none."""
+    return available() if use else None
 
 
 @dataclass(slots=True)
 class Captured:
-    """What is known of a command that ended."""
+    """What is known of a command that ended. `why`: the limit that ended it (time, flood, memory, disk, processes)."""
 
     returncode: int | None
     stdout: bytes
     stderr: bytes
     truncated: bool
-    timed_out: bool
+    why: str
     wall_s: float
 
-    def result(self, *, workspace_exceeded: bool) -> ExecResult:
-        """With what the workspace says."""
+    def result(self) -> ExecResult:
+        """For whoever ran the command."""
         return ExecResult(
-            self.returncode, self.stdout, self.stderr, self.truncated, self.timed_out, workspace_exceeded, self.wall_s
+            None if self.why in ("time", "flood") else self.returncode,
+            self.stdout,
+            self.stderr,
+            self.truncated,
+            timed_out=self.why == "time",
+            workspace_exceeded=self.why == "disk",
+            wall_s=self.wall_s,
+            out_of_memory=self.why == "memory",
+            too_many_processes=self.why == "processes",
         )
 
 
 async def capture(
-    command: Sequence[str],
+    order: Order,
     *,
     stdin: bytes,
     timeout_s: float,
     output_bytes: int,
-    pass_fds: Sequence[int] = (),
-    popen: Mapping[str, Any] | None = None,
+    descriptors: Sequence[int] = (),
+    watch: Callable[[int], str] = lambda _: "",
+    sweep: Callable[[], object] = lambda: None,
 ) -> Captured:
     """Run a command; keep `output_bytes` of each stream, end it at 16 times as much or when the time is over.
 
-    Raises OSError when it cannot be started. Start it from a thread that lives on (an event loop's is): the
-    kernel's parent-death signal follows the thread.
+    descriptors: what the command has as 3, 4, ...; watch: asked now and then with the process id, and with 0 at the
+    end, which limit is over; sweep: ends what the command left running. Raises SandboxDied when it cannot be started.
     """
     started = time.monotonic()
-    process = await _started(command, pass_fds, popen or {})
-    flooded = asyncio.Event()
-    streams = [asyncio.create_task(_keep(stream, output_bytes, flooded)) for stream in (process.stdout, process.stderr)]
-    feed = asyncio.create_task(_feed(process, stdin))
-    ended = asyncio.create_task(process.wait())
-    flood = asyncio.create_task(flooded.wait())
-    timed_out = False
-    try:
-        done, _ = await asyncio.wait({ended, flood}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        timed_out = not done
-    finally:
-        if not ended.done():
-            kill_tree(process.pid)
-        await ended
-        flood.cancel()
-        feed.cancel()
-        kept = await asyncio.gather(*streams)
-        await _close_input(process)
-    killed = timed_out or flooded.is_set()
-    (stdout, stdout_cut), (stderr, stderr_cut) = kept
-    return Captured(
-        None if killed else process.returncode,
-        stdout,
-        stderr,
-        truncated=stdout_cut or stderr_cut,
-        timed_out=timed_out,
-        wall_s=time.monotonic() - started,
-    )
-
-
-async def _started(
-    command: Sequence[str], pass_fds: Sequence[int], popen: Mapping[str, Any]
-) -> asyncio.subprocess.Process:
-    """The process of a command, with pipes. Whoever is cancelled meanwhile ends the whole group of processes.
-
-    asyncio by itself would end the first process only; a bubblewrap whose parent is killed while it sets itself up
-    waits for it for ever, and holds the pipes.
-    """
-    starting = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            pass_fds=pass_fds,
-            start_new_session=True,
-            **popen,
+    loop = asyncio.get_running_loop()
+    flooded: asyncio.Future[None] = loop.create_future()
+    with contextlib.ExitStack() as stack:
+        streams = [_Stream(stack, loop, output_bytes, flooded) for _ in range(2)]
+        given = _standard_input(stdin)
+        try:
+            launched = launch(order, [given, *(stream.write for stream in streams), *descriptors])
+        finally:
+            os.close(given)
+            for stream in streams:
+                stream.close_write()
+        why, pid = "", 0
+        try:
+            pid = await launched.started
+            why = await _until(launched.ended, flooded, started + timeout_s, lambda: watch(pid))
+        finally:
+            if not launched.ended.done():
+                launched.kill()
+            code = await launched.ended
+            sweep()
+            await asyncio.wait([stream.over for stream in streams], timeout=STREAMS_S)
+        if code == FAILED and streams[1].kept.data.startswith(COMPLAINT):
+            raise SandboxDied(streams[1].kept.data.decode("utf-8", "replace"))
+        at_end = watch(0)
+        return Captured(
+            code,
+            bytes(streams[0].kept.data),
+            bytes(streams[1].kept.data),
+            truncated=any(stream.kept.total > output_bytes for stream in streams),
+            why=why or at_end,
+            wall_s=time.monotonic() - started,
         )
-    )
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        process = await starting
-        kill_tree(process.pid)
-        await process.communicate(b"")
-        await _close_input(process)
-        raise
 
 
-def kill_tree(leader: int) -> None:
-    """SIGKILL to a process that leads a group, to the group, and to its children, whatever group they are in.
-
-    The first process inside a bubblewrap's namespace leaves the group, and for a moment around that the death of its
-    parent does not reach it: killing the group alone then leaves it waiting for ever, with the pipes open. The leader
-    is stopped first, so that no child appears after they were listed. Who is gone already is no error.
-    """
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(leader, signal.SIGSTOP)
-        deadline = time.monotonic() + STOP_S
-        while _state(leader) not in "TtZX" and time.monotonic() < deadline:
-            time.sleep(0.0002)
-        for child in _children(leader):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _state(process: int) -> str:
-    """The letter of `proc(5)`; X when it is gone."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
+async def _until(
+    ended: asyncio.Future[int], flooded: asyncio.Future[None], deadline: float, watch: Callable[[], str]
+) -> str:
+    """Wait for a command; why it must be ended now, or nothing when it has ended."""
+    while True:
+        left = deadline - time.monotonic()
+        either: list[asyncio.Future[Any]] = [ended, flooded]
+        await asyncio.wait(either, timeout=max(0.0, min(TICK_S, left)), return_when=asyncio.FIRST_COMPLETED)
+        if flooded.done():
+            return "flood"
+        if ended.done():
+            return ""
+        if left <= TICK_S:
+            return "time"
+        if why := watch():
+            return why
 
 
-def _children(process: int) -> list[int]:
-    """Its direct children, by one look at its threads."""
-    found: list[int] = []
-    for listed in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += map(int, listed.read_text().split())
-    return found
+def _standard_input(data: bytes) -> int:
+    """A descriptor from which a command reads `data`, and which it can neither change nor fill."""
+    if not data:
+        return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    number = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(number, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(number, 0, os.SEEK_SET)
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)
+    return number
 
 
-async def _close_input(process: asyncio.subprocess.Process) -> None:
-    """Closes our end of the input of a process that ended; the loop would do so only if it went on."""
-    if process.stdin is not None:
-        process.stdin.close()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            await process.stdin.wait_closed()
+class _Stream:
+    """An output of a command, read as it comes."""
 
+    def __init__(
+        self, stack: contextlib.ExitStack, loop: asyncio.AbstractEventLoop, limit: int, flooded: asyncio.Future[None]
+    ) -> None:
+        self._read, self.write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._read, False)
+        self.kept = Kept(limit)
+        self.over: asyncio.Future[None] = loop.create_future()
+        self._loop, self._flooded = loop, flooded
+        self._open = {self._read, self.write}
+        loop.add_reader(self._read, self._more)
+        stack.callback(self._close)
 
-async def _keep(stream: asyncio.StreamReader | None, limit: int, flooded: asyncio.Event) -> tuple[bytes, bool]:
-    """(the first `limit` bytes of a stream, whether there were more)."""
-    if stream is None:
-        raise ValueError("the command was started without this stream")
-    kept, total = bytearray(), 0
-    while part := await stream.read(65536):
-        total += len(part)
-        kept += part[: max(0, limit - len(kept))]
-        if total > 16 * limit:
-            flooded.set()
-    return bytes(kept), total > limit
+    def close_write(self) -> None:
+        """In this process: only the command writes."""
+        self._open.discard(self.write)
+        os.close(self.write)
 
+    def _more(self) -> None:
+        try:
+            part = os.read(self._read, 65536)
+        except BlockingIOError:
+            return
+        if not part:
+            self._loop.remove_reader(self._read)
+            self.over.set_result(None)
+        elif self.kept.add(part) and not self._flooded.done():
+            self._flooded.set_result(None)
 
-async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
-    if process.stdin is None:
-        raise ValueError("the command was started without standard input")
-    try:
-        process.stdin.write(data)
-        await process.stdin.drain()
-        process.stdin.close()
-    except (BrokenPipeError, ConnectionResetError):
-        return  # it ended without reading all of its input, which it may
+    def _close(self) -> None:
+        if not self.over.done():
+            self._loop.remove_reader(self._read)
+        for number in self._open:
+            os.close(number)

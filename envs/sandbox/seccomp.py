@@ -9,6 +9,7 @@ whose flags can. Calls of another architecture kill the process.
 from __future__ import annotations
 
 import errno
+import functools
 import platform
 import struct
 
@@ -83,6 +84,7 @@ DENIED: dict[str, tuple[int, int]] = {
 }
 
 
+@functools.cache
 def filter_bytes(machine: str | None = None, *, sockets: bool = True) -> bytes:
     """The filter program for `machine` (x86_64 or aarch64; default this one), as bwrap's --seccomp reads it.
 

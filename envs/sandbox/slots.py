@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 
 from k3rl.envs.sandbox.base import SandboxUnavailable
 
@@ -23,14 +25,9 @@ class Slot:
         if os.geteuid() != 0 or not _mapped(FIRST_UID + SLOTS):
             return
         for uid in range(FIRST_UID, FIRST_UID + SLOTS):
-            claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
-                claim.bind(f"\0k3rl-sandbox-uid-{uid}")
-            except OSError:
-                claim.close()
-                continue
-            self.uid, self._claim = uid, claim
-            return
+            if (claim := _claim(uid)) is not None:
+                self.uid, self._claim = uid, claim
+                return
         raise SandboxUnavailable(f"all {SLOTS} sandbox user ids are in use; stop the sandboxes of other runs first")
 
     def popen_arguments(self) -> dict[str, object]:
@@ -44,6 +41,27 @@ class Slot:
         if self._claim is not None:
             self._claim.close()
             self._claim = None
+
+
+@contextlib.contextmanager
+def claimed(uid: int | None) -> Iterator[bool]:
+    """Whether this user id of ours was free; while it is held here, no sandbox gets it."""
+    claim = _claim(uid) if uid is not None and FIRST_UID <= uid < FIRST_UID + SLOTS else None
+    try:
+        yield claim is not None
+    finally:
+        if claim is not None:
+            claim.close()
+
+
+def _claim(uid: int) -> socket.socket | None:
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0k3rl-sandbox-uid-{uid}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 def _mapped(uid: int) -> bool:

@@ -5,26 +5,39 @@ It is never chosen unasked. A submission could read and change whatever this use
 
 from __future__ import annotations
 
-import os
+import errno
+import secrets
 import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 
 from k3rl.envs.sandbox.base import ExecResult, ProgramServerProcess, Sandbox, SandboxLimits, SandboxProvider
-from k3rl.envs.sandbox.local import PROGRAM_SERVER, Workspace, capture, control_sockets, sealed_file
+from k3rl.envs.sandbox.launch import Order
+from k3rl.envs.sandbox.leases import end_processes
+from k3rl.envs.sandbox.local import (
+    PROGRAM_SERVER,
+    Holding,
+    capture,
+    control_sockets,
+    groups_for,
+    rlimits,
+    sealed_file,
+)
 
+CALL = "K3RL_CALL"  # in the environment, to tell the processes of one command from those beside it
 _warned = False
 
 
 class SubprocessProvider(SandboxProvider):
-    """Runs commands as this user. Warns once per process."""
+    """Runs commands as this user. Warns once per process. `cgroups=False` leaves control groups alone."""
 
     name = "subprocess"
     safe = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, cgroups: bool = True) -> None:
         global _warned
+        self._cgroups = cgroups
         if not _warned:
             _warned = True
             warnings.warn(
@@ -38,7 +51,7 @@ class SubprocessProvider(SandboxProvider):
 
     async def create(self, limits: SandboxLimits | None = None) -> Sandbox:
         """A temporary folder."""
-        return SubprocessSandbox(limits or SandboxLimits())
+        return SubprocessSandbox(limits or SandboxLimits(), cgroups=self._cgroups)
 
     def start_program_server(self) -> ProgramServerProcess:
         """A program server as an ordinary child process."""
@@ -62,9 +75,9 @@ class SubprocessProvider(SandboxProvider):
 class SubprocessSandbox(Sandbox):
     """A temporary folder in which commands run as this user."""
 
-    def __init__(self, limits: SandboxLimits) -> None:
+    def __init__(self, limits: SandboxLimits, *, cgroups: bool = True) -> None:
         self.limits = limits
-        self._workspace = Workspace(None)
+        self._holding = Holding(None, limits, groups_for(cgroups))
 
     async def exec(
         self,
@@ -75,27 +88,39 @@ class SubprocessSandbox(Sandbox):
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """See `Sandbox.exec`; what leaves its process group survives."""
-        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(self._workspace.path)}
-        limits = self.limits
-        command = ["prlimit", f"--as={limits.memory_bytes}", f"--fsize={limits.file_bytes}", f"--cpu={limits.cpu_s}"]
+        """See `Sandbox.exec`. A process that leaves its session and clears its environment survives without cgroups."""
+        held, grouped = self._holding, self._holding.group is not None
+        held.begin()
+        root, call = held.workspace.path, secrets.token_hex(8)
+        if not (folder := root / held.folder(cwd)).is_dir():
+            raise FileNotFoundError(errno.ENOENT, "no such folder in the workspace", cwd)
+        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(root)}
+        order = Order(
+            ["/usr/bin/env", "--", *argv],
+            {**variables, **(env or {}), **held.mark, CALL: call},
+            str(folder),
+            held.group_files,
+            limits=rlimits(self.limits, grouped=grouped),
+        )
+
         captured = await capture(
-            [*command, f"--nofile={limits.open_files}", "--core=0", "--", *argv],
+            order,
             stdin=stdin,
             timeout_s=timeout_s,
-            output_bytes=limits.output_bytes,
-            popen={"cwd": os.path.join(self._workspace.path, cwd), "env": {**variables, **(env or {})}},
+            output_bytes=self.limits.output_bytes,
+            watch=held.watch(count=held.group is None),
+            sweep=lambda: end_processes(f"{CALL}={call}"),
         )
-        return captured.result(workspace_exceeded=self._workspace.size() > limits.workspace_bytes)
+        return captured.result()
 
     async def read(self, path: str, max_bytes: int = 2**20) -> bytes:
         """See `Sandbox.read`."""
-        return self._workspace.read(path, max_bytes)
+        return self._holding.workspace.read(path, max_bytes)
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """See `Sandbox.write`."""
-        self._workspace.write(path, data, mode)
+        self._holding.workspace.write(path, data, mode)
 
     async def stop(self) -> None:
         """Remove the folder."""
-        self._workspace.remove()
+        self._holding.end()

@@ -385,4 +385,4 @@ def test_the_unsafe_provider_runs_programs_and_warns_once(monkeypatch: pytest.Mo
 
 def test_an_unknown_provider_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match="bwrap, subprocess"):
-        provider_named("docker")
+        provider_named("jail")
