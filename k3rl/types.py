@@ -6,7 +6,7 @@ Dimension letters: T tokens of one sequence, M MoE layers in depth order, k expe
 Message, ToolCall          what is said; `k3rl.tokens.xtml` turns it into tokens and back
 EncodedImage               an image of a conversation, as the bytes of its file
 Task, Budgets              what is asked of a policy, and how much it may spend
-SamplingParams, Completion what an engine is asked for, and what it gives
+SamplingParams, Completion what an engine is asked for, and what it gives; Constraint: what its text must match
 Turn, Branch, Episode      what happened when a policy acted on a task
 Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed, never 0
 Group                      the episodes of one task, joined by id
@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -132,6 +132,28 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of a completion must match, from its first token to its stop id.
+
+    kind and source: "json_schema" and a JSON schema as JSON text; "regex" and a pattern for the whole text; "ebnf" and
+    a grammar whose first rule is called root. turn: None, the text is all there is; "response" or "think", the
+    completion is a whole assistant turn whose prompt opened that channel, and the response channel's content is the
+    text. calls: such a turn may call tools instead.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    source: str
+    turn: Literal["response", "think"] | None = None
+    calls: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "regex", "ebnf"):
+            raise ValueError(f"the kind of a constraint is {self.kind!r}; it must be json_schema, regex or ebnf")
+        if not self.source:
+            raise ValueError("the source of a constraint is empty; give a schema, a pattern or a grammar")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample one completion.
 
@@ -142,6 +164,8 @@ class SamplingParams:
     ends with the token that completes the text, and special tokens are never part of a match. `seed` fixes this
     request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
     cache_salt: prefix-cache entries are shared only between requests of one salt (an adapter's name, a tenant).
+    constraint: what the text must match; tokens that would leave it are forbidden before anything else, and it needs a
+    stop id, which is allowed only where the text is complete.
     """
 
     temperature: float = 1.0
@@ -155,6 +179,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     cache_salt: str = ""
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -171,6 +196,8 @@ class SamplingParams:
             raise ValueError(f"stop is {self.stop!r}; it must be a tuple of texts, none of them empty")
         if len({token for token, _ in self.logit_bias}) != len(self.logit_bias):
             raise ValueError("logit_bias names a token twice; give each one number")
+        if self.constraint is not None and not self.stop_ids:
+            raise ValueError("a constraint needs a stop id, which ends the text; stop_ids is empty")
         if not all(bias < float("inf") for _, bias in self.logit_bias):
             raise ValueError("a logit_bias is NaN or infinite; it must be a number, or -inf to forbid the token")
 
@@ -183,7 +210,8 @@ class Completion:
     weight_version: the version that sampled the last token; `first_version` the first (equal unless the
     weights changed in between). routes: int16 [prompt + sampled - 1, M, k], or None when not asked for; an image of the
     prompt counts as the rows that it takes in the model, not as its one placeholder id.
-    kept: per sampled token the ids that top-p, top-k, min-p and forbidden tokens left, or None when nothing was cut;
+    kept: per sampled token the ids that top-p, top-k, min-p, forbidden tokens and a constraint left, or None when
+    nothing was cut (equal sets in a row are one array);
     finite logit biases are not in it, whoever recomputes a logprob adds them from the request.
     stop_string: the text of `SamplingParams.stop` that ended it. cached_tokens: prompt tokens whose states came from
     the prefix cache (rows, where there are images); how a result was computed is no part of it, so it does not count

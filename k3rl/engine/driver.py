@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
+from k3rl.config import MissingResource
 from k3rl.data.images import ImagePatches
 from k3rl.engine.engine import Engine
 from k3rl.engine.protocol import EngineError, Outcome, UnknownRequest
@@ -114,8 +115,8 @@ class EngineDriver:
             try:
                 stream.number = engine.submit(prompt_ids, params, images)
                 self._live[stream.number] = stream
-            except EngineError as error:
-                self._tell(stream, error)
+            except (EngineError, MissingResource) as error:
+                self._tell(stream, error if isinstance(error, EngineError) else EngineError(str(error)))
 
         self._open.add(stream)
         self._send(command)

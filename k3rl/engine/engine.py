@@ -23,6 +23,7 @@ from torch import Tensor
 from k3rl.data.images import ImagePatches
 from k3rl.engine import diagnose, sampler
 from k3rl.engine.cache import MemoryPlan, StatePool
+from k3rl.engine.grammar import DeadEnd, Grammars, constrain
 from k3rl.engine.images import Features, Placed, image_inputs
 from k3rl.engine.prefix import Hit, PrefixCache
 from k3rl.engine.prompts import checked_prompt
@@ -111,7 +112,7 @@ class Engine:
         if self.max_context > config.max_position_embeddings:
             raise ValueError(f"max_context is {max_context}; the model allows {config.max_position_embeddings}")
         self.seed, self._version, self._tokenizer = seed, version, tokenizer
-        self.counters = EngineCounters()
+        self.counters, self._grammars = EngineCounters(), Grammars(tokenizer, config.vocab_size)
         plan = None
         if memory_bytes is not None:
             plan = MemoryPlan.of(model, memory_bytes, max_running, self.max_context, page_tokens)
@@ -360,7 +361,8 @@ class Engine:
     def _start(self, pairs: Sequence[tuple[int, int]], prompt: _Prompt) -> np.ndarray:
         for number, row in pairs:
             request = self._requests[number]
-            self._table.start(row, request, prompt.routes[0], self._version, prompt.cached)
+            matcher = self._grammars.matcher(request)
+            self._table.start(row, request, prompt.routes[0], self._version, prompt.cached, matcher)
             if request.progress is not None:
                 self._table.resume(row, request, request.progress)
         return np.array([row for _, row in pairs])
@@ -398,19 +400,25 @@ class Engine:
         return index, logits
 
     def _sample(self, rows: np.ndarray, logits: Tensor) -> None:
-        table = self._table
+        table, ended = self._table, list[tuple[int, Outcome]]()
+        free = constrain(table, rows, logits)
+        for number in table.request[free.dead].tolist():
+            reason = "its constraint and its forbidden tokens leave nothing to sample"
+            ended.append((number, DeadEnd(f"request {number}: {reason}")))
+        rows = free.rows
         draws = sampler.sample(
-            logits,
+            free.logits,
             table.temperature[rows],
             table.top_p[rows],
             table.top_k[rows],
             sampler.uniforms(table.seed[rows], table.count[rows]),
             table.min_p[rows],
             table.biases(rows),
+            free.allowed,
         )
         complete = table.append(rows, draws, self._version)
         self.counters.sampled_tokens += int(draws.finite.sum())
-        ended: list[tuple[int, Outcome]] = [(int(table.request[row]), table.completion(row)) for row in complete]
+        ended += [(int(table.request[row]), table.completion(row)) for row in complete]
         if not draws.finite.all():
             ended += self._broken(rows[~draws.finite])
         self._end(ended)
@@ -545,6 +553,7 @@ class Engine:
         return prompt, placed
 
     def _validate_options(self, params: SamplingParams) -> None:
+        self._grammars.check(params)
         vocabulary = self.model.config.vocab_size
         if params.stop and self._tokenizer is None:
             raise InvalidRequest("stop strings need the text of tokens; give the engine a tokenizer, or use stop_ids")

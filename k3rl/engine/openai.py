@@ -1,15 +1,16 @@
 """The OpenAI dialects: request bodies to prompts and sampling parameters, sampled tokens to answers.
 
 Nothing here knows of sockets or of the engine. Beyond the public fields, both dialects take `top_k`, `min_p`,
-`stop_token_ids`, `ignore_eos`, `cache_salt`, `return_token_ids` and `return_routes`; answers then carry
-`prompt_token_ids` (one id for an image), and per choice `token_ids` and `routes` ({dtype, shape, data}: base64 of int16
-[T, M, k], an image counted as all its rows).
+`stop_token_ids`, `ignore_eos`, `cache_salt`, `structured_outputs`, `return_token_ids` and `return_routes`; answers
+then carry `prompt_token_ids` (one id for an image), and per choice `token_ids` and `routes` ({dtype, shape, data}:
+base64 of int16 [T, M, k], an image counted as all its rows).
 """
 
 from __future__ import annotations
 
 import base64
 import codecs
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from k3rl.config import K3Error
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.images import encode_image, image_parts, image_prompts, part_source, url_bytes
-from k3rl.types import Completion, EncodedImage, Message, SamplingParams, StopReason
+from k3rl.types import Completion, Constraint, EncodedImage, Message, SamplingParams, StopReason
 
 
 class RequestError(K3Error, ValueError):
@@ -43,6 +44,55 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     include_obfuscation: bool = False
+
+
+class StructuredOutputs(BaseModel):
+    """A constraint beyond `response_format`, in vLLM's words: exactly one of them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if sum(value is not None for value in vars(self).values()) != 1:
+            raise ValueError("give exactly one of json, regex, grammar, choice and json_object")
+        return self
+
+    def constraint(self) -> Constraint | None:
+        """The constraint on the text."""
+        if self.regex is not None:
+            return Constraint("regex", self.regex)
+        if self.grammar is not None:
+            return Constraint("ebnf", self.grammar)
+        if self.choice is not None:
+            return Constraint(
+                "ebnf", "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
+            )
+        if self.json_object is not None:
+            return Constraint("json_schema", _ANY_OBJECT) if self.json_object else None
+        schema = self.json_schema
+        return Constraint("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def format_constraint(response_format: Mapping[str, Any]) -> Constraint | None:
+    """The constraint of an OpenAI `response_format`. Raises ValueError for one that is not known."""
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint("json_schema", _ANY_OBJECT)
+    outer = response_format.get("json_schema")
+    if kind != "json_schema" or not isinstance(outer, Mapping):
+        raise ValueError('response_format must be of type text, json_object or json_schema (with "json_schema")')
+    return Constraint("json_schema", json.dumps(outer.get("schema", {"type": "object"})))
 
 
 class Sampling(BaseModel):
@@ -67,6 +117,8 @@ class Sampling(BaseModel):
     cache_salt: str = ""
     return_token_ids: bool = False
     return_routes: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # Accounting of the caller's; they change nothing here.
@@ -81,7 +133,15 @@ class Sampling(BaseModel):
     def _supported(self) -> Sampling:
         if self.presence_penalty or self.frequency_penalty:
             raise ValueError("penalties would make logprobs that no learner can recompute; leave them at 0")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("response_format and structured_outputs both say what the text must match; keep one")
         return self
+
+    def constraint(self) -> Constraint | None:
+        """What the text must match. Raises ValueError."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.constraint()
+        return None if self.response_format is None else format_constraint(self.response_format)
 
     def params(self, max_tokens: int, stop_id: int) -> SamplingParams:
         """Sampling parameters; `max_tokens` when the request names none, `stop_id` unless it ignores it."""
@@ -98,6 +158,7 @@ class Sampling(BaseModel):
             logit_bias=tuple((self.logit_bias or {}).items()),
             return_routes=self.return_routes,
             cache_salt=self.cache_salt,
+            constraint=self.constraint(),
         )
 
 
@@ -109,7 +170,6 @@ class ChatRequest(Sampling):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none", "required"] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "low", "high", "max"] | None = None
     thinking: bool = True
     logprobs: bool | None = None
@@ -118,6 +178,14 @@ class ChatRequest(Sampling):
     @property
     def thinks(self) -> bool:
         return self.thinking and self.reasoning_effort != "none"
+
+    def constraint(self) -> Constraint | None:
+        """The constraint on the response channel of a whole turn, which may call the request's tools instead."""
+        text = super().constraint()
+        if text is None:
+            return None
+        calls = bool(self.tools) and self.tool_choice != "none"
+        return dataclasses.replace(text, turn="think" if self.thinks else "response", calls=calls)
 
     def images(self, sees: bool, limit: int, pixel_limit: int) -> tuple[EncodedImage, ...]:
         """The images of the messages, in the order of their media blocks: `data:` URLs, nothing is downloaded.

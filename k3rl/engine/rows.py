@@ -7,6 +7,7 @@ operations; Python touches a row alone only when it starts or ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +17,18 @@ from k3rl.engine.stopping import StopStrings
 from k3rl.types import Completion, SamplingParams, StopReason
 
 _FIRST_CAPACITY = 64  # sampled tokens per row; doubles when a row needs more
+
+
+class TokenMatcher(Protocol):
+    """Where a request stands in its grammar (`grammar.Matcher`)."""
+
+    def accept(self, token: int) -> None:
+        """Takes the next sampled token."""
+        ...
+
+    def allowed(self) -> np.ndarray:
+        """bool [V]: what may be sampled next."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +93,8 @@ class RowTable:
         self.bias_ids = np.full(rows, None, object)  # int64 [n] and float64 [n], or None without biases
         self.bias_values = np.full(rows, None, object)
         self.stop = np.full(rows, None, object)  # the request's StopStrings, or None
+        self.is_constrained = np.zeros(rows, bool)
+        self.matcher = np.full(rows, None, object)  # the request's grammar.Matcher, or None
         self.stopped_by = np.full(rows, None, object)  # the stop string that ended it
         self.seed = np.zeros(rows, np.uint64)
         self.first_version = np.zeros(rows, np.int64)
@@ -94,9 +109,18 @@ class RowTable:
         self.kept = np.full(rows, None, object)  # list of id arrays, or None where nothing can be cut
 
     def start(
-        self, row: int, request: Request, prompt_routes: np.ndarray | None, version: int, cached: int = 0
+        self,
+        row: int,
+        request: Request,
+        prompt_routes: np.ndarray | None,
+        version: int,
+        cached: int = 0,
+        matcher: TokenMatcher | None = None,
     ) -> None:
-        """Puts a request whose prompt is computed into a row; `cached` tokens of it came from the prefix cache."""
+        """Puts a request whose prompt is computed into a row; `cached` tokens of it came from the prefix cache.
+
+        matcher: of its constraint, after the tokens that it has sampled.
+        """
         params = request.params
         stops = len(params.stop_ids)
         if stops > self.stop_ids.shape[1]:
@@ -111,10 +135,11 @@ class RowTable:
         self.bias_values[row] = np.array([value for _, value in bias], np.float64) if bias else None
         self.is_biased[row], self.watches_text[row] = bool(bias), request.stop is not None
         self.stop[row], self.stopped_by[row] = request.stop, None
+        self.is_constrained[row], self.matcher[row] = matcher is not None, matcher
         self.first_version[row] = version
         self.wants_routes[row], self.prompt_routes[row], self.cached[row] = params.return_routes, prompt_routes, cached
         cuts = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or any(b == -np.inf for _, b in bias)
-        self.kept[row] = [] if cuts else None
+        self.kept[row] = [] if cuts or params.constraint is not None else None
 
     def progress(self, row: int) -> Progress:
         """What a row that is about to be preempted must not lose."""
@@ -186,6 +211,8 @@ class RowTable:
             row = alive[place]
             self.stopped_by[row] = self.stop[row].feed(int(ids[place]))
             stopped[place] |= self.stopped_by[row] is not None
+        for place in np.flatnonzero(self.is_constrained[alive]).tolist():
+            self.matcher[alive[place]].accept(int(ids[place]))
         return alive[stopped | (at + 1 >= self.limit[alive])]
 
     def completion(self, row: int, aborted: bool = False) -> Completion:
@@ -223,14 +250,15 @@ class RowTable:
                 column[target] = column[source]
 
     def _append_kept(self, rows: np.ndarray, draws: Draws) -> None:
-        """Records the kept ids (int32, ascending) of the rows that top-k or top-p applies to."""
+        """Records the kept ids (int32, ascending) of the rows where something is cut; a set like the last one is it."""
         if not draws.cut_rows.size:
             return
         ids = (np.flatnonzero(draws.kept) % draws.kept.shape[1]).astype(np.int32)
         ends = np.cumsum(np.count_nonzero(draws.kept, axis=1))
         start = 0
         for index, end in zip(draws.cut_rows.tolist(), ends.tolist(), strict=True):
-            self.kept[rows[index]].append(ids[start:end])
+            sets, own = self.kept[rows[index]], ids[start:end]
+            sets.append(sets[-1] if sets and np.array_equal(sets[-1], own) else own)
             start = end
 
 

@@ -3,7 +3,7 @@
 A request's draws come from a counter-based hash, so that they do not change with the batch it runs in, its row,
 or the order of arrival. A token is drawn by inverting the cumulative distribution in id order.
 
-Rules: biases are added to the logits first; -inf takes a token out. Temperature 0 takes the largest logit (the lowest
+Rules: biases are added to the logits first; -inf takes a token out, and so does a constraint. Temperature 0 takes the largest logit (the lowest
 id among equals), ignores min-p, top-k and top-p, and reports logprobs at temperature 1. Otherwise min-p keeps what has
 at least that share of the largest probability, top-k the k largest logits of those, then top-p the smallest set of
 the rest whose renormalized mass reaches p; among equal logits the lower id goes first. The logprob is that of the
@@ -74,6 +74,14 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowed:
+    """Tokens that constraints leave: rows [C] (int64) may sample what mask bool [C, V] says, at least one each."""
+
+    rows: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
     """One token per row.
 
@@ -96,6 +104,7 @@ def sample(
     uniform: np.ndarray,
     min_p: np.ndarray | None = None,
     biases: Biases | None = None,
+    allowed: Allowed | None = None,
 ) -> Draws:
     """Draws one token per row of logits [B, V] with each row's own parameters ([B] each; uniform in [0, 1)).
 
@@ -107,8 +116,11 @@ def sample(
     if not finite.all():
         z[~finite] = 0.0
     if biases is not None:
-        places = (torch.from_numpy(biases.rows), torch.from_numpy(biases.ids))
-        z.index_put_(places, torch.from_numpy(biases.values), accumulate=True)
+        entries = (torch.from_numpy(biases.rows), torch.from_numpy(biases.ids))
+        z.index_put_(entries, torch.from_numpy(biases.values), accumulate=True)
+    if allowed is not None:
+        places = torch.from_numpy(allowed.rows)
+        z[places] = z[places].masked_fill_(torch.from_numpy(~allowed.mask), -torch.inf)
     greedy = temperature == 0
     z -= z.amax(-1, keepdim=True)
     if not np.all(greedy | (temperature == 1)):
@@ -121,6 +133,8 @@ def sample(
     cuts &= ~greedy
     if biases is not None:
         cuts |= biases.forbids
+    if allowed is not None:
+        cuts[allowed.rows] = True
     cut_rows = np.flatnonzero(cuts)
     kept = np.empty((0, z.shape[-1]), bool)
     if cut_rows.size:

@@ -28,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from k3rl.checkpoint import load_checkpoint
+from k3rl.config import MissingResource
 from k3rl.data.images import ImageError, ImagePatches, preprocess_files
 from k3rl.engine import openai
 from k3rl.engine.driver import EngineDriver, Stream, Tokens
@@ -39,7 +40,7 @@ from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.sampler import request_samples
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.vocab import TokenizerError
-from k3rl.types import Completion, EncodedImage
+from k3rl.types import Completion, EncodedImage, SamplingParams
 
 _TEXT_TOKENS = 16  # of a completions request that names no max_tokens, as in the dialect
 
@@ -183,6 +184,8 @@ class Server:
                 response = _refusal(error)
             except EngineError as error:
                 response = _refusal(RequestError(str(error), status=500))
+            except MissingResource as error:
+                response = _refusal(RequestError(str(error), status=501, code="not_installed"))
             self.metrics.answers[name, response.status_code] += 1
             return response
 
@@ -249,6 +252,7 @@ class Server:
         prompts: list[list[int]],
         images: Sequence[ImagePatches] = (),
     ) -> Response:
+        await self._compile(body)
         job = self._begin(body, prompts, images)
         if body.stream:
             return _EventStream(self._events(job), lambda: self._end(job))
@@ -267,6 +271,16 @@ class Server:
             return JSONResponse(self._whole(job, completions))
         finally:
             self._end(job)
+
+    async def _compile(self, body: ChatRequest | TextRequest) -> None:
+        """Compiles the request's constraint on a thread of its own: others are answered meanwhile."""
+        try:
+            constraint = body.constraint()
+        except ValueError as error:
+            raise RequestError(str(error), param="response_format") from error
+        if constraint is not None:
+            only = SamplingParams(max_tokens=1, stop_ids=(xtml.stop_id(self.tokenizer),), constraint=constraint)
+            await asyncio.to_thread(self._engine().check, [0], only)
 
     def _begin(self, body: ChatRequest | TextRequest, prompts: list[list[int]], images: Sequence[ImagePatches]) -> _Job:
         """Checks the limits and submits every sample; `images` are those of every prompt."""

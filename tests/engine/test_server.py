@@ -460,3 +460,61 @@ def test_channels_of_a_turn_without_thinking_and_of_a_malformed_one():
     sep, close, opened = (TOKENIZER.special(name) for name in ("sep", "close", "open"))
     ids = [*TOKENIZER.encode("x"), close, *TOKENIZER.encode("nonsense"), sep, *TOKENIZER.encode("lost"), opened, 9999]
     assert odd.feed(ids, final=True) == [("reasoning_content", "x")]
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_response_format_gives_json_of_the_schema_in_the_response(served, thinking):
+    url, _ = served
+    client = openai.OpenAI(base_url=url + "/v1", api_key=TOKEN, max_retries=0)
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            response_format=wanted,
+            temperature=2.0,
+            max_tokens=300,
+            seed=seed,
+            extra_body={"thinking": thinking},
+        )
+        (choice,) = answer.choices
+        if choice.finish_reason == "stop":
+            assert 0 <= json.loads(choice.message.content)["n"] <= 99
+            return
+    raise AssertionError("none of four answers came to its end")
+
+
+@pytest.mark.parametrize(
+    ("extra", "matches"),
+    [
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, lambda text: text.isdecimal() and len(text) == 3),
+        ({"structured_outputs": {"choice": ['a"\u00e9', "b"]}}, lambda text: text in ('a"\u00e9', "b")),
+        ({"structured_outputs": {"grammar": 'root ::= "x" | "yy"'}}, lambda text: text in ("x", "yy")),
+        ({"structured_outputs": {"json": SCHEMA}}, lambda text: json.loads(text)["n"] <= 99),
+    ],
+)
+def test_a_completion_keeps_to_a_pattern_a_choice_a_grammar_and_a_schema(served, extra, matches):
+    body = {"prompt": "say", "max_tokens": 80, "temperature": 3, **extra}
+    (choice,) = httpx.post(served[0] + "/v1/completions", json=body, headers=HEADERS).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert matches(choice["text"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "'not'"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "regex"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "exactly one"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, "keep one"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "stop id"),
+    ],
+)
+def test_a_constraint_that_cannot_be_kept_is_refused(served, extra, says):
+    answer = httpx.post(served[0] + "/v1/completions", json={"prompt": "say", **extra}, headers=HEADERS)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
