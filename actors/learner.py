@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import ray
 import torch
 from safetensors.torch import save
 
+from k3rl.actors.publication import Form, Publication, Served
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
+from k3rl.checkpoint.delta import BUCKET_BYTES, encode
+from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 from k3rl.checkpoint.train_state import load_train_state, save_train_state
 from k3rl.data.batch import TrainBatch
-from k3rl.engine.weights import manifest_of
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import DataParallel, Loss, Trainer, TrainerConfig
 from k3rl.run.metrics import Accumulator
@@ -37,6 +39,7 @@ class LearnerActor:
         self._teachers: dict[str, Trainer] = {}
         self._tokenizer: Tokenizer | None = None
         self._version = 0
+        self._published: tuple[int, dict[str, str], dict[str, torch.Tensor]] | None = None  # version, manifest, tensors
 
     def address(self) -> str:
         """host:port on this node where a data-parallel group may meet."""
@@ -108,18 +111,33 @@ class LearnerActor:
             out[rows] = self._teachers[domain].logprobs(batch.select(members), temperature)
         return out
 
-    def publish(self) -> tuple[WeightVersion, list[ray.ObjectRef]]:
-        """The next weight version: its manifest, and a reference to all tensors as a checkpoint would store them.
+    def publish(self, served: Sequence[Served]) -> Publication:
+        """The next weight version, in the forms that engines which serve `served` need.
 
-        They travel as one safetensors message: hundreds of small tensors pickled one by one cost more than their bytes.
+        A delta where an engine serves the version before this one, everything where it does not. Messages lie in the
+        object store, in buckets of bounded size: hundreds of small tensors pickled one by one cost more than their
+        bytes. The stored tensors of a version are kept until the next one, for the delta.
         """
-        tensors = dict(official_tensors(self.trainer.model))
-        self._version += 1
-        return WeightVersion(self._version, manifest_of(tensors.items())), [ray.put(save(tensors))]
+        tensors = {name: tensor.cpu() for name, tensor in official_tensors(self.trainer.model)}
+        manifest = manifest_of(tensors.items())
+        base, self._version = self._published, self._version + 1
+        forms: dict[Served, Form] = {}
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        for known in set(served):
+            if base is not None and known == (base[0], manifest_digest(base[1])) and base[1].keys() == manifest.keys():
+                header, buckets = encode(base[2], tensors, (base[1], manifest), (base[0], self._version))
+                forms[known] = _placed("delta", header.to_bytes(base[1]), buckets)
+        if forms.keys() != set(served):
+            whole = _placed("whole", b"", _messages(tensors, sizes))
+            forms |= {known: whole for known in served if known not in forms}
+        self._published = self._version, manifest, tensors
+        return Publication(WeightVersion(self._version, manifest), forms, sum(sizes.values()))
 
     def set_version(self, number: int) -> None:
-        """Continues the numbering of versions, after an engine was loaded afresh."""
+        """Continues the numbering of versions, after engines were loaded afresh with the weights that are held now."""
+        tensors = {name: tensor.cpu() for name, tensor in official_tensors(self.trainer.model)}
         self._version = number
+        self._published = number, manifest_of(tensors.items()), tensors
 
     def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
         """Writes the official layout; returns the directory."""
@@ -135,3 +153,24 @@ class LearnerActor:
         tensors, extra = load_train_state(Path(directory))
         self.trainer.load_state_tensors(tensors)
         return extra
+
+
+def _messages(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Iterator[bytes]:
+    """Safetensors messages of whole tensors, each of about a bucket's size unless one tensor is larger."""
+    pending: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if pending and sum(sizes[held] for held in pending) + sizes[name] > BUCKET_BYTES:
+            yield save(pending)
+            pending = {}
+        pending[name] = tensor.contiguous()
+    if pending:
+        yield save(pending)
+
+
+def _placed(kind: str, header: bytes, buckets: Iterable[bytes]) -> Form:
+    """A form whose buckets are in the object store."""
+    size, refs = len(header), []
+    for bucket in buckets:
+        size += len(bucket)
+        refs.append(ray.put(bucket))
+    return Form(kind, header, tuple(refs), size)

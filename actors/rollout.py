@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
+from k3rl.actors.publication import Form, Served
 from k3rl.checkpoint import load_checkpoint
+from k3rl.checkpoint.manifest import manifest_digest
+from k3rl.config import K3Error
 from k3rl.data.images import ImageError, ImagePatches, preprocess_files
-from k3rl.engine import Engine, EngineError
+from k3rl.engine import Engine
+from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
 # Prompt ids, how to sample, and, where the prompt has placeholders, an image for each.
@@ -40,7 +44,9 @@ class RolloutActor:
         if self._futures:
             raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
         model = load_checkpoint(checkpoint, dtype=getattr(torch, dtype))
-        self._engine = Engine(model, max_running=self._max_running, seed=self._seed)
+        self._engine = Engine(
+            model, max_running=self._max_running, seed=self._seed, tokenizer=Tokenizer.load(checkpoint)
+        )
         return self._engine.version
 
     @property
@@ -71,7 +77,7 @@ class RolloutActor:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         try:
             self._futures[self.engine.submit(ids, params, preprocess_files(images, made))] = future
-        except (EngineError, ImageError) as error:
+        except (K3Error, ImageError) as error:
             future.set_exception(error)
             return future
         if self._pump is None or self._pump.done():
@@ -95,10 +101,20 @@ class RolloutActor:
             self._futures.clear()
             raise
 
-    async def prepare(self, version: int, manifest: Mapping[str, str], tensors: bytes) -> None:
-        """First phase: builds and verifies version `version`, a safetensors message, beside the one that serves."""
-        self.engine.start_weight_update(version, manifest)
-        self.engine.update_weights(load(tensors).items())
+    async def served(self) -> Served:
+        """The version that samples the next token, and the digest of its manifest."""
+        return self.engine.version, manifest_digest(self.engine.manifest)
+
+    async def prepare(self, version: int, manifest: Mapping[str, str], form: Form) -> None:
+        """First phase: builds and verifies version `version` beside the one that serves. Buckets come one at a time."""
+        if form.kind == "delta":
+            self.engine.start_weight_delta(form.header)
+            for ref in form.buckets:
+                self.engine.update_weights_by_delta(await ref)
+        else:
+            self.engine.start_weight_update(version, manifest)
+            for ref in form.buckets:
+                self.engine.update_weights(load(await ref).items())
         self.engine.verify_weight_update()
 
     async def commit(self, version: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from k3rl.actors.publication import Publication
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.types import SamplingParams
@@ -16,6 +17,10 @@ _CANARY_TOKENS = 4
 
 class PublishError(K3Error):
     """A weight version could not be given to every engine; all go on serving the old one."""
+
+
+class DeltaRefused(PublishError):
+    """A version that went out as a delta was not taken; sending it whole may help."""
 
 
 class CanaryMismatch(K3Error):
@@ -35,19 +40,49 @@ class WeightPublisher:
         self._timeout_s = timeout_s
 
     def publish(self) -> dict[str, float]:
-        """Publishes the learner's weights. Returns {"version", "bytes", "canary"}; raises PublishError, CanaryMismatch.
+        """Publishes the learner's weights to every engine, as a delta where it serves the version before.
 
-        `canary` is the median difference in nats between learner and engine over the canary's sampled tokens: the
-        largest would also show single MXFP8 roundings that fall differently for another batch shape.
+        A version of which a delta is refused is sent again, whole and under the next number. Returns version, tensors,
+        canary, bytes (received by an engine, the most of all), bytes_full (what the whole version has), deltas
+        (engines that got one) and refused (1 when it had to be sent again). `canary` is the median difference in nats
+        between learner and engine over the canary's sampled tokens: the largest would also show single MXFP8 roundings
+        that fall differently for another batch shape. Raises PublishError, CanaryMismatch.
         """
-        version, refs = ray.get(self._learner.publish.remote(), timeout=self._timeout_s)
-        number = version.number
-        self._all("prepare", number, version.manifest, refs[0])
-        self._all("commit", number)
-        return {"version": float(number), "tensors": float(len(version.manifest)), "canary": self._canary(number)}
+        try:
+            return {**self._publish(), "refused": 0.0}
+        except DeltaRefused:
+            return {**self._publish(), "refused": 1.0}  # nobody serves what the learner published last: no delta
 
-    def _all(self, phase: str, *args: Any) -> None:
-        calls = {getattr(actor, phase).remote(*args): i for i, actor in enumerate(self._rollouts)}
+    def _publish(self) -> dict[str, float]:
+        served = ray.get([actor.served.remote() for actor in self._rollouts], timeout=self._timeout_s)
+        publication: Publication = ray.get(self._learner.publish.remote(served), timeout=self._timeout_s)
+        version, forms = publication.version, [publication.forms[known] for known in served]
+        number = version.number
+        deltas = sum(form.kind == "delta" for form in forms)
+        try:
+            self._all(
+                "prepare",
+                number,
+                [(number, {} if form.kind == "delta" else version.manifest, form) for form in forms],
+            )
+        except PublishError as error:
+            raise DeltaRefused(str(error)) if deltas else error from error
+        self._all("commit", number, [(number,)] * len(forms))
+        return {
+            "version": float(number),
+            "tensors": float(len(version.manifest)),
+            "canary": self._canary(number),
+            "bytes": float(max(form.bytes for form in forms)),
+            "bytes_full": float(publication.bytes_full),
+            "deltas": float(deltas),
+        }
+
+    def _all(self, phase: str, number: int, args: list[tuple[Any, ...]]) -> None:
+        """One phase on every engine, each with its own arguments."""
+        calls = {
+            getattr(actor, phase).remote(*own): i
+            for i, (actor, own) in enumerate(zip(self._rollouts, args, strict=True))
+        }
         errors = []
         for call, i in calls.items():
             try:
@@ -62,7 +97,7 @@ class WeightPublisher:
             )
         if errors:
             raise PublishError(
-                f"weight version {args[0]} failed to {phase} on {len(errors)} of {len(calls)} engines:\n"
+                f"weight version {number} failed to {phase} on {len(errors)} of {len(calls)} engines:\n"
                 + "\n".join(errors)
             )
 

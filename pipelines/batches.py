@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -96,6 +96,13 @@ def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumu
             _episode_metrics(metrics, episode, env, version)
     metrics.add("perf/sampled_tokens", sampled_tokens(groups))
     return metrics
+
+
+def add_published(metrics: Accumulator, published: Mapping[str, float]) -> None:
+    """What the last publication of weights cost, and whether learner and engines agree after it."""
+    metrics.add("mismatch/canary", published["canary"])
+    for name in ("bytes", "bytes_full", "deltas", "refused"):
+        metrics.add(f"publish/{name}", published[name])
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from k3rl.pipelines.batches import check_failures, distill_batches, rollout_metrics
+from k3rl.pipelines.batches import add_published, check_failures, distill_batches, rollout_metrics
 from k3rl.pipelines.configs import DistillConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.record import record
@@ -59,6 +59,7 @@ def train(session: Session, config: DistillConfig, *, name: str = "distill") -> 
             metrics.merge(learner.trained(learner.start_training(scored, loss, schedule.at(step), temperature)))
         if more and not config.max_staleness:
             pending = next_rollouts(step + 1)
+        add_published(metrics, published)
         values = metrics.values()
         stage.done(
             metrics,

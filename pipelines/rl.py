@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from k3rl.pipelines.batches import check_failures, policy_batches, rollout_metrics, shuffled
+from k3rl.pipelines.batches import add_published, check_failures, policy_batches, rollout_metrics, shuffled
 from k3rl.pipelines.configs import RLConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.record import record
@@ -55,7 +55,7 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
             metrics.merge(learner.trained(learner.start_training(batches, loss, schedule.at(step), temperature)))
         if more and not config.max_staleness:
             pending = next_rollouts(step + 1)
-        metrics.add("mismatch/canary", published["canary"])
+        add_published(metrics, published)
         reward = metrics.values()[f"reward/{config.env.name}/mean"]
         stage.done(metrics, curriculum.state(), reward=reward, **_shown(metrics))
         if not more:

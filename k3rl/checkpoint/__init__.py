@@ -2,6 +2,8 @@
 
 hf.py       official tensors, load, save      replace.py      directories replaced at once
 inspect.py  parameters and bytes of a model   train_state.py  resume
+manifest.py digests of stored tensors         delta.py        a version as its difference from another
+partial.py  single tensors, read and replaced
 Not here: how values are quantized (`k3rl.numerics`) and who decides when to save.
 """
 

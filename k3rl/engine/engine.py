@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,12 +35,11 @@ from k3rl.engine.protocol import (
     Outcome,
     PauseMode,
     UnknownRequest,
-    WeightUpdateError,
 )
 from k3rl.engine.rows import Request, RowTable
 from k3rl.engine.scheduler import Scheduler, Segment
 from k3rl.engine.stopping import StopStrings
-from k3rl.engine.weights import WeightUpdate, check_names
+from k3rl.engine.weights import DeltaUpdate, DirectoryUpdate, WeightReceiver, WeightUpdate, check_names
 from k3rl.model import K3ForCausalLM
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, SamplingParams, StopReason
@@ -128,8 +128,7 @@ class Engine:
         self._submitted = 0
         self._ended: list[tuple[int, Outcome]] = []  # not yet handed out by `step`
         self._pause: PauseMode | None = None
-        self._update: WeightUpdate | None = None  # being received
-        self._next: tuple[int, K3ForCausalLM] | None = None  # verified, not served yet
+        self._receiver = WeightReceiver()
 
     @property
     def version(self) -> int:
@@ -491,39 +490,45 @@ class Engine:
         """Handshake at start: raises WeightUpdateError unless `names` are the tensors that this model stores."""
         check_names(self.model, names)
 
+    @property
+    def manifest(self) -> dict[str, str]:
+        """Official name -> digest of the weights that are served."""
+        return self._receiver.manifest(self.model)
+
     def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
         """Opens an update to a later version. manifest: official name -> `weights.digest` of the stored tensor."""
-        if self._update is not None or self._next is not None:
-            raise WeightUpdateError("another weight update is open; finish or abort it first")
-        if version <= self._version:
-            raise WeightUpdateError(f"version {version} is not later than {self._version}, which is served now")
-        self._update = WeightUpdate(version, manifest)
+        self._receiver.open(WeightUpdate(version, manifest), self._version)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Takes stored tensors in. They must not change until the update is verified. An error drops the update."""
-        update = self._take_update()
-        update.add(named_tensors)
-        self._update = update
+        self._receiver.add(named_tensors)
+
+    def start_weight_delta(self, header: bytes) -> None:
+        """Opens an update that is a delta (`k3rl.checkpoint.delta`) to the served version; refuses one to another."""
+        self._receiver.open(DeltaUpdate(header, self._version, self.model, self.manifest), self._version)
+
+    def update_weights_by_delta(self, bucket: bytes) -> None:
+        """Takes a bucket of the delta in, in any order. An error drops the update."""
+        self._receiver.add_bucket(bucket)
+
+    def load_weight_update(self, version: int, directory: Path, manifest: Mapping[str, str] | None = None) -> None:
+        """First phase of an update from a checkpoint directory: proves it (by `manifest`, if given) and builds it."""
+        self._receiver.open(DirectoryUpdate(version, directory, manifest), self._version)
+        self._receiver.verify(self.model)
 
     def verify_weight_update(self) -> None:
         """First phase: proves the update whole and builds its model beside the one that serves.
 
         Raises WeightUpdateError and drops the update when a tensor is missing, altered or does not fit.
         """
-        update = self._take_update()
-        self._next = (update.version, update.build(self.model))
+        self._receiver.verify(self.model)
 
     def finish_weight_update(self, version: int) -> None:
         """Second phase: serves the new version from the next token on, verifying it first when that is not done.
 
         Raises WeightUpdateError and drops the update, as `verify_weight_update` does or for another version.
         """
-        if self._next is None:
-            self.verify_weight_update()
-        prepared, self._next = self._next, None
-        if prepared is None or prepared[0] != version:
-            raise WeightUpdateError(f"version {version} is not the one that was prepared; send it again")
-        self._version, self.model = prepared
+        self.model, self._version = self._receiver.take(version, self.model), version
         self._scheduler.restart()
         self._drop_spare()
         if self.prefix_cache is not None:
@@ -531,16 +536,7 @@ class Engine:
 
     def abort_weight_update(self) -> None:
         """Drops an open or prepared update, if any; the current version stays."""
-        self._update = self._next = None
-
-    def _take_update(self) -> WeightUpdate:
-        """The update being received, closed: whoever goes on with it puts it back, and an error leaves it dropped."""
-        update, self._update = self._update, None
-        if update is None:
-            raise WeightUpdateError(
-                "no weight update is open (a refused one is dropped); call start_weight_update first"
-            )
-        return update
+        self._receiver.abort()
 
     # ---- small things
 

@@ -1,35 +1,38 @@
-"""Weight versions, whole or absent: digests of stored tensors, and the staging of version v+1 beside v.
+"""Weight versions, whole or absent: the staging of version v+1 beside v.
 
-The learner publishes tensors exactly as a checkpoint stores them (`k3rl.checkpoint.hf.official_tensors`) with a
-manifest of their digests. An update collects them, proves them complete and unaltered, and only then builds a
-second model; the first one serves until that succeeded. Peak memory: both models and the stored tensors.
+A version comes whole, tensor by tensor as a checkpoint stores them (`k3rl.checkpoint.official_tensors`) with a manifest
+of their digests; or from a checkpoint directory; or as a delta to the version that is served (`k3rl.checkpoint.delta`).
+Each way it is proved complete and unaltered, and a second model is built that the first one, which serves until that
+succeeded, knows nothing of. Peak memory: both models, and the stored tensors, one tensor of the directory, or the
+delta as it came.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from k3rl.checkpoint.hf import CheckpointError, assign_official_tensors, official_tensors
+from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
+from k3rl.checkpoint.hf import CheckpointError, assign_official_tensors, load_checkpoint, official_tensors
+from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
+from k3rl.checkpoint.partial import StoredView, copy_with
 from k3rl.engine.protocol import WeightUpdateError
 from k3rl.model import K3ForCausalLM
 
-
-def digest(tensor: Tensor) -> str:
-    """SHA-256, in hex, of dtype, shape and bytes."""
-    header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    sha = hashlib.sha256(header)
-    sha.update(content.data)
-    return sha.hexdigest()
+__all__ = ["DeltaUpdate", "WeightReceiver", "WeightUpdate", "check_names", "digest", "manifest_digest", "manifest_of"]
 
 
-def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Official name -> digest, of stored tensors such as `official_tensors(model)` gives (buffers included)."""
-    return {name: digest(tensor) for name, tensor in tensors}
+class Update(Protocol):
+    """A version being received."""
+
+    version: int
+
+    def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str]]:
+        """(a second model that holds this version, its manifest), once all of it is there and proved."""
+        ...
 
 
 class WeightUpdate:
@@ -48,7 +51,7 @@ class WeightUpdate:
                 raise self._error(f"{name} was sent twice")
             self.tensors[name] = tensor
 
-    def build(self, model: K3ForCausalLM) -> K3ForCausalLM:
+    def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str]]:
         """A second model like `model` that holds this version, once every tensor is there and every digest agrees."""
         missing = self.manifest.keys() - self.tensors.keys()
         if missing:
@@ -62,10 +65,138 @@ class WeightUpdate:
             assign_official_tensors(candidate, self.tensors)
         except CheckpointError as error:
             raise self._error(f"the tensors do not fit this model: {error}") from error
-        return candidate
+        return candidate, self.manifest
 
     def _error(self, reason: str) -> WeightUpdateError:
-        return WeightUpdateError(f"weight version {self.version} refused: {reason}; send the whole version again")
+        return _refused(self.version, reason)
+
+
+class DeltaUpdate:
+    """An update of the served model, as a delta being received. Methods raise WeightUpdateError and change nothing."""
+
+    def __init__(self, header: bytes, served: int, model: K3ForCausalLM, manifest: Mapping[str, str]) -> None:
+        """served and manifest: of `model`, the base. Raises WeightUpdateError when the delta has another base."""
+        try:
+            self._header = DeltaHeader.from_bytes(header, manifest)
+        except DeltaError as error:
+            raise WeightUpdateError(f"a delta is refused while version {served} is served: {error}") from error
+        self.version, self._manifest = self._header.version, manifest
+        if self._header.base != served:
+            raise _refused(self.version, f"it is a delta to version {self._header.base}, and {served} is served")
+        self._decoder = DeltaDecoder(self._header, StoredView(model).__getitem__)
+
+    def add(self, bucket: bytes) -> None:
+        """Takes a bucket in."""
+        try:
+            self._decoder.add(bucket)
+        except DeltaError as error:
+            raise _refused(self.version, str(error)) from error
+
+    def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str]]:
+        """A second model: `model` with the changed tensors, each proved by its digest, the whole by its manifest."""
+        changed: dict[str, str] = {}
+
+        def noted() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in self._decoder.tensors():
+                changed[name] = digest(tensor)
+                yield name, tensor
+
+        try:
+            candidate = copy_with(model, noted())
+            return candidate, self._decoder.check_result(self._manifest, changed)
+        except (DeltaError, CheckpointError) as error:
+            raise _refused(self.version, str(error)) from error
+
+
+class DirectoryUpdate:
+    """A version in a checkpoint directory. manifest: what its tensors must be, or None to take them as they are."""
+
+    def __init__(self, version: int, directory: Path, manifest: Mapping[str, str] | None) -> None:
+        self.version, self._directory, self._manifest = version, directory, manifest
+
+    def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str]]:
+        """The model of the directory, which must have the configuration of `model`."""
+        try:
+            candidate = load_checkpoint(self._directory, dtype=model.dtype, device=model.device)
+        except (CheckpointError, ValueError) as error:
+            raise _refused(self.version, str(error)) from error
+        if candidate.config != model.config:
+            raise _refused(self.version, f"{self._directory} holds a model of another configuration")
+        found = manifest_of(official_tensors(candidate))
+        if self._manifest is not None and (wrong := sorted(found.items() ^ self._manifest.items())):
+            raise _refused(self.version, f"{self._directory}: {wrong[0][0]} is not what the manifest says")
+        return candidate, found
+
+
+def _refused(version: int, reason: str) -> WeightUpdateError:
+    return WeightUpdateError(f"weight version {version} refused: {reason}; send the whole version again")
+
+
+class WeightReceiver:
+    """An engine's side of a weight transfer: at most one update, open or prepared. Errors drop it."""
+
+    def __init__(self) -> None:
+        self._update: Update | None = None  # being received
+        self._next: tuple[int, K3ForCausalLM, dict[str, str]] | None = None  # proved, not served yet
+        self._manifest: tuple[K3ForCausalLM, dict[str, str]] | None = None  # of the model that is served
+
+    def manifest(self, model: K3ForCausalLM) -> dict[str, str]:
+        """The manifest of the served model; computed when it did not come with an update."""
+        if self._manifest is None or self._manifest[0] is not model:
+            self._manifest = model, manifest_of(official_tensors(model))
+        return self._manifest[1]
+
+    def open(self, update: Update, served: int) -> None:
+        """Begins an update. Raises WeightUpdateError while another one is open, or when it is not a later version."""
+        if self._update is not None or self._next is not None:
+            raise WeightUpdateError("another weight update is open; finish or abort it first")
+        if update.version <= served:
+            raise WeightUpdateError(f"version {update.version} is not later than {served}, which is served now")
+        self._update = update
+
+    def add(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Stored tensors of an open whole update."""
+        update = self._take()
+        if not isinstance(update, WeightUpdate):
+            raise _refused(update.version, "it was opened as a delta, and whole tensors came")
+        update.add(named_tensors)
+        self._update = update
+
+    def add_bucket(self, bucket: bytes) -> None:
+        """A bucket of an open delta."""
+        update = self._take()
+        if not isinstance(update, DeltaUpdate):
+            raise _refused(update.version, "it was opened for whole tensors, and a bucket of a delta came")
+        update.add(bucket)
+        self._update = update
+
+    def verify(self, model: K3ForCausalLM) -> None:
+        """Proves the open update and builds its model."""
+        update = self._take()
+        self._next = (update.version, *update.build(model))
+
+    def take(self, version: int, model: K3ForCausalLM) -> K3ForCausalLM:
+        """The proved model of `version`, to be served from now on."""
+        if self._next is None:
+            self.verify(model)
+        prepared, self._next = self._next, None
+        if prepared is None or prepared[0] != version:
+            raise WeightUpdateError(f"version {version} is not the one that was prepared; send it again")
+        self._manifest = prepared[1], prepared[2]
+        return prepared[1]
+
+    def abort(self) -> None:
+        """Drops what is open or prepared."""
+        self._update = self._next = None
+
+    def _take(self) -> Update:
+        """The update being received, closed: whoever goes on with it puts it back, and an error leaves it dropped."""
+        update, self._update = self._update, None
+        if update is None:
+            raise WeightUpdateError(
+                "no weight update is open (a refused one is dropped); call start_weight_update first"
+            )
+        return update
 
 
 def check_names(model: K3ForCausalLM, names: Iterable[str]) -> None:

@@ -1,0 +1,92 @@
+"""Single stored tensors of a model: read as a checkpoint would store them, and replaced in a copy of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from k3rl.checkpoint.hf import (
+    CheckpointError,
+    _check_packed,
+    _commit,
+    _packed_with_source,
+    _padding,
+    _plain_value,
+    _Value,
+)
+from k3rl.model import K3ForCausalLM
+from k3rl.numerics import mx, stored_dtype
+
+_PACKED, _SCALE = "_packed", "_scale"
+
+
+class StoredView:
+    """Random access to what `official_tensors(model)` gives, one tensor at a time, on the CPU."""
+
+    def __init__(self, model: K3ForCausalLM) -> None:
+        self._model, self._parameters = model, dict(model.official_parameters())
+        self._expert: tuple[str, tuple[Tensor, Tensor]] | None = None  # the last one packed: two tensors ask for it
+
+    def __getitem__(self, name: str) -> Tensor:
+        weights = self._model.config.quantization.weights
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            return self._packed(name)
+        kind = torch.float32 if stored_dtype(name, weights) == "fp32" else torch.bfloat16
+        value = parameter.detach()
+        if name.endswith(".A_log"):
+            value = torch.nn.functional.pad(value, (0, _padding(self._model.config)))
+        return value.to(kind).cpu()
+
+    def _packed(self, name: str) -> Tensor:
+        expert, _, part = name.rpartition("_")
+        if expert not in self._parameters or part not in ("packed", "scale"):
+            raise CheckpointError(f"{name} is no stored tensor of this model")
+        if self._expert is None or self._expert[0] != expert:
+            source = self._model.stored_blocks.get(expert)
+            value, rule = self._parameters[expert].detach(), self._model.config.quantization.scale_rule
+            packed, scale = _packed_with_source(value, source, rule)
+            self._expert = expert, (packed.cpu(), scale.cpu())
+        return self._expert[1][part == "scale"]
+
+
+def copy_with(model: K3ForCausalLM, changed: Iterable[tuple[str, Tensor]]) -> K3ForCausalLM:
+    """A second model that differs from `model` in these stored tensors only, which are taken one after the other.
+
+    The two tensors of a packed expert follow each other; where only one comes, the other stays. Peak memory: both
+    models and one tensor. Raises CheckpointError as `assign_official_tensors` does.
+    """
+    copy = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device)
+    with torch.no_grad():
+        for own, other in zip(copy.parameters(), model.parameters(), strict=True):
+            own.copy_(other)
+        for own, other in zip(copy.buffers(), model.buffers(), strict=True):
+            own.copy_(other)
+    copy.stored_blocks.update(model.stored_blocks)  # bytes that nobody writes to
+    parameters, base = dict(copy.official_parameters()), StoredView(model)
+    waiting: dict[str, dict[str, Tensor]] = {}
+
+    def flush() -> None:
+        for expert, parts in waiting.items():
+            packed, scale = (parts.get(part, base[expert + part]) for part in (_PACKED, _SCALE))
+            parameter = parameters[expert]
+            _check_packed(expert, parameter, packed, scale)
+            value = mx.dequantize_mxfp4(packed, scale, parameter.dtype)
+            _commit(copy, [_Value(expert, parameter, value, (packed, scale))])
+        waiting.clear()
+
+    for name, tensor in changed:
+        expert, _, part = name.rpartition("_")
+        if name in parameters:
+            value = _plain_value(name, parameters[name], tensor)
+            _commit(copy, [_Value(name, parameters[name], value, None)])
+        elif expert in parameters and part in ("packed", "scale"):
+            if expert not in waiting:
+                flush()
+            waiting.setdefault(expert, {})[f"_{part}"] = tensor
+        else:
+            raise CheckpointError(f"{name} is no stored tensor of this model")
+    flush()
+    return copy

@@ -1,0 +1,113 @@
+"""Publishing over a real Ray: deltas where the base is known, the whole version where it is not or a delta is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import ray
+
+from k3rl.actors.learner import LearnerActor
+from k3rl.actors.rollout import RolloutActor
+from k3rl.actors.weights import PublishError, WeightPublisher
+from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.losses import CrossEntropy
+from k3rl.model import K3Config
+from k3rl.parallel import TrainerConfig
+from k3rl.tokens import Tokenizer
+from k3rl.types import SamplingParams
+
+PROMPT = Tokenizer.builtin().encode("one two three")
+TRAINER = TrainerConfig(muon_lr=1e-4, adamw_lr=1e-4)
+
+
+class Saboteur(LearnerActor):
+    """A learner whose messages lose a bucket on the way, of forms of some kinds."""
+
+    kinds: tuple[str, ...] = ()
+
+    def publish(self, served):
+        publication = super().publish(served)
+        forms = {
+            known: dataclasses.replace(form, buckets=form.buckets[:-1]) if form.kind in self.kinds else form
+            for known, form in publication.forms.items()
+        }
+        return dataclasses.replace(publication, forms=forms)
+
+    def lose(self, *kinds):
+        self.kinds = kinds
+
+
+def batch(seed: int) -> TrainBatch:
+    ids = np.random.default_rng(seed).integers(0, 400, 40).astype(np.int64)
+    mask = np.ones(40, bool)
+    mask[0] = False
+    zeros = np.zeros(40, np.float32)
+    return TrainBatch.pack([TrainSequence("a", ids, mask, zeros, zeros)])
+
+
+@pytest.fixture(scope="module")
+def fleet(ray_cluster, tmp_path_factory):
+    """(learner, two rollout actors, publisher, checkpoint) of one small model."""
+    folder = str(tmp_path_factory.mktemp("publish") / "start")
+    learner = ray.remote(Saboteur).options(num_cpus=0.5).remote(1)
+    engines = [ray.remote(RolloutActor).options(num_cpus=0.5).remote(1, 8, i) for i in range(2)]
+    ray.get(learner.create.remote(K3Config.named("k3-nano").to_dict(), TRAINER, 0))
+    ray.get(learner.save_checkpoint.remote(folder, {}))
+    publisher = WeightPublisher(learner, engines, PROMPT, 0.05, 60.0)
+    yield learner, engines, publisher, folder
+    for actor in (learner, *engines):
+        ray.kill(actor)
+
+
+def fresh(fleet):
+    learner, engines, _, folder = fleet
+    ray.get(learner.load.remote(folder, TRAINER))
+    ray.get(learner.set_version.remote(0))
+    ray.get([engine.load.remote(folder) for engine in engines])
+
+
+def test_deltas_reach_engines_whose_base_is_known_and_the_whole_version_the_others(fleet):
+    learner, engines, publisher, folder = fleet
+    fresh(fleet)
+    ray.get(learner.lose.remote())
+    first = publisher.publish()
+    assert (first["deltas"], first["refused"]) == (2, 0), "the checkpoint that all loaded is a base"
+    assert first["bytes"] < 0.01 * first["bytes_full"], "nothing was trained yet"
+    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
+    second = publisher.publish()
+    assert second["deltas"] == 2
+    assert 0.001 < second["bytes"] / second["bytes_full"] < 0.2
+    ray.get(engines[1].load.remote(folder))  # it restarted
+    ray.get(learner.train.remote([batch(2)], CrossEntropy()))
+    third = publisher.publish()
+    assert (third["deltas"], third["version"]) == (1, 3)
+    assert third["bytes"] > third["bytes_full"], "the largest form counts"
+    one, two = ray.get([engine.served.remote() for engine in engines])
+    assert one == two
+    assert one[0] == 3
+    params = SamplingParams(temperature=0, max_tokens=6)
+    answers = [ray.get(engine.generate.remote([(PROMPT, params)]))[0] for engine in engines]
+    assert answers[0] == answers[1]
+    assert third["canary"] < 1e-4
+
+
+def test_a_delta_that_lost_a_bucket_is_sent_again_whole(fleet):
+    learner, engines, publisher, _ = fleet
+    fresh(fleet)
+    ray.get(learner.lose.remote("delta"))
+    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
+    done = publisher.publish()
+    assert (done["refused"], done["deltas"], done["version"]) == (1, 0, 2)
+    assert [version for version, _ in ray.get([engine.served.remote() for engine in engines])] == [2, 2]
+
+
+def test_when_the_whole_version_is_damaged_too_the_old_one_is_served(fleet):
+    learner, engines, publisher, _ = fleet
+    fresh(fleet)
+    ray.get(learner.lose.remote("delta", "whole"))
+    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
+    with pytest.raises(PublishError, match="tensors are missing"):
+        publisher.publish()
+    assert [version for version, _ in ray.get([engine.served.remote() for engine in engines])] == [0, 0]

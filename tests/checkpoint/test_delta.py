@@ -1,0 +1,142 @@
+"""Deltas between stored tensors: exact for any bits, bounded messages, and nothing damaged gets through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader, encode
+from k3rl.checkpoint.manifest import manifest_digest, manifest_of
+
+KINDS = {torch.uint8: np.uint8, torch.bfloat16: np.uint16, torch.float32: np.uint32}
+
+
+def tensor(words: np.ndarray, kind: torch.dtype, shape=(-1,)) -> torch.Tensor:
+    return torch.from_numpy(words.view(np.uint8).copy()).view(kind).view(*shape)
+
+
+def delta(base, new, bucket=4096):
+    manifests = manifest_of(base.items()), manifest_of(new.items())
+    header, buckets = encode(base, new, manifests, (3, 4), bucket)
+    return header, list(buckets), manifests
+
+
+def rebuilt(base, header_bytes, buckets):
+    manifest = manifest_of(base.items())
+    decoder = DeltaDecoder(DeltaHeader.from_bytes(header_bytes, manifest), base.__getitem__)
+    for bucket in buckets:
+        decoder.add(bucket)
+    changed = dict(decoder.tensors())
+    decoder.check_result(manifest, manifest_of(changed.items()))
+    return {**base, **changed}
+
+
+def some_tensors(seed: int, sizes, share: float, reach: int):
+    """(base, new): of each tensor a share of the words moved by at most `reach`, NaN and -0 patterns included."""
+    rng = np.random.default_rng(seed)
+    base, new = {}, {}
+    for number, (kind, size) in enumerate(sizes):
+        words = rng.integers(0, np.iinfo(KINDS[kind]).max, size, dtype=KINDS[kind], endpoint=True)
+        moved = words.copy()
+        chosen = rng.random(size) < share
+        steps = rng.integers(-reach, reach, int(chosen.sum()), endpoint=True).astype(np.int64)
+        moved[chosen] = (moved[chosen].astype(np.int64) + steps).astype(KINDS[kind])
+        base[f"layer.{number}"], new[f"layer.{number}"] = tensor(words, kind), tensor(moved, kind)
+    return base, new
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    sizes=st.lists(st.tuples(st.sampled_from(list(KINDS)), st.integers(1, 3000)), min_size=1, max_size=6),
+    share=st.sampled_from([0.0, 0.001, 0.02, 0.5, 1.0]),
+    reach=st.sampled_from([1, 3, 1000]),
+    bucket=st.sampled_from([1100, 2000, 1 << 20]),
+    backwards=st.booleans(),
+)
+def test_any_change_comes_out_bit_for_bit_from_buckets_within_their_bound(seed, sizes, share, reach, bucket, backwards):
+    base, new = some_tensors(seed, sizes, share, reach)
+    header, buckets, (before, after) = delta(base, new, bucket)
+    assert all(len(piece) <= bucket for piece in buckets)
+    assert header.names == tuple(name for name in sorted(base) if before[name] != after[name])
+    got = rebuilt(base, header.to_bytes(before), buckets[::-1] if backwards else buckets)
+    assert manifest_of(got.items()) == after
+
+
+def test_few_changes_cost_few_bytes():
+    base, new = some_tensors(0, [(torch.uint8, 200_000), (torch.bfloat16, 200_000)], 0.01, 1)
+    header, buckets, (before, _) = delta(base, new, 1 << 20)
+    sent = sum(map(len, buckets)) + len(header.to_bytes(before))
+    assert sent < 0.03 * 600_000
+
+
+def test_equal_versions_give_an_empty_delta():
+    base, _ = some_tensors(0, [(torch.uint8, 50)], 0, 1)
+    header, buckets, (before, _) = delta(base, base)
+    assert (header.names, buckets) == ((), [])
+    assert rebuilt(base, header.to_bytes(before), []).keys() == base.keys()
+
+
+@pytest.fixture
+def sent():
+    base, new = some_tensors(1, [(torch.uint8, 4000), (torch.bfloat16, 4000), (torch.float32, 300)], 0.3, 2)
+    header, buckets, (before, _) = delta(base, new, 1200)
+    assert len(buckets) > 3
+    return base, header.to_bytes(before), buckets
+
+
+@settings(max_examples=60, deadline=None)
+@given(bucket=st.integers(0, 10**6), place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_a_flipped_bit_anywhere_in_a_bucket_is_refused(bucket, place, bit):
+    base, new = some_tensors(1, [(torch.uint8, 900), (torch.bfloat16, 900)], 0.3, 2)
+    header, buckets, (before, _) = delta(base, new, 1200)
+    which = bucket % len(buckets)
+    damaged = bytearray(buckets[which])
+    damaged[place % len(damaged)] ^= 1 << bit
+    buckets[which] = bytes(damaged)
+    with pytest.raises(DeltaError):
+        rebuilt(base, header.to_bytes(before), buckets)
+
+
+def test_a_dropped_a_doubled_and_a_cut_bucket_are_refused_by_name(sent):
+    base, header, buckets = sent
+    for gone in range(len(buckets)):
+        with pytest.raises(DeltaError, match=r"layer\.\d is incomplete"):
+            rebuilt(base, header, buckets[:gone] + buckets[gone + 1 :])
+    with pytest.raises(DeltaError, match="twice"):
+        rebuilt(base, header, [*buckets, buckets[0]])
+    for size in (0, 5, 17, len(buckets[1]) - 1):
+        with pytest.raises(DeltaError, match="cut short"):
+            rebuilt(base, header, [buckets[0], buckets[1][:size], *buckets[2:]])
+
+
+def test_another_base_is_refused_and_another_result_too(sent):
+    base, header, buckets = sent
+    other = {**base, "layer.0": base["layer.0"] + 1}
+    with pytest.raises(DeltaError, match="starts from version 3"):
+        rebuilt(other, header, buckets)
+    manifest = manifest_of(base.items())
+    honest = DeltaHeader.from_bytes(header, manifest)
+    for change, says in [
+        ({"result_digest": manifest_digest(manifest)}, "another manifest"),
+        ({"digests": tuple(b"\0" * 8 for _ in honest.digests)}, "another digest"),
+    ]:
+        lying = dataclasses.replace(honest, **change).to_bytes(manifest)
+        with pytest.raises(DeltaError, match=says):
+            rebuilt(base, lying, buckets)
+    for broken in (b"", b"{}", header[:-5], header.replace(b'"base"', b'"bass"')):
+        with pytest.raises(DeltaError, match="cannot be read"):
+            DeltaHeader.from_bytes(broken, manifest)
+
+
+def test_tensors_of_two_models_make_no_delta():
+    base, new = some_tensors(0, [(torch.uint8, 50), (torch.uint8, 50)], 0.5, 1)
+    with pytest.raises(DeltaError, match="in one version only"):
+        delta(base, {"layer.0": new["layer.0"]})
+    with pytest.raises(DeltaError, match="changed its shape"):
+        delta(base, {**new, "layer.1": new["layer.1"][:40]})
