@@ -6,11 +6,38 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import ray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from k3rl.config import Config
+
+
+class EngineConfig(Config):
+    """What each rollout engine does with its memory and its requests in flight."""
+
+    in_flight: Literal["recompute", "carry"] = "recompute"
+    """What running requests do when the weights change: their states are computed again from their tokens by the new
+    weights, or carried on as the old ones computed them."""
+    memory_mb: int | None = Field(None, ge=1)
+    """Memory of states and latents together; None takes a share of what the machine has free, if it must be bounded."""
+    prefix_cache_mb: int = Field(0, ge=0)
+    """Memory for prefixes of multi-turn requests; 0 turns the prefix cache off."""
+    prefix_host_mb: int = Field(0, ge=0)
+    """Host memory for what leaves the first tier of the prefix cache."""
+    prefix_disk_mb: int = Field(0, ge=0)
+    """Room in files for what leaves memory."""
+    prefix_directory: str | None = None
+    """Where those files go."""
+
+    @model_validator(mode="after")
+    def _tiers_fit(self) -> EngineConfig:
+        if (self.prefix_host_mb or self.prefix_disk_mb) and not self.prefix_cache_mb:
+            raise ValueError("prefix_host_mb and prefix_disk_mb take what leaves prefix_cache_mb, which is 0; set it")
+        if self.prefix_disk_mb and self.prefix_directory is None:
+            raise ValueError(f"prefix_disk_mb is {self.prefix_disk_mb} without prefix_directory; name a folder")
+        return self
 
 
 class ClusterConfig(Config):
@@ -39,6 +66,7 @@ class ClusterConfig(Config):
     call_timeout_s: float = Field(900.0, gt=0)
     """How long one actor call may take before the run ends with the actor's name."""
     object_store_mb: int = Field(512, ge=100)
+    engine: EngineConfig = EngineConfig()
 
 
 @contextmanager

@@ -245,7 +245,8 @@ def fleet(
             members.learner = Learner(ranks, config.call_timeout_s)
         if rollouts:
             engines = [
-                place(RolloutActor, config.rollout_threads, max_running, seed + i) for i in range(config.rollout_actors)
+                place(RolloutActor, config.rollout_threads, max_running, seed + i, config.engine)
+                for i in range(config.rollout_actors)
             ]
             serving = itertools.cycle(engines)
             environments = [

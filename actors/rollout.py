@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load
 
+from k3rl.actors.cluster import EngineConfig
 from k3rl.actors.publication import Form, Served
 from k3rl.checkpoint import load_checkpoint
 from k3rl.checkpoint.manifest import manifest_digest
 from k3rl.config import K3Error
 from k3rl.data.images import ImageError, ImagePatches, preprocess_files
-from k3rl.engine import Engine
+from k3rl.engine import Engine, PrefixCache
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
@@ -26,11 +28,12 @@ Request = tuple[Sequence[int], SamplingParams] | tuple[Sequence[int], SamplingPa
 class RolloutActor:
     """An asyncio Ray actor. Calls overlap; their requests share the engine's batch."""
 
-    def __init__(self, threads: int, max_running: int, seed: int) -> None:
+    def __init__(self, threads: int, max_running: int, seed: int, config: EngineConfig | None = None) -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
         self._max_running = max_running
         self._seed = seed
+        self._config = config or EngineConfig()
         self._engine: Engine | None = None
         self._futures: dict[Any, asyncio.Future[Completion]] = {}
         self._wake = asyncio.Event()
@@ -44,8 +47,15 @@ class RolloutActor:
         if self._futures:
             raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
         model = load_checkpoint(checkpoint, dtype=getattr(torch, dtype))
+        config = self._config
         self._engine = Engine(
-            model, max_running=self._max_running, seed=self._seed, tokenizer=Tokenizer.load(checkpoint)
+            model,
+            max_running=self._max_running,
+            seed=self._seed,
+            tokenizer=Tokenizer.load(checkpoint),
+            in_flight=config.in_flight,
+            memory_bytes="auto" if config.memory_mb is None else config.memory_mb << 20,
+            prefix_cache=_prefix_cache(config),
         )
         return self._engine.version
 
@@ -125,3 +135,14 @@ class RolloutActor:
     async def rollback(self) -> None:
         """Drops a prepared version; the old one goes on serving."""
         self.engine.abort_weight_update()
+
+
+def _prefix_cache(config: EngineConfig) -> PrefixCache | None:
+    if not config.prefix_cache_mb:
+        return None
+    return PrefixCache.of_bytes(
+        config.prefix_cache_mb << 20,
+        config.prefix_host_mb << 20,
+        disk_bytes=config.prefix_disk_mb << 20,
+        directory=None if config.prefix_directory is None else Path(config.prefix_directory),
+    )

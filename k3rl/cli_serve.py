@@ -28,13 +28,21 @@ def serve(words: Sequence[str]) -> int:
     parser.add_argument("--max-running", type=int, default=64, help="sequences decoded at a time")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--prefix-cache-mb", type=int, default=0, help="memory for prefixes of multi-turn requests")
+    parser.add_argument("--prefix-host-mb", type=int, default=0, help="host memory for what leaves that")
+    parser.add_argument("--prefix-disk-mb", type=int, default=0, help="room in files for what leaves memory")
+    parser.add_argument("--prefix-directory", type=Path, help="where those files go")
+    parser.add_argument("--memory-mb", type=int, help="memory of states; by default a share of what is free")
     arguments = parser.read(words)
     if arguments is None:
         return 0
+    if (arguments.prefix_host_mb or arguments.prefix_disk_mb) and not arguments.prefix_cache_mb:
+        raise ConfigError("the other tiers take what leaves --prefix-cache-mb; give it, too", key="--prefix-cache-mb")
+    if arguments.prefix_disk_mb and arguments.prefix_directory is None:
+        raise ConfigError("--prefix-disk-mb needs --prefix-directory", key="--prefix-directory")
     if not (arguments.checkpoint / "config.json").is_file():
         raise ConfigError(f"{arguments.checkpoint} holds no checkpoint (no config.json)", key="checkpoint")
     try:
-        from k3rl.engine import server
+        from k3rl.engine import PrefixCache, server
     except ModuleNotFoundError as error:
         raise MissingResource(f"serving needs the package {error.name}; install k3rl[dashboard]") from error
     token = os.environ.get(TOKEN_VARIABLE)
@@ -53,6 +61,16 @@ def serve(words: Sequence[str]) -> int:
         token=token,
         max_running=arguments.max_running,
         threads=arguments.threads,
-        prefix_cache_bytes=arguments.prefix_cache_mb * 2**20,
+        prefix_cache=lambda: (
+            PrefixCache.of_bytes(
+                arguments.prefix_cache_mb << 20,
+                arguments.prefix_host_mb << 20,
+                disk_bytes=arguments.prefix_disk_mb << 20,
+                directory=arguments.prefix_directory,
+            )
+            if arguments.prefix_cache_mb
+            else None
+        ),
+        memory_bytes="auto" if arguments.memory_mb is None else arguments.memory_mb << 20,
     )
     return 0

@@ -26,6 +26,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +41,8 @@ _MAGIC, _CHECK, _PREFIX = b"K3DELTA1", 8, 8  # bytes of a bucket's check, and of
 _STEPS, _SPARSE, _PLANES, _PLAIN = 0, 1, 2, 3
 _MAX_WORDS = 1 << 22  # of a record: what a decoder unpacks at a time
 _EXPONENT = {2: 7, 4: 23, 8: 52}  # its lowest bit, by element size; bf16's of two bytes
-_UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-_SIGNED = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 
 
 class DeltaError(K3Error, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -60,9 +61,11 @@ def copy_with(model: K3ForCausalLM, changed: Iterable[tuple[str, Tensor]]) -> K3
     """
     copy = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device)
     with torch.no_grad():
-        for own, other in zip(copy.parameters(), model.parameters(), strict=True):
-            own.copy_(other)
-        for own, other in zip(copy.buffers(), model.buffers(), strict=True):
+        for own, other in zip(
+            itertools.chain(copy.parameters(), copy.buffers()),
+            itertools.chain(model.parameters(), model.buffers()),
+            strict=True,
+        ):
             own.copy_(other)
     copy.stored_blocks.update(model.stored_blocks)  # bytes that nobody writes to
     parameters, base = dict(copy.official_parameters()), StoredView(model)

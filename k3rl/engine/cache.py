@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from k3rl.engine.memory import states_budget
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix import FixedState, Hit, Part
 from k3rl.model import Cache, K3ForCausalLM
@@ -30,15 +31,28 @@ class MemoryPlan:
     page: int
 
     @classmethod
+    def when_needed(
+        cls, model: K3ForCausalLM, memory: int | Literal["auto"] | None, max_rows: int, max_context: int, page: int
+    ) -> MemoryPlan | None:
+        """`of`, with "auto" a share of what is free; None when nothing is bounded or "auto" leaves room for all."""
+        if memory is None:
+            return None
+        if memory != "auto":
+            return cls.of(model, memory, max_rows, max_context, page)
+        budget = states_budget(model)
+        slot, token = state_bytes(model)
+        if (max_rows + 1) * (slot + max_context * token) <= budget:
+            return None
+        return cls.of(model, budget, max_rows, max_context, page)
+
+    @classmethod
     def of(cls, model: K3ForCausalLM, memory_bytes: int, max_rows: int, max_context: int, page: int) -> MemoryPlan:
         """As many rows as leave pages for one request of `max_context` tokens, `max_rows` at most.
 
         Raises ValueError when the memory cannot hold one such request.
         """
-        cache = model.new_cache(1)
-        cache.reserve(1)
-        slot = sum(_bytes(cache.recurrent(n)) + _bytes(cache.conv(n)) for n in model.config.kda_layers)
-        page_bytes = page * sum(_bytes(cache.latent(n, 1)) for n in model.config.mla_layers)
+        slot, token = state_bytes(model)
+        page_bytes = page * token
         least = -(-max_context // page)
         rows = max_rows if not slot else min(max_rows, (memory_bytes - least * page_bytes) // slot - 1)
         if rows < 1:
@@ -48,6 +62,14 @@ class MemoryPlan:
             )
         pages = (memory_bytes - (rows + 1) * slot) // page_bytes if page_bytes else (rows + 1) * least
         return cls(rows, pages, page)
+
+
+def state_bytes(model: K3ForCausalLM) -> tuple[int, int]:
+    """(bytes of a row's KDA states, bytes of a token's latents)."""
+    cache = model.new_cache(1)
+    cache.reserve(1)
+    slot = sum(_bytes(cache.recurrent(n)) + _bytes(cache.conv(n)) for n in model.config.kda_layers)
+    return slot, sum(_bytes(cache.latent(n, 1)) for n in model.config.mla_layers)
 
 
 class StatePool:

@@ -4,9 +4,9 @@ A step computes at most `prefill_tokens` tokens of waiting prompts in one packed
 in another, and samples once over both. Rows that end leave at once and waiting requests take their place.
 Single-threaded: whoever drives it calls `step` in a loop and may submit, abort, pause or update weights in between.
 
-State across a weight update: running requests keep their KDA and MLA states, computed by the old weights, and go
-on under the new ones; a completion names the versions of its first and last token. Prompts that nothing has been
-sampled from yet start over under the new weights.
+State across a weight update: the states of running requests are computed again from their tokens by the new weights,
+or, with `in_flight="carry"`, they go on with what the old ones computed; a completion names the versions of its first
+and last token. Prompts that nothing has been sampled from yet start over under the new weights either way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,12 +25,14 @@ from torch import Tensor
 from k3rl.data.images import ImagePatches
 from k3rl.engine import diagnose, sampler
 from k3rl.engine.cache import MemoryPlan, StatePool
+from k3rl.engine.counters import EngineCounters
 from k3rl.engine.grammar import DeadEnd, Grammars, constrain
 from k3rl.engine.images import Features, Placed, image_inputs
 from k3rl.engine.prefix import Hit, PrefixCache
 from k3rl.engine.prompts import checked_prompt
 from k3rl.engine.protocol import (
     EngineError,
+    InFlight,
     InvalidRequest,
     NonFiniteLogits,
     Outcome,
@@ -43,19 +46,6 @@ from k3rl.engine.weights import DeltaUpdate, DirectoryUpdate, WeightReceiver, We
 from k3rl.model import K3ForCausalLM
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, SamplingParams, StopReason
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Sums since the engine started."""
-
-    steps: int = 0
-    prefilled_tokens: int = 0  # prompt tokens computed; a prompt shared by a group counts once
-    sampled_tokens: int = 0
-    preempted: int = 0  # requests that gave up their row for want of memory
-    prefill_s: float = 0.0  # inside the model
-    decode_s: float = 0.0  # inside the model
-    step_s: float = 0.0  # whole steps
 
 
 @dataclass(slots=True)
@@ -89,7 +79,10 @@ class Engine:
     them.
     memory_bytes: what states and latents may take together. Latents then live in pages of `page_tokens`, there are as
     many rows as leave room for one longest request, requests are admitted by the pages left, and the youngest are
-    preempted (and go on with the same tokens) when running ones need them. None: `max_running` is the only limit.
+    preempted (and go on with the same tokens) when running ones need them; how many are admitted follows from how
+    often that happened (`throttle.py`). "auto": a share of what the machine has free, when `max_running` requests of
+    `max_context` tokens could take more than that. None: `max_running` is the only limit.
+    in_flight: what running requests do when the weights change: recompute their states, or carry them on.
     """
 
     def __init__(
@@ -104,19 +97,19 @@ class Engine:
         version: int = 0,
         tokenizer: Tokenizer | None = None,
         prefix_cache: PrefixCache | None = None,
-        memory_bytes: int | None = None,
+        memory_bytes: int | Literal["auto"] | None = "auto",
         page_tokens: int = 64,
+        in_flight: InFlight = "recompute",
     ) -> None:
         config = model.config
+        self._in_flight = in_flight
         self.model, self.max_context = model, max_context or config.max_position_embeddings
         if self.max_context > config.max_position_embeddings:
             raise ValueError(f"max_context is {max_context}; the model allows {config.max_position_embeddings}")
         self.seed, self._version, self._tokenizer = seed, version, tokenizer
         self.counters, self._grammars = EngineCounters(), Grammars(tokenizer, config.vocab_size)
-        plan = None
-        if memory_bytes is not None:
-            plan = MemoryPlan.of(model, memory_bytes, max_running, self.max_context, page_tokens)
-            max_running = plan.rows
+        plan = MemoryPlan.when_needed(model, memory_bytes, max_running, self.max_context, page_tokens)
+        max_running = max_running if plan is None else plan.rows
         self._scheduler = Scheduler(max_running, prefill_tokens, None if plan is None else plan.pages, page_tokens)
         self._pool = StatePool(model, max_running, poison, plan)
         self._table = RowTable(max_running, (len(config.moe_layers), config.num_experts_per_token))
@@ -259,6 +252,7 @@ class Engine:
         victims = self._scheduler.overcommitted()
         if victims:
             self._preempt(victims)
+            self.counters.preempted += len(victims)
         if self._scheduler.spare is None:
             self._drop_spare()
         plan = self._scheduler.plan(admit, self._cached if self.prefix_cache is not None else None)
@@ -376,11 +370,13 @@ class Engine:
     def _keep_turns(self, prefix: PrefixCache, ended: list[tuple[int, Outcome]]) -> None:
         """Gives the states of rows that end well to the prefix cache: all tokens but the last, which was not read.
 
-        A row that went on after a weight update has states of two versions and is not kept.
+        A row that was carried over a weight update has states of two versions and is not kept.
         """
         for number, outcome in ended:
             row = self._scheduler.row_of.get(number)
-            if row is None or isinstance(outcome, EngineError) or self._table.first_version[row] != self._version:
+            if row is None or isinstance(outcome, EngineError):
+                continue
+            if self._in_flight == "carry" and self._table.first_version[row] != self._version:
                 continue
             request = self._requests[number]
             ids = np.concatenate([request.prompt, self._table.tokens[row, : self._table.count[row] - 1]])
@@ -436,9 +432,10 @@ class Engine:
             del self._requests[number]
         self._ended += ended
 
-    def _preempt(self, victims: list[int]) -> None:
-        """Running requests lose their rows and wait, with what they have sampled, to be computed again."""
-        if self.prefix_cache is not None:
+    def _preempt(self, victims: list[int], keep: bool = True) -> int:
+        """Running requests, the youngest first, lose their rows and wait, with what they have sampled, to be computed
+        again; how many tokens that is. keep: their states are of use to the prefix cache."""
+        if keep and self.prefix_cache is not None:
             self._keep_turns(self.prefix_cache, [(number, self._aborted(number)) for number in victims])
         waiting = []
         for number in victims:
@@ -448,7 +445,7 @@ class Engine:
             waiting.append((number, len(request.prompt) + len(progress.tokens)))
         used = len(self._scheduler.occupants)
         self._close_holes(self._scheduler.preempt(waiting), used)
-        self.counters.preempted += len(victims)
+        return sum(length for _, length in waiting)
 
     def _close_holes(self, moves: list[tuple[int, int]], used: int) -> None:
         """Follows the scheduler's moves and frees the rows behind the last one in use; `used` were in use before."""
@@ -529,6 +526,9 @@ class Engine:
         Raises WeightUpdateError and drops the update, as `verify_weight_update` does or for another version.
         """
         self.model, self._version = self._receiver.take(version, self.model), version
+        if self._in_flight == "recompute":
+            running = sorted(self._scheduler.row_of, reverse=True)
+            self.counters.recomputed_tokens += self._preempt(running, keep=False)
         self._scheduler.restart()
         self._drop_spare()
         if self.prefix_cache is not None:

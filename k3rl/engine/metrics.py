@@ -5,7 +5,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from k3rl.engine.disk_tier import DiskTier
+from k3rl.engine.engine import Engine
+
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+def engine_counters(engine: Engine) -> dict[str, tuple[str, float]]:
+    """name -> (help, value) of what an engine and its prefix cache have counted since they started."""
+    sums, prefix = engine.counters, engine.prefix_cache
+    found = {
+        "k3rl_engine_steps_total": ("Engine steps.", float(sums.steps)),
+        "k3rl_engine_step_seconds_total": ("Seconds inside engine steps.", sums.step_s),
+        "k3rl_engine_prefilled_tokens_total": ("Prompt tokens computed.", float(sums.prefilled_tokens)),
+        "k3rl_engine_sampled_tokens_total": ("Tokens sampled.", float(sums.sampled_tokens)),
+        "k3rl_engine_preempted_total": ("Requests that gave up their row for want of memory.", float(sums.preempted)),
+        "k3rl_engine_recomputed_tokens_total": (
+            "Tokens computed again because the weights changed.",
+            float(sums.recomputed_tokens),
+        ),
+    }
+    if prefix is not None:
+        found["k3rl_prefix_lookups_total"] = ("Prompts looked up.", float(prefix.counters.lookups))
+        found["k3rl_prefix_hits_total"] = ("Prompts that began with a checkpoint.", float(prefix.counters.hits))
+        for tier in prefix.tiers:
+            if isinstance(tier, DiskTier):
+                dropped, damaged = tier.counters.dropped, tier.counters.damaged
+                found["k3rl_prefix_disk_dropped_total"] = ("Checkpoints that the disk refused.", float(dropped))
+                found["k3rl_prefix_disk_damaged_total"] = ("Files not as they were written.", float(damaged))
+    return found
 
 
 class Histogram:

@@ -7,7 +7,8 @@ together, or it is no hit. Checkpoints are copied in and copied out and never wr
 
 Identity is a hash chain over blocks of token ids, rooted in the weight version and the request's salt: equal digests
 mean equal tokens from the first one on. The least recently used checkpoint leaves first, to the next tier if there is
-one. A tier is anything that keeps checkpoints whole; `MemoryTier` is one in memory of this process.
+one. A tier is anything that keeps checkpoints whole; `MemoryTier` is one in memory of this process, `DiskTier` of
+`disk_tier.py` one in files.
 
 Letters: L layers of one kind, n tokens, M MoE layers, k experts per token.
 """
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -87,9 +89,29 @@ class Chain:
             digests.append(_digest(digests[-1] + ids[start : start + block].tobytes()))
         return cls(tuple(digests), ids, block)
 
+    def key(self, length: int) -> tuple[bytes, bytes]:
+        """The name of the checkpoint of the first `length` tokens: (digest of its whole blocks, the ids behind)."""
+        blocks = length // self.block
+        return self.digests[blocks], self.ids[blocks * self.block : length].tobytes()
+
     def tail(self, blocks: int) -> bytes:
         """The ids behind the first `blocks` blocks."""
         return self.ids[blocks * self.block :].tobytes()
+
+
+def longest_tail(
+    chain: Chain, tails: Mapping[bytes, Sequence[bytes]], usable: Callable[[tuple[bytes, bytes]], bool]
+) -> int:
+    """Tokens of the longest usable checkpoint that the chain begins with. tails: digest -> the rests behind it."""
+    for blocks in range(len(chain.digests) - 1, -1, -1):
+        found = tails.get(chain.digests[blocks])
+        if not found:
+            continue
+        wanted = chain.tail(blocks)
+        for tail in sorted(found, key=len, reverse=True):
+            if wanted.startswith(tail) and usable((chain.digests[blocks], tail)):
+                return blocks * chain.block + len(tail) // chain.ids.itemsize
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,22 +215,15 @@ class MemoryTier:
         return len(self._checkpoints)
 
     def longest(self, chain: Chain, need_routes: bool) -> int:
-        for blocks in range(len(chain.digests) - 1, -1, -1):
-            tails = self._tails.get(chain.digests[blocks])
-            if not tails:
-                continue
-            wanted = chain.tail(blocks)
-            for tail in sorted(tails, key=len, reverse=True):
-                held = self._checkpoints[chain.digests[blocks], tail]
-                whole = len(held.chain.ids) == len(chain.ids)
-                usable = (not whole or held.fixed.hidden is not None) and (held.has_routes or not need_routes)
-                if usable and wanted.startswith(tail):
-                    return len(held.chain.ids)
-        return 0
+        def usable(key: tuple[bytes, bytes]) -> bool:
+            held = self._checkpoints[key]
+            whole = len(held.chain.ids) == len(chain.ids)
+            return (not whole or held.fixed.hidden is not None) and (held.has_routes or not need_routes)
+
+        return longest_tail(chain, self._tails, usable)
 
     def read(self, chain: Chain, length: int) -> Hit | None:
-        blocks = length // chain.block
-        key = (chain.digests[blocks], chain.ids[blocks * chain.block : length].tobytes())
+        key = chain.key(length)
         held = self._checkpoints.get(key)
         if held is None:
             return None
@@ -216,8 +231,8 @@ class MemoryTier:
         return self._hit(held)
 
     def put(self, chain: Chain, source: Source) -> None:
-        digest = chain.digests[-1]
-        key = (digest, chain.tail(len(chain.digests) - 1))
+        key = chain.key(len(chain.ids))
+        digest = key[0]
         held = self._checkpoints.get(key)
         if held is not None:
             self._checkpoints.move_to_end(key)
@@ -340,11 +355,27 @@ class PrefixCache:
     counters: PrefixCounters = field(default_factory=PrefixCounters)
 
     @classmethod
-    def of_bytes(cls, device_bytes: int, host_bytes: int = 0, block: int = 128) -> PrefixCache:
-        """A tier beside the model and, with `host_bytes`, one in host memory that takes what leaves the first."""
-        host = MemoryTier(host_bytes, device="cpu") if host_bytes else None
-        first = MemoryTier(device_bytes, below=host)
-        return cls([first] if host is None else [first, host], block)
+    def of_bytes(
+        cls,
+        device_bytes: int,
+        host_bytes: int = 0,
+        block: int = 128,
+        *,
+        disk_bytes: int = 0,
+        directory: Path | None = None,
+    ) -> PrefixCache:
+        """A tier beside the model and, as asked for, one in host memory that takes what leaves the first, and one in
+        files below `directory` that takes what leaves memory."""
+        tiers: list[Tier] = []
+        if disk_bytes:
+            from k3rl.engine.disk_tier import DiskTier
+
+            if directory is None:
+                raise ValueError(f"disk_bytes is {disk_bytes} and no directory is given; name one for the files")
+            tiers.append(DiskTier(directory, disk_bytes))
+        if host_bytes:
+            tiers.insert(0, MemoryTier(host_bytes, device="cpu", below=tiers[0] if tiers else None))
+        return cls([MemoryTier(device_bytes, below=tiers[0] if tiers else None), *tiers], block)
 
     def find(self, ids: np.ndarray, version: int, salt: str, need_routes: bool) -> Hit | None:
         """The longest checkpoint that ids int64 [T] begin with under these weights and this salt, or None."""

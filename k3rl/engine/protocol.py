@@ -15,6 +15,7 @@ from k3rl.data.images import ImagePatches
 from k3rl.types import Completion, SamplingParams
 
 PauseMode: TypeAlias = Literal["keep", "abort", "wait"]
+InFlight: TypeAlias = Literal["recompute", "carry"]
 
 
 class EngineError(K3Error):

@@ -3,11 +3,11 @@
 A request's draws come from a counter-based hash, so that they do not change with the batch it runs in, its row,
 or the order of arrival. A token is drawn by inverting the cumulative distribution in id order.
 
-Rules: biases are added to the logits first; -inf takes a token out, and so does a constraint. Temperature 0 takes the largest logit (the lowest
-id among equals), ignores min-p, top-k and top-p, and reports logprobs at temperature 1. Otherwise min-p keeps what has
-at least that share of the largest probability, top-k the k largest logits of those, then top-p the smallest set of
-the rest whose renormalized mass reaches p; among equal logits the lower id goes first. The logprob is that of the
-renormalized kept set at the request's temperature.
+Rules: biases are added to the logits first; -inf takes a token out, and so does a constraint. Temperature 0 takes the
+largest logit (the lowest id among equals), ignores min-p, top-k and top-p, and reports logprobs at temperature 1.
+Otherwise min-p keeps what has at least that share of the largest probability, top-k the k largest logits of those, then
+top-p the smallest set of the rest whose renormalized mass reaches p; among equal logits the lower id goes first. The
+logprob is that of the renormalized kept set at the request's temperature.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from k3rl.engine.throttle import Throttle
+
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
@@ -71,6 +73,7 @@ class Scheduler:
         self.occupants: list[int | PromptGroup] = []  # of rows 0..n-1: a running request, or a prefilling group
         self.row_of: dict[int, int] = {}  # running requests
         self.pages, self.page = pages, page
+        self.throttle = None if pages is None else Throttle(pages)
         self.tokens: dict[int, int] = {}  # of running requests: tokens in their state
 
     @property
@@ -124,7 +127,11 @@ class Scheduler:
 
         Call `preempt` with them.
         """
-        if self.pages is None or self._promised() <= self.pages:
+        if self.throttle is None or self.pages is None:
+            return []
+        if self._promised() <= self.pages:
+            if self.num_waiting:
+                self.throttle.waited()
             return []
         if self.spare is not None:
             self._requeue_spare()
@@ -135,6 +142,8 @@ class Scheduler:
                 break
             victims.append(request)
             excess -= self._pages(self.tokens[request] + 1)
+        if victims:
+            self.throttle.preempted()
         return victims
 
     def preempt(self, requests: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -194,8 +203,11 @@ class Scheduler:
         return groups + running + (self._pages(self.spare.length) if self.spare is not None else 0)
 
     def _room(self, tokens: int) -> bool:
-        """Whether so many tokens more can be promised."""
-        return self.pages is None or self._promised() + self._pages(tokens) <= self.pages
+        """Whether so many tokens more can be promised: within the throttle beside others, within everything alone."""
+        if self.throttle is None:
+            return True
+        limit = self.throttle.limit if self.occupants else self.throttle.pages
+        return self._promised() + self._pages(tokens) <= limit
 
     # ---- rows
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import uvicorn
@@ -33,7 +33,7 @@ from k3rl.data.images import ImageError, ImagePatches, preprocess_files
 from k3rl.engine import openai
 from k3rl.engine.driver import EngineDriver, Stream, Tokens
 from k3rl.engine.engine import Engine
-from k3rl.engine.metrics import ServerMetrics
+from k3rl.engine.metrics import ServerMetrics, engine_counters
 from k3rl.engine.openai import ChatRequest, Choice, RequestError, TextRequest
 from k3rl.engine.prefix import PrefixCache
 from k3rl.engine.protocol import EngineError, InvalidRequest
@@ -104,7 +104,8 @@ def serve_checkpoint(
     token: str,
     max_running: int = 64,
     threads: int = 1,
-    prefix_cache_bytes: int = 0,
+    prefix_cache: Callable[[], PrefixCache | None] = lambda: None,
+    memory_bytes: int | Literal["auto"] | None = "auto",
 ) -> None:
     """Serves a checkpoint in the official layout until interrupted. Raises CheckpointError when it cannot be read."""
     tokenizer = Tokenizer.load(directory)
@@ -112,8 +113,13 @@ def serve_checkpoint(
 
     def load() -> Engine:
         model = load_checkpoint(directory, dtype=torch.float32)
-        cache = PrefixCache.of_bytes(prefix_cache_bytes) if prefix_cache_bytes else None
-        return Engine(model, max_running=max_running, tokenizer=tokenizer, prefix_cache=cache)
+        return Engine(
+            model,
+            max_running=max_running,
+            tokenizer=tokenizer,
+            prefix_cache=prefix_cache(),
+            memory_bytes=memory_bytes,
+        )
 
     serve(create_app(load, tokenizer, model_name=directory.resolve().name, token=token), host, port)
 
@@ -215,17 +221,7 @@ class Server:
             "k3rl_in_flight_samples": ("Samples of unanswered requests.", float(self._in_flight)),
             "k3rl_weight_version": ("Version that samples the next token.", float(engine.version)),
         }
-        sums, prefix = engine.counters, engine.prefix_cache
-        counters = {
-            "k3rl_engine_steps_total": ("Engine steps.", float(sums.steps)),
-            "k3rl_engine_step_seconds_total": ("Seconds inside engine steps.", sums.step_s),
-            "k3rl_engine_prefilled_tokens_total": ("Prompt tokens computed.", float(sums.prefilled_tokens)),
-            "k3rl_engine_sampled_tokens_total": ("Tokens sampled.", float(sums.sampled_tokens)),
-        }
-        if prefix is not None:
-            counters["k3rl_prefix_lookups_total"] = ("Prompts looked up.", float(prefix.counters.lookups))
-            counters["k3rl_prefix_hits_total"] = ("Prompts that began with a checkpoint.", float(prefix.counters.hits))
-        text = self.metrics.text(gauges, counters)
+        text = self.metrics.text(gauges, engine_counters(engine))
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     # ---- completions

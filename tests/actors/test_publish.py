@@ -1,4 +1,4 @@
-"""Publishing over a real Ray: deltas where the base is known, the whole version where it is not or a delta is refused."""
+"""Publishing over a real Ray: deltas where the base is known, else, and after a refusal, the whole version."""
 
 from __future__ import annotations
 

@@ -137,8 +137,9 @@ def test_a_shared_checkpoint_is_never_written_to(model):
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
 
 
-def test_a_weight_switch_leaves_nothing_of_the_old_weights(model, build_model):
-    engine, other = cached_engine(model), build_model(seed=9)
+@pytest.mark.parametrize("in_flight", ["carry", "recompute"])
+def test_a_weight_switch_leaves_nothing_of_the_old_weights(model, build_model, in_flight):
+    engine, other = cached_engine(model, in_flight=in_flight), build_model(seed=9)
     prompt = list(range(1, 14))
     engine.generate([prompt], params())
     tensors = dict(official_tensors(other))
@@ -150,10 +151,12 @@ def test_a_weight_switch_leaves_nothing_of_the_old_weights(model, build_model):
     assert len(engine.prefix_cache.tiers[0]) == 0
     (mixed,) = (got for number, got in engine.drain() if number == running)
     assert (mixed.first_version, mixed.weight_version) == (0, 1)
-    assert len(engine.prefix_cache.tiers[0]) == 0, "its states are of two versions"
-    (got,) = engine.generate([[*prompt, 2]], params())
-    assert got.cached_tokens == 0
-    (expected,) = Engine(engine.model).generate([[*prompt, 2]], params())
+    kept = len(engine.prefix_cache.tiers[0])
+    assert (kept == 0) == (in_flight == "carry"), "carried states are of two versions, computed ones of the new one"
+    longer = [*prompt, 2, *mixed.token_ids, 7]
+    (got,) = engine.generate([longer], params())
+    assert (got.cached_tokens > 0) == (in_flight == "recompute")
+    (expected,) = Engine(engine.model).generate([longer], params())
     expect(got, list(expected.token_ids), list(expected.logprobs))
 
 

@@ -180,7 +180,7 @@ def test_the_handshake_names_what_differs(model, build_model, stored):
 
 def test_running_requests_carry_their_state_and_record_the_span(model, build_model, stored):
     """The reference: the first model's cache after 3 sampled tokens, continued by hand with the second model."""
-    engine = Engine(model)
+    engine = Engine(model, in_flight="carry")
     number = engine.submit(PROMPT, SamplingParams(max_tokens=8, temperature=0))
     for _ in range(3):
         assert engine.step() == []
@@ -198,6 +198,28 @@ def test_running_requests_carry_their_state_and_record_the_span(model, build_mod
             np.testing.assert_allclose(completion.logprobs[step], float(logprobs.max()), atol=1e-9, rtol=0)
             read = ids[-1:]
     assert list(completion.token_ids) == ids
+
+
+def test_running_requests_are_recomputed_by_the_new_weights(model, stored, run_teacher_forced):
+    """The reference: one pass of each model over the tokens; after the switch the second one's logprobs hold alone."""
+    engine = Engine(model, poison=True, max_running=3, prefill_tokens=5)
+    group = [engine.submit(PROMPT, SamplingParams(max_tokens=8, seed=seed)) for seed in range(4)]
+    for _ in range(3):
+        engine.step()
+    before = [len(engine.sampled(number)[0]) for number in group]
+    assert before == [3, 3, 3, 0]
+    publish(engine, 1, stored)
+    outcomes = dict(engine.drain())
+    assert engine.counters.recomputed_tokens == 3 * (len(PROMPT) + 3)
+    assert engine.counters.preempted == 0
+    for number, count in zip(group, before, strict=True):
+        got = outcomes[number]
+        assert (got.first_version, got.weight_version, len(got.token_ids)) == (0 if count else 1, 1, 8)
+        for first, last, weights in ((0, count, model), (count, 8, engine.model)):
+            logits, _ = run_teacher_forced(weights, [*PROMPT, *got.token_ids])
+            rows = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+            expected = rows[range(8), list(got.token_ids)][first:last]
+            np.testing.assert_allclose(got.logprobs[first:last], expected, atol=1e-9, rtol=0)
 
 
 def test_prompts_not_sampled_from_yet_start_over_under_the_new_weights(model, stored):

@@ -1,0 +1,62 @@
+"""How much memory an engine may take for states when nobody says so: what the device or the machine has free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from k3rl.model import K3ForCausalLM
+
+SHARE = 0.5  # of what is free, when nobody says how much memory states may take
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def states_budget(model: K3ForCausalLM, share: float = SHARE) -> int:
+    """Bytes that states may take beside `model` and the second one that a weight update builds: a share of the rest."""
+    second = sum(parameter.nbytes for parameter in model.parameters())
+    return max(0, int(share * (free_bytes(model.device) - second)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had on the device; on the CPU, what the machine and this process's control group leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _available()
+    for limit, usage, cache in _CGROUPS:
+        left = _group_left(Path(limit), Path(usage), cache)
+        if left is not None:
+            free = min(free, left)
+    return free
+
+
+def _available() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _group_left(limit: Path, usage: Path, cache: str) -> int | None:
+    """What a control group leaves, file pages that can be dropped counted as free; None without a limit."""
+    if not limit.is_file() or not usage.is_file():
+        return None
+    text = limit.read_text(encoding="ascii").strip()
+    if not text.isdecimal():
+        return None
+    used = int(usage.read_text(encoding="ascii"))
+    stat = limit.with_name("memory.stat")
+    if stat.is_file():
+        rows = (line.split() for line in stat.read_text(encoding="ascii").splitlines())
+        used -= next((int(row[1]) for row in rows if row[0] == cache), 0)
+    return max(0, int(text) - used)
