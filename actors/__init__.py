@@ -1,7 +1,8 @@
 """The Ray actors of a run, and what starts and stops them.
 
 `cluster.py` starts or joins Ray, `placement.py` reserves resources or says what is missing, one file each for the
-learner, rollout, environment, reward and weight-publishing actors, and `fleet.py` holds them all for a pipeline.
+learner, rollout, environment, reward and weight-publishing actors (`publication.py` is what is published), and
+`fleet.py` holds them all for a pipeline.
 No algorithm lives here; loops are in `k3rl.pipelines`.
 """
 

@@ -3,9 +3,9 @@
     python benchmarks/in_flight.py --checkpoint DIR [--lr 1e-3 1e-4] [--requests 32] [--switch 32] [--out FILE] [--json]
 
 Requests on prompts of `coding-lists` are sampled for `--switch` tokens; then the learner takes one optimizer step at
-the learning rate of the row, the engine switches, and sampling goes on. `mean_abs`, `max_abs` and `kl` compare, over the
-tokens sampled after the switch, the sampler's logprobs with the learner's recomputation under the new weights (kl is
-the mean of exp(d) - 1 - d, d = learner - sampler, in nats); `by_distance` gives mean_abs by tokens since the switch.
+the learning rate of the row, the engine switches, and sampling goes on. `mean_abs`, `max_abs` and `kl` compare, over
+the tokens sampled after the switch, the sampler's logprobs with the learner's recomputation under the new weights (kl
+is the mean of exp(d) - 1 - d, d = learner - sampler, in nats); `by_distance` gives mean_abs by tokens since the switch.
 `step_abs` is how far the step itself moved those tokens' logprobs. `recomputed_tokens` is the cost, `ours_ms` the time
 from the switch to the end.
 Advantages are drawn at random: Muon's step has the same size whatever they are. The `no switch` row is the floor.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -98,11 +98,15 @@ def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumu
     return metrics
 
 
-def add_published(metrics: Accumulator, published: Mapping[str, float]) -> None:
-    """What the last publication of weights cost, and whether learner and engines agree after it."""
-    metrics.add("mismatch/canary", published["canary"])
-    for name in ("bytes", "bytes_full", "deltas", "refused"):
-        metrics.add(f"publish/{name}", published[name])
+def add_published(metrics: Accumulator, published: dict[str, float]) -> None:
+    """What the publication since the last step cost, and whether engines agree after it; nothing without one.
+
+    Takes those figures out of `published`, so that no step reports another one's.
+    """
+    if "canary" in published:
+        metrics.add("mismatch/canary", published.pop("canary"))
+        for name in ("bytes", "bytes_full", "deltas", "refused"):
+            metrics.add(f"publish/{name}", published.pop(name))
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:

@@ -39,7 +39,7 @@ BUCKET_BYTES = 64 << 20
 _RECORD = struct.Struct("<BBQII")  # element size, coding, first word, words, bytes of the record's body
 _MAGIC, _CHECK, _PREFIX = b"K3DELTA1", 8, 8  # bytes of a bucket's check, and of each tensor's digest
 _STEPS, _SPARSE, _PLANES, _PLAIN = 0, 1, 2, 3
-_MAX_WORDS = 1 << 22  # of a record: what a decoder unpacks at a time
+_MAX_WORDS = 1 << 20  # of a record: what a decoder unpacks at a time
 _EXPONENT = {2: 7, 4: 23, 8: 52}  # its lowest bit, by element size; bf16's of two bytes
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
@@ -144,10 +144,14 @@ def _moved(old: np.ndarray, distance: np.ndarray) -> np.ndarray:
 
 
 def _encoded(old: np.ndarray, new: np.ndarray) -> tuple[int, bytes]:
-    """(coding, body) of a stretch of words, the smallest there is."""
+    """(coding, body) of a stretch of words: the smallest of those that may be, which depends on how much changed."""
     distance = _distance(old, new)
-    forms = [(_PLANES, zlib.compress(_planes(distance))), (_PLAIN, zlib.compress(_planes(new)))]
-    forms.append((_SPARSE, _sparse(distance)) if old.itemsize == 1 else (_STEPS, _steps(distance[_by_exponent(old)])))
+    forms = [(_SPARSE, _sparse(distance)) if old.itemsize == 1 else (_STEPS, _steps(distance[_by_exponent(old)]))]
+    share = np.count_nonzero(distance) / len(distance)
+    if share > 0.1:
+        forms.append((_PLANES, zlib.compress(_planes(distance))))
+    if share > 0.8:
+        forms.append((_PLAIN, zlib.compress(_planes(new))))
     return min(forms, key=lambda form: len(form[1]))
 
 

@@ -141,6 +141,13 @@ def assign_official_tensors(model: K3ForCausalLM, mapping: Mapping[str, Tensor])
     _commit(model, values)
 
 
+def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
+    """`assign_official_tensors` for a model that nobody uses yet: a stack of tensors at a time, so that no third copy
+    is made; after an error the model is of no use."""
+    for item in _decode(model, mapping):
+        _commit(model, [item])
+
+
 class _Value:
     """One parameter's new value [its shape], and the packed bytes it came from, if any."""
 
@@ -332,8 +339,7 @@ def load_checkpoint(
     _check_preprocessor(path / PREPROCESSOR, config)
     files = StoredFiles(path)
     model = K3ForCausalLM(as_stored(config, files.keys()), dtype=dtype, device=device)
-    for item in _decode(model, files):
-        _commit(model, [item])
+    fill(model, files)
     return model
 
 

@@ -73,7 +73,7 @@ def copy_with(model: K3ForCausalLM, changed: Iterable[tuple[str, Tensor]]) -> K3
 
     def flush() -> None:
         for expert, parts in waiting.items():
-            packed, scale = (parts.get(part, base[expert + part]) for part in (_PACKED, _SCALE))
+            packed, scale = (parts[part] if part in parts else base[expert + part] for part in (_PACKED, _SCALE))
             parameter = parameters[expert]
             _check_packed(expert, parameter, packed, scale)
             value = mx.dequantize_mxfp4(packed, scale, parameter.dtype)

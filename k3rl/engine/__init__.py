@@ -1,11 +1,12 @@
 """Inference: tokens in, sampled tokens with logprobs, routes and weight version out.
 
 `Engine` runs a model of this process; `RolloutEngine` is the protocol it keeps. `scheduler.py` decides what a step
-computes, `cache.py` holds the model's states (`paged.py`: in bounded memory), `prefix.py` those of earlier prefixes,
-`rows.py` what is known of each row, `sampler.py` draws, `stopping.py` finds stop strings, `weights.py` receives new
-versions, `prompts.py` checks prompts, `images.py` puts images into them, `diagnose.py` finds where a NaN came from.
-`server.py` serves an engine over HTTP in the dialects of `openai.py`, stepped by `driver.py`, counted by `metrics.py`;
-it is imported by whoever serves, not here.
+computes and `throttle.py` how many are let in, `cache.py` holds the model's states (`paged.py`: in bounded memory,
+`memory.py`: how much of it), `prefix.py` those of earlier prefixes (`disk_tier.py`: in files), `rows.py` what is known
+of each row, `prompts.py` checks prompts, `images.py` puts images into them, `sampler.py` draws, `grammar.py` keeps text
+to a schema or grammar, `stopping.py` finds stop strings, `weights.py` receives new versions, `diagnose.py` finds where
+a NaN came from, `counters.py` is what an engine counts. `server.py` serves an engine over HTTP in the dialects of
+`openai.py`, stepped by `driver.py`, counted by `metrics.py`; it is imported by whoever serves, not here.
 Nothing here trains, and nothing knows of actors or environments.
 """
 
@@ -21,10 +22,11 @@ from k3rl.engine.protocol import (
     UnknownRequest,
     WeightUpdateError,
 )
-from k3rl.types import Completion, SamplingParams, StopReason
+from k3rl.types import Completion, Constraint, SamplingParams, StopReason
 
 __all__ = [
     "Completion",
+    "Constraint",
     "Engine",
     "EngineError",
     "InvalidRequest",

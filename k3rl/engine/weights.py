@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
-from k3rl.checkpoint.hf import CheckpointError, assign_official_tensors, load_checkpoint, official_tensors
+from k3rl.checkpoint.hf import CheckpointError, fill, load_checkpoint, official_tensors
 from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
 from k3rl.checkpoint.partial import StoredView, copy_with
 from k3rl.engine.protocol import WeightUpdateError
@@ -62,7 +62,7 @@ class WeightUpdate:
                 raise self._error(f"{name} has digest {found}, the manifest says {self.manifest[name]}")
         candidate = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device)
         try:
-            assign_official_tensors(candidate, self.tensors)
+            fill(candidate, self.tensors)
         except CheckpointError as error:
             raise self._error(f"the tensors do not fit this model: {error}") from error
         return candidate, self.manifest
