@@ -84,7 +84,7 @@ def containers(inner):
 schemas = st.recursive(leaves, containers, max_leaves=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 2**32))
 def test_whatever_is_sampled_from_the_allowed_tokens_is_json_that_the_schema_accepts(schema, seed):
     whole = {**schema, "$defs": {"pair": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}}
@@ -151,19 +151,24 @@ def test_top_p_top_k_and_biases_cut_within_the_allowed_set(model):
 
 def test_a_whole_turn_is_valid_xtml_with_the_text_in_its_response(model):
     engine = Engine(model, tokenizer=TOKENIZER)
-    tools = []
+    answered = 0
     for turn, calls in [("think", False), ("response", False), ("response", True)]:
         constraint = Constraint("regex", "[0-9]{3}", turn, calls)
-        own = [SamplingParams(3.0, max_tokens=120, seed=s, stop_ids=(STOP,), constraint=constraint) for s in range(4)]
+        bias = ((TOKENIZER.special("close"), 9.0),)  # short thoughts
+        own = [
+            SamplingParams(3.0, max_tokens=60, seed=s, stop_ids=(STOP,), constraint=constraint, logit_bias=bias)
+            for s in range(4)
+        ]
         for got in engine.generate([PROMPT] * 4, own):
             if got.stop_reason is not StopReason.STOP:
                 continue
             message = xtml.parse(got.token_ids, TOKENIZER, thinking=turn == "think")
             if calls and not isinstance(message, Message):
-                tools.append(got)  # free to call tools, and free to call them wrongly
-                continue
+                continue  # free to call tools, and free to call them wrongly
             assert isinstance(message, Message)
-            assert re.fullmatch("[0-9]{3}", message.content)
+            assert message.tool_calls or re.fullmatch("[0-9]{3}", message.content)
+            answered += 1
+    assert answered >= 6
 
 
 def test_a_turn_may_call_a_tool_instead_of_answering():
@@ -189,7 +194,7 @@ def test_a_turn_may_call_a_tool_instead_of_answering():
 # ---- schedules
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 4)), min_size=3, max_size=6))
 def test_preemption_and_batches_change_nothing(model, plan):
     config = model.config
