@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from k3rl.config import MissingResource
-from k3rl.engine.json_schema import SchemaError, enforceable
+from k3rl.engine.json_schema import SchemaError, check_brackets, enforceable
 from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.rows import Request, RowTable
 from k3rl.engine.sampler import Allowed
@@ -29,7 +29,6 @@ from k3rl.tokens import Tokenizer
 from k3rl.types import Constraint, SamplingParams
 
 MAX_SOURCE = 65_536  # characters
-MAX_BRACKETS = 200  # nested in a pattern or grammar
 MAX_WHITESPACE = 16  # characters in a row between the parts of a JSON text
 MAX_KNOWN = 256  # compiled grammars at hand
 CACHE_BYTES = 256 << 20  # of the compiler
@@ -147,12 +146,7 @@ def _text_format(constraint: Constraint) -> dict[str, Any]:
         raise SchemaError(f"it has {len(source)} characters; at most {MAX_SOURCE} are taken")
     if constraint.kind == "json_schema":
         return {"type": "json_schema", "json_schema": enforceable(source), "max_whitespace_cnt": MAX_WHITESPACE}
-    depth = deepest = 0
-    for character in source:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > MAX_BRACKETS:
-        raise SchemaError(f"its brackets are nested {deepest} deep; at most {MAX_BRACKETS} are taken")
+    check_brackets(source, "it")
     if constraint.kind == "regex":
         return {"type": "regex", "pattern": source}
     return {"type": "grammar", "grammar": source}

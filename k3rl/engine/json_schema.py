@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_DEPTH = 64  # of nested schemas: the grammar compiler recurses
+MAX_BRACKETS = 200  # nested in a pattern or grammar
+MAX_COUNTED = 32  # properties of an object that limits their number: the grammar lists all ways to get there
 
 _NOTES = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id"}
 _NOTES |= {"$comment", "$defs", "definitions", "contentEncoding", "contentMediaType"}
@@ -58,6 +60,16 @@ def enforceable(text: str) -> dict[str, Any]:
         raise SchemaError(f"the schema is {type(schema).__name__}; it must be a JSON object")
     _refuse_bare_loops(schema)
     return _node(schema, "#", 0)
+
+
+def check_brackets(source: str, place: str) -> None:
+    """Raises SchemaError for brackets nested too deeply: compilers of patterns and grammars recurse."""
+    depth = deepest = 0
+    for character in source:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_BRACKETS:
+        raise SchemaError(f"{place} has brackets nested {deepest} deep; at most {MAX_BRACKETS} are taken")
 
 
 def _node(schema: Any, place: str, depth: int) -> dict[str, Any]:
@@ -156,6 +168,8 @@ def _typed(kind: str, schema: Mapping[str, Any], place: str, depth: int) -> dict
 
 def _string(out: dict[str, Any], place: str) -> dict[str, Any]:
     """Lengths as a pattern: the grammar would let raw control characters through otherwise."""
+    if isinstance(out.get("pattern"), str):
+        check_brackets(out["pattern"], f"{place}/pattern")
     if "minLength" not in out and "maxLength" not in out:
         return out
     if "pattern" in out or "format" in out:
@@ -178,6 +192,10 @@ def _object(out: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
     patterns, more = out.get("patternProperties", {}), out.get("additionalProperties", not properties)
     if patterns and (properties or len(patterns) > 1 or more not in (True, False)):
         raise SchemaError(f"{place}: patternProperties can be enforced with one pattern and nothing beside it")
+    for pattern in patterns:
+        check_brackets(pattern, f"{place}/patternProperties")
+    if len(properties) > MAX_COUNTED and ("minProperties" in out or "maxProperties" in out):
+        raise SchemaError(f"{place} limits the number of its {len(properties)} properties; up to {MAX_COUNTED} it can")
     if not properties and out.get("minProperties", 0) > 1:
         raise SchemaError(f"{place}: minProperties above 1 needs declared properties; names could repeat")
     out = {key: value for key, value in out.items() if key not in ("patternProperties", "properties")}

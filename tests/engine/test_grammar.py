@@ -269,6 +269,8 @@ def test_forbidding_all_that_the_constraint_allows_ends_that_request_alone(model
         ('{"$ref": "http://example.com/x"}', "only references into this schema"),
         ('{"items": ' * 100 + "{}" + "}" * 100, "nested deeper"),
         ('{"minimum": 1, "minLength": 2}', "name its type"),
+        (json.dumps({"type": "string", "pattern": "(" * 300 + "a" + ")" * 300}), "nested 300 deep"),
+        (json.dumps({"properties": {f"p{i}": {} for i in range(99)}, "minProperties": 50}), "99 properties"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_exactly_is_refused(schema, says):
