@@ -48,7 +48,7 @@ class ClusterConfig(Config):
     cpus: int | None = Field(None, ge=1)
     """CPUs that a local Ray offers; None takes the machine's, and at least 2 (they are shares, not cores)."""
     learner_actors: int = Field(2, ge=1)
-    """Data-parallel ranks of the learner."""
+    """Ranks of the learner: data x expert x context, the last two from the trainer's configuration."""
     learner_cpus: float = Field(0.5, gt=0)
     rollout_actors: int = Field(2, ge=1)
     rollout_cpus: float = Field(0.25, gt=0)

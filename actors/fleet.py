@@ -49,19 +49,22 @@ def wait(ref: Any, timeout_s: float, what: str) -> Any:
 
 
 class Learner:
-    """The data-parallel ranks of the learner as one. Each method is `LearnerActor`'s of the same name, and waits."""
+    """The ranks of the learner as one. Each method is `LearnerActor`'s of the same name, on all ranks, and waits."""
 
     def __init__(self, actors: list[Any], timeout_s: float) -> None:
         self.actors = actors
         self._timeout_s = timeout_s
+        self._context = 1  # ranks that share each sequence
         if len(actors) > 1:
             address = wait(actors[0].address.remote(), timeout_s, "learner.address")
             self._every("join", [(address, rank, len(actors), timeout_s) for rank in range(len(actors))])
 
     def create(self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int) -> int:
+        self._context = trainer.context_parallel
         return self._every("create", [(config, trainer, seed)] * len(self.actors))[0]
 
     def load(self, checkpoint: str, trainer: TrainerConfig) -> int:
+        self._context = trainer.context_parallel
         return self._every("load", [(checkpoint, trainer)] * len(self.actors))[0]
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
@@ -71,13 +74,13 @@ class Learner:
         return self._every("load_state", [(directory,)] * len(self.actors))[0]
 
     def set_version(self, number: int) -> None:
-        self._first("set_version", number)
+        self._every("set_version", [(number,)] * len(self.actors))
 
     def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
-        return self._first("save_checkpoint", directory, card)
+        return self._every("save_checkpoint", [(directory, card)] * len(self.actors))[0]
 
     def save_state(self, directory: str, extra: Mapping[str, Any]) -> None:
-        self._first("save_state", directory, extra)
+        self._every("save_state", [(directory, extra)] * len(self.actors))
 
     def start_training(
         self, batches: Sequence[TrainBatch], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
@@ -98,17 +101,15 @@ class Learner:
 
     def evaluate(self, batch: TrainBatch, loss: Loss) -> Accumulator:
         metrics = Accumulator()
-        calls = [
-            a.evaluate.remote(part, loss) for a, (_, part) in zip(self.actors, self._deal(batch), strict=True) if part
-        ]
-        for part in self._results("learner.evaluate", calls):
+        shares = self._deal(batch)
+        for part in self._every("evaluate", [(share, loss) for _, share in shares]):
             metrics.merge(part)
         return metrics
 
     def teacher_logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
         """float32 [N]: each sequence scored by the teacher of its domain."""
         calls, rows = [], []
-        for actor, (members, part) in zip(self.actors, self._deal(batch), strict=True):
+        for actor, (members, part) in zip(self.actors, self._deal(batch, context=1), strict=True):
             if part is not None:
                 calls.append(actor.teacher_logprobs.remote(part, [domains[i] for i in members], temperature))
                 rows.append(np.concatenate([np.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in members]))
@@ -117,15 +118,14 @@ class Learner:
             out[places] = values
         return out
 
-    def _deal(self, batch: TrainBatch) -> list[tuple[list[int], TrainBatch | None]]:
-        """(indices, share) for each rank; the whole batch for a single one."""
-        if len(self.actors) == 1:
-            return [(list(range(len(batch.sequence_ids))), batch)]
-        dealt = deal(batch.row_lengths.tolist(), len(self.actors))
-        return [(members, batch.select(members) if members else None) for members in dealt]
-
-    def _first(self, method: str, *args: Any) -> Any:
-        return wait(getattr(self.actors[0], method).remote(*args), self._timeout_s, f"learner.{method}")
+    def _deal(self, batch: TrainBatch, context: int | None = None) -> list[tuple[list[int], TrainBatch | None]]:
+        """(indices, share) for each rank; `context` neighbours, by default those of the mesh, get one together."""
+        context = context or self._context
+        if len(self.actors) == context:
+            return [(list(range(len(batch.sequence_ids))), batch)] * context
+        dealt = deal(batch.row_lengths.tolist(), len(self.actors) // context)
+        shares = [(members, batch.select(members) if members else None) for members in dealt]
+        return [share for share in shares for _ in range(context)]
 
     def _every(self, method: str, args: list[tuple[Any, ...]]) -> list[Any]:
         calls = [getattr(actor, method).remote(*own) for actor, own in zip(self.actors, args, strict=True)]
@@ -261,7 +261,7 @@ def fleet(
                 ray.remote(WeightPublisher)
                 .options(num_cpus=0)
                 .remote(
-                    members.learner.actors[0],
+                    members.learner.actors,
                     members.rollouts.actors,
                     canary_prompt,
                     canary_tolerance,

@@ -1,4 +1,4 @@
-"""The learner actor: owns the masters, takes optimizer steps, gives out weights and checkpoints."""
+"""The learner actor: one rank of the learner; takes optimizer steps, gives out weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from k3rl.actors.publication import Form, Publication, Served
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
+from k3rl.checkpoint.sharded import collected_tensors
 from k3rl.checkpoint.train_state import load_train_state, save_train_state
 from k3rl.data.batch import TrainBatch
 from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.parallel import DataParallel, Loss, Trainer, TrainerConfig
+from k3rl.parallel import Loss, Mesh, Trainer, TrainerConfig, World
 from k3rl.run.metrics import Accumulator
 from k3rl.tokens import Tokenizer
 from k3rl.types import WeightVersion
 
 
 class LearnerActor:
-    """A synchronous Ray actor around one `Trainer`: one data-parallel rank of the learner.
+    """A synchronous Ray actor around one `Trainer`: one rank of the learner's mesh.
 
-    It may hold a teacher per domain for distillation. Ranks hold equal weights; the first one gives them out.
+    Whatever creates, trains, saves or publishes is a collective: it is called on all ranks, which give equal arguments
+    unless a method says otherwise. It may hold a whole teacher per domain for distillation.
     """
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
-        self._group: DataParallel | None = None
+        self._world = World.alone()
+        self._meshes: dict[tuple[int, int], Mesh] = {}
         self._trainer: Trainer | None = None
         self._teachers: dict[str, Trainer] = {}
         self._tokenizer: Tokenizer | None = None
@@ -42,14 +45,22 @@ class LearnerActor:
         self._published: tuple[int, dict[str, str], dict[str, torch.Tensor]] | None = None  # version, manifest, tensors
 
     def address(self) -> str:
-        """host:port on this node where a data-parallel group may meet."""
+        """host:port on this node where the ranks may meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def join(self, address: str, rank: int, size: int, timeout_s: float) -> None:
         """Becomes rank `rank` of `size`; returns when all are there."""
-        self._group = DataParallel(rank, size, address, timeout_s=timeout_s)
+        self._world = World(rank, size, address, timeout_s=timeout_s)
+        self._meshes.clear()
+
+    def _mesh(self, config: TrainerConfig) -> Mesh:
+        """The layout that a trainer asks for; each is made once, as its groups stay."""
+        degrees = config.expert_parallel, config.context_parallel
+        if degrees not in self._meshes:
+            self._meshes[degrees] = Mesh(self._world, expert=degrees[0], context=degrees[1])
+        return self._meshes[degrees]
 
     @property
     def trainer(self) -> Trainer:
@@ -60,22 +71,25 @@ class LearnerActor:
     def create(self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int) -> int:
         """A freshly initialised model from an official-layout config; returns its number of parameters."""
         self._tokenizer = Tokenizer.builtin()
-        model = K3ForCausalLM(K3Config.from_dict(dict(config)))
+        built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
+        model = K3ForCausalLM(built, experts=mesh.experts(built.num_experts))
         model.init_weights(seed)
-        return self._adopt(model, trainer)
+        return self._adopt(model, trainer, mesh)
 
     def load(self, checkpoint: str, trainer: TrainerConfig) -> int:
         """A model from an official-layout directory, with fresh optimizer state."""
         self._tokenizer = Tokenizer.load(checkpoint)
-        return self._adopt(load_checkpoint(checkpoint, dtype=torch.float32), trainer)
+        mesh = self._mesh(trainer)
+        return self._adopt(load_checkpoint(checkpoint, dtype=torch.float32, mesh=mesh), trainer, mesh)
 
-    def _adopt(self, model: K3ForCausalLM, config: TrainerConfig) -> int:
-        self._trainer = Trainer(model, config, self._group)  # which also ships every parameter
+    def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh) -> int:
+        self._trainer = Trainer(model, config, mesh)  # which also ships every parameter
         self._teachers.clear()
-        return sum(p.numel() for _, p in model.official_parameters())
+        return model.parameter_count()
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
-        """A frozen policy for each domain; domains that name one directory share its weights."""
+        """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
+        trainer = trainer.replace(expert_parallel=1, context_parallel=1)
         shared = {
             path: Trainer(load_checkpoint(path, dtype=torch.float32), trainer) for path in set(checkpoints.values())
         }
@@ -93,14 +107,16 @@ class LearnerActor:
             )
         return metrics
 
-    def evaluate(self, batch: TrainBatch, loss: Loss) -> Accumulator:
+    def evaluate(self, batch: TrainBatch | None, loss: Loss) -> Accumulator:
+        """The loss's metrics on this rank's share."""
         return self.trainer.evaluate(batch, loss)
 
-    def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> np.ndarray:
+    def logprobs(self, batch: TrainBatch | None, temperature: float = 1.0) -> np.ndarray:
+        """float32 [N] of this rank's share."""
         return self.trainer.logprobs(batch, temperature)
 
     def teacher_logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
-        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`."""
+        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`. No collective."""
         chosen = [domain if domain in self._teachers else "*" for domain in domains]
         if missing := sorted(set(chosen) - set(self._teachers)):
             raise KeyError(f"no teacher for {missing}; there are {sorted(self._teachers)}")
@@ -116,9 +132,13 @@ class LearnerActor:
 
         A delta where an engine serves the version before this one, everything where it does not. Messages lie in the
         object store, in buckets of bounded size: hundreds of small tensors pickled one by one cost more than their
-        bytes. The stored tensors of a version are kept until the next one, for the delta.
+        bytes. The stored tensors of a version are kept until the next one, for the delta. Rank 0 gives them out, with
+        the experts of the others; other ranks give the version with nothing in it.
         """
-        tensors = {name: tensor.cpu() for name, tensor in official_tensors(self.trainer.model)}
+        tensors = self._stored()
+        if self._world.rank:
+            self._version += 1
+            return Publication(WeightVersion(self._version, {}), {}, 0)
         manifest = manifest_of(tensors.items())
         base, self._version = self._published, self._version + 1
         forms: dict[Served, Form] = {}
@@ -135,18 +155,27 @@ class LearnerActor:
 
     def set_version(self, number: int) -> None:
         """Continues the numbering of versions, after engines were loaded afresh with the weights that are held now."""
-        tensors = {name: tensor.cpu() for name, tensor in official_tensors(self.trainer.model)}
+        tensors = self._stored()
         self._version = number
-        self._published = number, manifest_of(tensors.items()), tensors
+        self._published = None if self._world.rank else (number, manifest_of(tensors.items()), tensors)
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """On rank 0 all tensors as a checkpoint stores them, on the host; nothing on the others. A collective."""
+        model, mesh = self.trainer.model, self.trainer.mesh
+        collected = collected_tensors(official_tensors(model), model, mesh, lambda name: 0)
+        return {name: tensor.cpu() for name, tensor in collected}
 
     def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
-        """Writes the official layout; returns the directory."""
-        save_checkpoint(self.trainer.model, directory, tokenizer=self._tokenizer, card=dict(card))
+        """Writes the official layout, each rank its files; returns the directory."""
+        trainer = self.trainer
+        save_checkpoint(trainer.model, directory, tokenizer=self._tokenizer, card=dict(card), mesh=trainer.mesh)
         return directory
 
     def save_state(self, directory: str, extra: Mapping[str, Any]) -> None:
         """Writes all that a bit-equal continuation needs; `extra` is the pipeline's own JSON."""
-        save_train_state(Path(directory), self.trainer.state_tensors(), {**extra, "weight_version": self._version})
+        tensors = self.trainer.state_tensors()
+        if self._world.rank == 0:
+            save_train_state(Path(directory), tensors, {**extra, "weight_version": self._version})
 
     def load_state(self, directory: str) -> dict[str, Any]:
         """Restores `save_state`; returns its `extra`."""

@@ -28,12 +28,12 @@ class CanaryMismatch(K3Error):
 
 
 class WeightPublisher:
-    """Two-phase publication from one learner to all rollout actors, with a canary after each switch."""
+    """Two-phase publication from the learner's ranks to all rollout actors, with a canary after each switch."""
 
     def __init__(
-        self, learner: Any, rollouts: list[Any], canary_prompt: list[int], tolerance: float, timeout_s: float
+        self, learners: list[Any], rollouts: list[Any], canary_prompt: list[int], tolerance: float, timeout_s: float
     ) -> None:
-        self._learner = learner
+        self._learners = learners
         self._rollouts = rollouts
         self._prompt = canary_prompt
         self._tolerance = tolerance
@@ -55,7 +55,8 @@ class WeightPublisher:
 
     def _publish(self) -> dict[str, float]:
         served = ray.get([actor.served.remote() for actor in self._rollouts], timeout=self._timeout_s)
-        publication: Publication = ray.get(self._learner.publish.remote(served), timeout=self._timeout_s)
+        calls = [learner.publish.remote(served) for learner in self._learners]
+        publication: Publication = ray.get(calls, timeout=self._timeout_s)[0]
         version, forms = publication.version, [publication.forms[known] for known in served]
         number = version.number
         deltas = sum(form.kind == "delta" for form in forms)
@@ -114,8 +115,7 @@ class WeightPublisher:
                 raise CanaryMismatch(f"rollout actor {i} answered with version {served} after a switch to {number}")
             ids = completion.token_ids
             if ids not in learned:
-                call = self._learner.logprobs.remote(_scoring_batch(self._prompt, ids))
-                learned[ids] = ray.get(call, timeout=self._timeout_s)[len(self._prompt) :]
+                learned[ids] = self._scores(ids)[len(self._prompt) :]
             differences = np.abs(learned[ids] - np.asarray(completion.logprobs, np.float32))
             worst = max(worst, float(np.median(differences)))
         if not worst <= self._tolerance:
@@ -124,6 +124,12 @@ class WeightPublisher:
                 f"{self._tolerance:g}; the engine does not run the weights that were published"
             )
         return worst
+
+    def _scores(self, sampled: tuple[int, ...]) -> np.ndarray:
+        """float32 [N]: the learner's logprobs of the prompt and what follows it; all ranks take part."""
+        batch = _scoring_batch(self._prompt, sampled)
+        calls = [learner.logprobs.remote(batch) for learner in self._learners]
+        return ray.get(calls, timeout=self._timeout_s)[0]
 
 
 def _scoring_batch(prompt: list[int], sampled: tuple[int, ...]) -> TrainBatch:

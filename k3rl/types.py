@@ -11,7 +11,7 @@ Turn, Branch, Episode      what happened when a policy acted on a task
 Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed, never 0
 Group                      the episodes of one task, joined by id
 WeightVersion              an int with the manifest of the tensors that make it
-Communicator, ForwardObserver  what a model is handed by whoever runs it
+Communicator, Exchange, ForwardObserver  what a model is handed by whoever runs it
 """
 
 from __future__ import annotations
@@ -352,18 +352,43 @@ class WeightVersion:
     manifest: Mapping[str, str]
 
 
+class Exchange(Protocol):
+    """One trip of a forward's rows to the experts and back; N rows, k experts a row, R rows of this rank's experts.
+
+    Every method is a collective of the ranks that share the experts, and none of them is differentiated: the expert
+    bank writes its own backward out of the same calls.
+    """
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each expert that this rank holds; they sum to R."""
+        ...
+
+    def dispatch(self, rows: Any) -> Any:
+        """Rows [N, C] -> [R, C], the row of each assignment to this rank's experts, in expert order."""
+        ...
+
+    @property
+    def weights(self) -> Any:
+        """The weight of each assignment [R], in the order of `dispatch`."""
+        ...
+
+    def combine(self, *parts: Any) -> tuple[Any, ...]:
+        """Parts [R, C] in the order of `dispatch`, equal in dtype -> each [N * k, C] in (row, choice) order on the rank
+        that its rows came from."""
+        ...
+
+
 class Communicator(Protocol):
-    """Where parallelism cuts into a forward. The model's default does nothing on one process.
+    """Where expert parallelism cuts into a forward. A model without one holds all experts.
 
     Tensors are torch tensors; the types are Any so that this page needs no torch.
     """
 
-    def dispatch(self, rows: Any, expert_ids: Any) -> tuple[Any, Any, Any]:
-        """Rows [R, Z] with expert ids [R] -> (local rows, local expert ids, handle for `combine`)."""
-        ...
+    experts: range  # those that this rank holds
 
-    def combine(self, rows: Any, handle: Any) -> Any:
-        """The inverse of `dispatch`: local rows back to the order and rank they came from."""
+    def exchange(self, expert_ids: Any, weights: Any) -> Exchange:
+        """The trip of rows whose experts are expert_ids int64 [N, k], with weights [N, k]; a collective."""
         ...
 
 

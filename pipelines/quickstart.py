@@ -14,6 +14,7 @@ from k3rl.pipelines.configs import QuickstartConfig, StageConfig
 from k3rl.pipelines.evaluation import Evaluation, evaluate
 from k3rl.pipelines.session import Session, session
 from k3rl.pipelines.stage import StageResult
+from k3rl.pipelines.weights import check_layout
 from k3rl.run import RunOptions
 from k3rl.run.files import write_atomic
 from k3rl.run.metrics import read_metrics, series
@@ -22,6 +23,7 @@ from k3rl.run.summary import StageSummary, plot_rewards, print_summary
 
 def run(config: QuickstartConfig, options: RunOptions) -> dict[str, Any]:
     """The whole job. Returns what `--json` prints (design: reward_before, reward_rl, reward_after, paths, figures)."""
+    check_layout(config.cluster, config.sft, config.rl, config.distill)
     started = time.monotonic()
     opened = session(
         "rl",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from k3rl.actors.cluster import ClusterConfig
 from k3rl.actors.fleet import Fleet, Learner
 from k3rl.config import ConfigError
 from k3rl.model import K3Config
+from k3rl.parallel import data_degree
 from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
 from k3rl.pipelines.stage import resolve_start
 
@@ -23,6 +25,7 @@ def check_start(config: StageConfig) -> None:
 
     A policy of random weights samples no answer that a reward could tell apart, so rollout stages need a checkpoint.
     """
+    check_layout(config.cluster, config)
     if not isinstance(config, RolloutStageConfig):
         if resolve_start(config.model.start) is None:
             model_config(config)
@@ -36,6 +39,12 @@ def check_start(config: StageConfig) -> None:
         )
     if isinstance(config, DistillConfig):
         teachers_of(config)
+
+
+def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
+    """Refuses degrees that do not divide the learner's ranks. Raises ConfigError."""
+    for stage in stages:
+        data_degree(cluster.learner_actors, stage.trainer.expert_parallel, stage.trainer.context_parallel)
 
 
 def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:

@@ -4,6 +4,7 @@ hf.py       official tensors, load, save      replace.py      directories replac
 inspect.py  parameters and bytes of a model   train_state.py  resume
 manifest.py digests of stored tensors         delta.py        a version as its difference from another
 partial.py  single tensors, read and replaced
+sharded.py  experts spread over ranks         card.py         facts about a checkpoint
 Not here: how values are quantized (`k3rl.numerics`) and who decides when to save.
 """
 

@@ -21,29 +21,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside
-from k3rl.config import K3Error
+from k3rl.checkpoint.card import CARD, CheckpointError, add_to_card, card_text, read_card
+from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside, scratch_name
+from k3rl.checkpoint.sharded import bank_of, collected_tensors
 from k3rl.data.images import ImageConfig
-from k3rl.model import ABLATION_CHOICES, K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig, VisionConfig
+from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig, VisionConfig
 from k3rl.numerics import mx, stored_dtype
+from k3rl.parallel.mesh import Mesh
 from k3rl.tokens import TOKENIZER_FILES
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-GENERATION, CARD, PREPROCESSOR = "generation_config.json", "README.md", "preprocessor_config.json"
+GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"
 NAN_SCALE = 255
 STACK_ELEMENTS = 2**22  # of experts packed or unpacked in one call
 _ELEMENT_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 _OURS = {CONFIG, INDEX, SINGLE, GENERATION, CARD, PREPROCESSOR, *TOKENIZER_FILES}
 _SHARD = re.compile(r"model-\d{5}-of-\d{6}\.safetensors")
-_ROW = re.compile(r"\| ((?! ).*?) \| (.*) \|")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-
-
-class CheckpointError(K3Error, ValueError):
-    """A checkpoint that is missing, torn, of another shape, or in the way; the message names the tensor or file."""
-
-    exit_code = 3
 
 
 class SavesItself(Protocol):
@@ -74,12 +69,13 @@ def _packed_with_source(value: Tensor, source: tuple[Tensor, Tensor] | None, sca
 def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) exactly as stored: packed uint8, scale uint8, bf16, float32; A_log padded to head_dim.
 
-    Every tensor owns its memory, on the model's device. shipped: as an exported checkpoint stores them, which differs
-    from what the model computes with only where weights are quantized after training (`QuantizationConfig.shipped`).
+    A model with a run of experts gives only those. Every tensor owns its memory, on the model's device.
+    shipped: as an exported checkpoint stores them, which differs from what the model computes with only where weights
+    are quantized after training (`QuantizationConfig.shipped`).
     """
     quantization = model.config.quantization
     weights = (quantization.shipped() if shipped else quantization).weights
-    for bank, members in itertools.groupby(model.official_parameters(), key=lambda item: _bank(item[0])):
+    for bank, members in itertools.groupby(model.official_parameters(), key=lambda item: bank_of(item[0])):
         if bank is not None and weights == "mxfp4":
             yield from _packed_bank(model, list(members))
             continue
@@ -89,11 +85,6 @@ def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator
             if name.endswith(".A_log"):
                 value = nn.functional.pad(value, (0, _padding(model.config)))
             yield name, value.to(kind, copy=True)
-
-
-def _bank(name: str) -> str | None:
-    """The layer's prefix of a routed expert's name; None for other parameters."""
-    return name.partition(".experts.")[0] if stored_dtype(name, "mxfp4") == "mxfp4" else None
 
 
 def _packed_bank(model: K3ForCausalLM, members: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
@@ -132,7 +123,7 @@ def _padding(config: K3Config) -> int:
 
 
 def assign_official_tensors(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
-    """Puts stored tensors into the model in place, all of them or none.
+    """Puts stored tensors into the model in place, all of them or none. Experts that other ranks hold are left alone.
 
     Raises CheckpointError, with the name, for a tensor that is missing, unknown, mis-shaped, of a dtype that is not
     its own kind, not finite, or with a scale byte 255; the model is then unchanged.
@@ -183,7 +174,7 @@ def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Va
             f"{len(missing)} tensors are missing or stored twice, {missing[0]} among them; "
             "a checkpoint holds every parameter once, plain or as _packed and _scale"
         )
-    extra = sorted(mapping.keys() - known)
+    extra = sorted(name for name in mapping.keys() - known if not model.elsewhere(name))
     if extra:
         raise CheckpointError(f"{len(extra)} tensors belong to no parameter of this model, {extra[0]} among them")
     packed_names = []
@@ -320,9 +311,13 @@ def _weight_map(directory: Path) -> tuple[dict[str, str], int | None, bool]:
 
 
 def load_checkpoint(
-    directory: str | Path, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    directory: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    *,
+    mesh: Mesh | None = None,
 ) -> K3ForCausalLM:
-    """The model of a checkpoint directory in the official layout.
+    """The model of a checkpoint directory in the official layout; on a mesh with this rank's run of experts only.
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
     are stored as bf16 or MXFP4 (others are float32 or wider).
@@ -330,7 +325,8 @@ def load_checkpoint(
     a configuration that is not a K3.
     """
     path = Path(directory)
-    recover(path)
+    if mesh is None or mesh.world.rank == 0:
+        recover(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds {CONFIG}")
     if not (path / CONFIG).is_file():
@@ -338,7 +334,8 @@ def load_checkpoint(
     config = K3Config.from_json(path / CONFIG)
     _check_preprocessor(path / PREPROCESSOR, config)
     files = StoredFiles(path)
-    model = K3ForCausalLM(as_stored(config, files.keys()), dtype=dtype, device=device)
+    experts = None if mesh is None else mesh.experts(config.num_experts)
+    model = K3ForCausalLM(as_stored(config, files.keys()), dtype=dtype, device=device, experts=experts)
     fill(model, files)
     return model
 
@@ -383,6 +380,7 @@ def save_checkpoint(
     *,
     tokenizer: SavesItself | None = None,
     card: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> None:
     """Writes the official layout: shards, index, configurations, tokenizer files and a model card.
 
@@ -392,15 +390,33 @@ def save_checkpoint(
     All of it is written beside `directory`, read back and compared, and put in place at once: a kill at any moment
     leaves the previous checkpoint or the new one. An older checkpoint is replaced.
     card: facts for the model card; `title` and `summary` are its head, everything else becomes a table.
+    mesh: the ranks that hold the model together; all of them call this, on one file system, and the files are those
+    that one process writes.
 
     Raises CheckpointError when `directory` holds anything that is not a checkpoint's, or when what was written does
-    not read back equal.
+    not read back equal; PeerFailed on the other ranks.
     """
+    mesh = Mesh.alone() if mesh is None else mesh
     path = Path(directory).absolute()
-    recover(path)
-    _refuse_foreign_files(path)
-    scratch = scratch_beside(path)
-    total, weight_map = _write_shards(model, scratch)
+    scratch, first = scratch_name(path), mesh.world.rank == 0
+    with mesh.world.together("preparing a checkpoint"):
+        if first:
+            recover(path)
+            _refuse_foreign_files(path)
+            scratch_beside(path)
+    with mesh.world.together("writing a checkpoint"):
+        _write_shards(model, mesh, scratch)
+    with mesh.world.together("completing a checkpoint"):
+        if first:
+            _complete(model, scratch, path.name, tokenizer, card or {})
+            publish(scratch, path)
+
+
+def _complete(
+    model: K3ForCausalLM, scratch: Path, name: str, tokenizer: SavesItself | None, card: Mapping[str, Any]
+) -> None:
+    """Everything beside the shards; the index says what is on the disk."""
+    total, weight_map = _written(scratch, model.config)
     config = model.config.replace(quantization=model.config.quantization.shipped())
     _write_json(scratch / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(scratch / CONFIG, config.to_dict())
@@ -419,11 +435,9 @@ def save_checkpoint(
         _write_json(scratch / PREPROCESSOR, _image_config(config.vision_config).to_dict())
     if tokenizer is not None:
         tokenizer.save(scratch)
-    parameters = sum(p.numel() for _, p in model.official_parameters())
-    (scratch / CARD).write_text(_card_text(path.name, config, parameters, total, card or {}), encoding="utf-8")
+    (scratch / CARD).write_text(card_text(name, config, model.parameter_count(), total, card), encoding="utf-8")
     for file in scratch.iterdir():
         flush(file)
-    publish(scratch, path)
 
 
 def _refuse_foreign_files(path: Path) -> None:
@@ -453,30 +467,53 @@ def _shard_number(name: str, layers: int) -> int:
     return layers + 3 if name.startswith("vision_tower.") else layers + 1
 
 
-def _write_shards(model: K3ForCausalLM, scratch: Path) -> tuple[int, dict[str, str]]:
-    """-> (bytes of all tensors, tensor name -> file name). Every file is read back and compared."""
+def _shard_file(number: int, config: K3Config) -> str:
+    count = config.num_hidden_layers + (1 if config.vision_config is None else 3)
+    return f"model-{number:05d}-of-{count:06d}.safetensors"
+
+
+def _write_shards(model: K3ForCausalLM, mesh: Mesh, scratch: Path) -> None:
+    """This rank's shards; every file is read back and compared. Goes on to the end of the gathering when one fails."""
     layers = model.config.num_hidden_layers
-    count = layers + (1 if model.config.vision_config is None else 3)
     pending: dict[int, dict[str, Tensor]] = {}
-    weight_map: dict[str, str] = {}
-    total, current = 0, 1
+    current, failure = 1, None
+
+    def writer(name: str) -> int:
+        return _shard_number(name, layers) % mesh.expert.size
 
     def write(number: int) -> None:
-        file = f"model-{number:05d}-of-{count:06d}.safetensors"
         tensors = pending.pop(number)
-        save_file(tensors, scratch / file, metadata={"format": "pt"})
-        _verify(scratch / file, tensors)
-        weight_map.update(dict.fromkeys(tensors, file))
+        save_file(tensors, scratch / _shard_file(number, model.config), metadata={"format": "pt"})
+        _verify(scratch / _shard_file(number, model.config), tensors)
+        flush(scratch / _shard_file(number, model.config))
 
-    for name, tensor in official_tensors(model, shipped=True):
+    for name, tensor in collected_tensors(official_tensors(model, shipped=True), model, mesh, writer):
+        if failure is not None:
+            continue
         number = _shard_number(name, layers)
-        if current <= layers and number > current and current in pending:
-            write(current)  # layers come in order, so an earlier one is complete
+        try:
+            if current <= layers and number > current and current in pending:
+                write(current)  # layers come in order, so an earlier one is complete
+        except (OSError, SafetensorError, CheckpointError) as error:
+            failure = error
         current = max(current, number) if number <= layers else current
         pending.setdefault(number, {})[name] = tensor.cpu().contiguous()
-        total += tensor.numel() * tensor.element_size()
+    if failure is not None:
+        raise failure
     for number in sorted(pending):
         write(number)
+
+
+def _written(scratch: Path, config: K3Config) -> tuple[int, dict[str, str]]:
+    """What is on the disk: (bytes of all tensors, tensor name -> file name). Raises CheckpointError."""
+    total, weight_map = 0, {}
+    files = config.num_hidden_layers + (1 if config.vision_config is None else 3)
+    for file in (_shard_file(number + 1, config) for number in range(files)):
+        shard = _open_shard(scratch / file)
+        for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
+            piece = shard.get_slice(name)
+            total += math.prod(piece.get_shape()) * _ELEMENT_BYTES[piece.get_dtype()]
+            weight_map[name] = file
     return total, dict(sorted(weight_map.items()))
 
 
@@ -487,82 +524,6 @@ def _verify(file: Path, tensors: Mapping[str, Tensor]) -> None:
             equal = back.dtype == tensor.dtype and back.shape == tensor.shape
             if not equal or not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
                 raise CheckpointError(f"{file}: {name} does not read back as it was written; check the disk")
-
-
-def _card_text(name: str, config: K3Config, parameters: int, size: int, card: Mapping[str, Any]) -> str:
-    quantization = config.quantization
-    experts = "MXFP4" if quantization.weights == "mxfp4" else "bf16"
-    rows = {
-        "parameters": f"{parameters:,}",
-        "bytes as stored": f"{size:,}",
-        "layers": f"{config.num_hidden_layers} ({len(config.kda_layers)} KDA, {len(config.mla_layers)} MLA)",
-        "experts": f"{config.num_experts}, {config.num_experts_per_token} per token, stored as {experts}",
-        "expert activations": "MXFP8" if quantization.activations == "mxfp8" else "unquantized",
-        **{f"instead of K3's {ABLATION_CHOICES[key][0]}": value for key, value in config.ablation.to_dict().items()},
-    }
-    rows |= {key: value for key, value in card.items() if key not in ("title", "summary", *rows)}
-    lines = [
-        "---",
-        "library_name: k3rl",
-        "pipeline_tag: text-generation",
-        "---",
-        "",
-        f"# {card.get('title', name)}",
-        "",
-        str(card.get("summary", "A model of the Kimi K3 architecture in the official checkpoint layout.")),
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {key} | {_cell(value)} |" for key, value in rows.items()),
-        "",
-        "```python",
-        "from k3rl.checkpoint import load_checkpoint",
-        "",
-        f'model = load_checkpoint("{name}")',
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def read_card(directory: str | Path) -> dict[str, str]:
-    """The facts in the table of a checkpoint's model card; empty where there is no card."""
-    path = Path(directory) / CARD
-    if not path.is_file():
-        return {}
-    rows = (_ROW.fullmatch(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return {row[1]: row[2].replace("\\|", "|") for row in rows if row is not None}
-
-
-def add_to_card(directory: str | Path, facts: Mapping[str, Any]) -> None:
-    """Adds facts, such as an evaluation made after saving, to a checkpoint's model card, or replaces older ones.
-
-    The card is replaced as a whole. Raises CheckpointError when there is none.
-    """
-    path = Path(directory) / CARD
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; save_checkpoint writes it")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    at = {row[1]: number for number, line in enumerate(lines) if (row := _ROW.fullmatch(line))}
-    end = max(at.values(), default=lines.index("|---|---|")) + 1
-    fresh: list[str] = []
-    for key, value in facts.items():
-        text = f"| {key} | {_cell(value)} |"
-        if key in at:
-            lines[at[key]] = text
-        else:
-            fresh.append(text)
-    lines[end:end] = fresh
-    part = path.with_name(f".{CARD}.writing")
-    part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    flush(part)
-    part.replace(path)
-    flush(path.parent)
-
-
-def _cell(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 __all__ = [

@@ -29,9 +29,14 @@ def _waiting(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
+def scratch_name(path: Path) -> Path:
+    """Where `scratch_beside` puts its directory."""
+    return path.with_name(f".{path.name}.writing")
+
+
 def scratch_beside(path: Path) -> Path:
     """An empty directory beside `path` to write into; what a killed writer left there is removed."""
-    scratch = path.with_name(f".{path.name}.writing")
+    scratch = scratch_name(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if scratch.exists():
         shutil.rmtree(scratch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.model.vision import Projector, VisionTower, check_grids
-from k3rl.types import ForwardObserver
+from k3rl.types import Communicator, ForwardObserver
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.w[123]\.weight")
 
 
 class InputError(K3Error, ValueError):
@@ -71,7 +74,9 @@ def _parts(layout: Layout, cache: Cache | None) -> list[_Part]:
 class DecoderLayer(nn.Module):
     """One layer: attention site and MLP site, each read from the residual stream (k3.md 6)."""
 
-    def __init__(self, config: K3Config, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: K3Config, layer: int, experts: range, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         super().__init__()
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -85,7 +90,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = (KimiDeltaAttention if self.is_kda else GatedMLA)(config, layer, **kind)
         self.is_moe = layer in config.moe_layers
         if self.is_moe:
-            self.block_sparse_moe = LatentMoE(config, layer, **kind)
+            self.block_sparse_moe = LatentMoE(config, layer, experts, **kind)
         else:
             self.mlp = MLP(config, config.intermediate_size, **kind)
         self.mixes = mixes
@@ -129,12 +134,12 @@ class DecoderLayer(nn.Module):
 class DecoderStack(nn.Module):
     """What the official names call `language_model.model`."""
 
-    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: K3Config, experts: range, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self.eps = config.rms_norm_eps
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size, **kind)
-        self.layers = nn.ModuleList(DecoderLayer(config, n, **kind) for n in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, n, experts, **kind) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
         self.mixes = config.ablation.residual == "attn_res"
         if self.mixes:
@@ -160,9 +165,9 @@ class DecoderStack(nn.Module):
 class LanguageModel(nn.Module):
     """What the official names call `language_model`."""
 
-    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: K3Config, experts: range, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.model = DecoderStack(config, dtype=dtype, device=device)
+        self.model = DecoderStack(config, experts, dtype=dtype, device=device)
         self.lm_head = Weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
 
 
@@ -173,16 +178,25 @@ class K3ForCausalLM(nn.Module):
     quantizes weights inside the forward. Write parameters in place; some share one storage.
 
     config: what to build. dtype: of parameters stored as bf16 or MXFP4; the ones stored as float32 (convolutions,
-    A_log, dt_bias, o_norm, router bias) stay float32, or `dtype` where that is wider.
+    A_log, dt_bias, o_norm, router bias) stay float32, or `dtype` where that is wider. experts: the run of routed
+    experts to hold, all by default; the rest is reached through `connect`.
     """
 
     def __init__(
-        self, config: K3Config, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self,
+        config: K3Config,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        experts: range | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.language_model = LanguageModel(config, dtype=dtype, device=device)
+        self.experts = range(config.num_experts) if experts is None else experts
+        if not self.experts or self.experts[0] < 0 or self.experts[-1] >= config.num_experts or self.experts.step != 1:
+            raise InputError(f"experts is {self.experts}; it must be a run of the {config.num_experts} experts")
+        self.language_model = LanguageModel(config, self.experts, dtype=dtype, device=device)
         if config.vision_config is not None:
             self.vision_tower = VisionTower(config.vision_config, dtype=dtype, device=device)
             self.mm_projector = Projector(config.vision_config, dtype=dtype, device=device)
@@ -198,7 +212,54 @@ class K3ForCausalLM(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Fresh weights from `seed`, the same at any dtype, each a value that the checkpoint can store."""
         quantization = self.config.quantization
-        initialise(self.official_parameters(), seed, quantization.weights, quantization.scale_rule)
+        whole = self if self.holds_all else K3ForCausalLM(self.config, device="meta")
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in whole.official_parameters()]
+        initialise(shapes, dict(self.official_parameters()), seed, quantization.weights, quantization.scale_rule)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every routed expert is here."""
+        return len(self.experts) == self.config.num_experts
+
+    def elsewhere(self, name: str) -> bool:
+        """Whether an official name belongs to a routed expert that another rank holds."""
+        found = _EXPERT.search(name)
+        return found is not None and int(found[1]) < self.config.num_experts and int(found[1]) not in self.experts
+
+    def parameter_count(self) -> int:
+        """Parameters of the whole model, wherever its experts are."""
+        held = {name: parameter.numel() for name, parameter in self.official_parameters()}
+        routed = sum(numbers for name, numbers in held.items() if _EXPERT.search(name))
+        return sum(held.values()) - routed + routed // len(self.experts) * self.config.num_experts
+
+    def connect(self, communicator: Communicator) -> None:
+        """Reaches experts of other ranks through `communicator`. Raises InputError when it cuts them another way."""
+        if communicator.experts != self.experts:
+            raise InputError(
+                f"the communicator is made for experts {communicator.experts}, the model holds {self.experts}"
+            )
+        for part in self.moe_parts():
+            part.bank.communicator = communicator
+
+    def assist(self) -> Tensor:
+        """Takes part in the exchanges of one forward without rows of its own, for the rows of other ranks.
+
+        Returns a scalar 0; its `backward` takes part in the exchanges of the backward. Layers hang together as in a
+        forward, so that both go through them in the same order.
+        """
+        k = self.config.num_experts_per_token
+        rows = torch.zeros(
+            0,
+            self.config.expert_hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+            requires_grad=torch.is_grad_enabled(),
+        )
+        weights = torch.zeros(0, k, dtype=wide(self.dtype), device=self.device)
+        ids = torch.zeros(0, k, dtype=torch.int64, device=self.device)
+        for part in self.moe_parts():
+            rows = part.bank(rows, weights, ids)
+        return rows.sum()
 
     def new_cache(self, batch: int) -> Cache:
         """An empty cache of `batch` rows for this model."""
@@ -276,6 +337,11 @@ class K3ForCausalLM(nn.Module):
 
         Raises InputError, LayoutError or CacheError.
         """
+        if not self.holds_all and any(part.bank.communicator is None for part in self.moe_parts()):
+            raise InputError(
+                f"this model holds experts {self.experts.start} to {self.experts.stop - 1} of "
+                f"{self.config.num_experts}; `connect` it to the ranks that hold the others"
+            )
         with torch.no_grad() if cache is not None else nullcontext():
             lengths = self._lengths(input_ids, cu_seqlens)
             embedded = nn.functional.embedding(

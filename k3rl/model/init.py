@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,12 +24,23 @@ CURRENT_TAP = 0.7  # of the short convolution
 
 
 @torch.no_grad()
-def initialise(parameters: Iterable[tuple[str, Tensor]], seed: int, weights: str, scale_rule: str) -> None:
-    """Fills parameters (official name, tensor) in place; the same seed gives the same model at any dtype."""
+def initialise(
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    parameters: Mapping[str, Tensor],
+    seed: int,
+    weights: str,
+    scale_rule: str,
+) -> None:
+    """Fills parameters, by official name, in place; the same seed gives the same model at any dtype.
+
+    shapes: (official name, shape) of every parameter of the whole model. All are drawn, in this order, so that what a
+    parameter gets does not depend on which of them are held here.
+    """
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in parameters:
-        fresh = _fresh(name, tuple(parameter.shape), generator)
-        parameter.copy_(project(fresh, stored_dtype(name, weights), scale_rule))
+    for name, shape in shapes:
+        fresh = _fresh(name, shape, generator)
+        if name in parameters:
+            parameters[name].copy_(project(fresh, stored_dtype(name, weights), scale_rule))
 
 
 def _fresh(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

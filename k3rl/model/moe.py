@@ -10,7 +10,7 @@ Letters: N rows, E experts, k experts per token, Z latent width, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from k3rl.model.fused import Fused, Weight
 from k3rl.model.gated import GatedUnit, gated_unit
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.numerics import mx
-from k3rl.types import ForwardObserver
+from k3rl.types import Communicator, Exchange, ForwardObserver
 
 # Inference batches whose experts get few rows, evenly, do one batched product instead of one for each expert.
 _GRID_ROOM = 64  # rows of the busiest expert, at most
@@ -59,24 +59,51 @@ class _Expert(nn.Module):
         self.w3 = Weight(width, latent, dtype=dtype, device=device)
 
 
+class _Experts(nn.Module):
+    """Experts under their official numbers, all of a layer or a run of them."""
+
+    def __init__(self, numbers: range, latent: int, width: int, **kind: Any) -> None:
+        super().__init__()
+        for number in numbers:
+            self.add_module(str(number), _Expert(latent, width, **kind))
+
+    def __getitem__(self, number: int) -> _Expert:
+        return self.get_submodule(str(number))  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[_Expert]:
+        return iter(self.children())  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
 class _Sorted(NamedTuple):
-    """Assignments (token, choice) in expert order, R = N * k. order [R]: assignment of each sorted row; token [R]: its
-    token; inverse [R]: sorted row of each assignment; counts: rows of each expert.
+    """The `Exchange` of one process: assignments (token, choice) in expert order, R = N * k.
+
+    token [R]: token of each sorted row; inverse [R]: sorted row of each assignment; counts: rows of each expert;
+    weights [R]: of the sorted rows.
     """
 
-    order: Tensor
     token: Tensor
     inverse: Tensor
     counts: list[int]
+    weights: Tensor
+
+    def dispatch(self, rows: Tensor) -> Tensor:
+        return rows.index_select(0, self.token)
+
+    def combine(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.index_select(0, self.inverse) for part in parts)
 
 
-def _sort(ids: Tensor, experts: int) -> _Sorted:
+def _sort(ids: Tensor, weights: Tensor, experts: int) -> _Sorted:
     flat = ids.reshape(-1)
     order = torch.sort(flat, stable=True).indices
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     token = torch.div(order, ids.shape[1], rounding_mode="floor")
-    return _Sorted(order, token, inverse, torch.bincount(flat, minlength=experts).tolist())
+    counts = torch.bincount(flat, minlength=experts).tolist()
+    return _Sorted(token, inverse, counts, weights.reshape(-1).index_select(0, order))
 
 
 def _per_expert(rows: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
@@ -96,9 +123,9 @@ def _outer(left: Tensor, right: Tensor, counts: list[int], out: Tensor) -> Tenso
     return out
 
 
-def _sum_choices(rows: Tensor, place: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """Rows [., Z], place [N * k] of each assignment's row -> sum over choices [N, Z], weighted by [N, k]; wide."""
-    choices = rows.index_select(0, place).view(-1, k, rows.shape[-1])
+def _sum_choices(rows: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """Rows of the assignments [N * k, Z] -> sum over choices [N, Z], weighted by [N, k]; wide."""
+    choices = rows.view(-1, k, rows.shape[-1])
     total = torch.zeros(choices.shape[0], choices.shape[2], dtype=wide(rows.dtype), device=rows.device)
     for choice in range(k):
         if weights is None:
@@ -109,62 +136,72 @@ def _sum_choices(rows: Tensor, place: Tensor, weights: Tensor | None, k: int) ->
 
 
 class _ExpertBank(torch.autograd.Function):
-    """z [N, Z], weights [N, k], ids [N, k] -> sum_e p_e W2_e unit(W1_e z, W3_e z) [N, Z]."""
+    """z [N, Z], weights [N, k], ids [N, k] -> sum_e p_e W2_e unit(W1_e z, W3_e z) [N, Z].
+
+    Choices are weighted and summed where their token is, so the sum has one order in every layout. The gradient of a
+    weight is formed beside the expert, from what it kept for its own backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, weights: Tensor, ids: Tensor, bank: ExpertBank, *parameters: Tensor) -> Tensor:
         gate_up, down = bank.matrices()
-        sort = _sort(ids, bank.experts)
-        rows = bank.read(z).index_select(0, sort.token)
-        parts = bank.unit.parts(_per_expert(rows, gate_up.mT, sort.counts))
+        exchange = bank.exchange(ids, weights)
+        rows = bank.dispatch(z, exchange)
+        parts = bank.unit.parts(_per_expert(rows, gate_up.mT, exchange.counts))
         active = bank.read(bank.unit.value(parts).to(z.dtype))
-        result = _per_expert(active, down.mT, sort.counts)
-        ctx.save_for_backward(weights, sort.order, sort.token, sort.inverse, gate_up, down, rows, *parts, active)
-        ctx.bank, ctx.counts = bank, sort.counts
-        return _sum_choices(result, sort.inverse, weights, weights.shape[1]).to(z.dtype)
+        (result,) = exchange.combine(_per_expert(active, down.mT, exchange.counts))
+        ctx.save_for_backward(gate_up, down, rows, *parts, active)
+        ctx.bank, ctx.exchange, ctx.weights = bank, exchange, (weights.shape, weights.dtype)
+        return _sum_choices(result, weights, weights.shape[1]).to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights, order, token, inverse, gate_up, down, rows, *parts, active = ctx.saved_tensors
-        bank, counts, kind = ctx.bank, ctx.counts, rows.dtype
-        spread = grad.to(kind).index_select(0, token)
-        weight = weights.reshape(-1, 1).index_select(0, order).to(kind)
+        gate_up, down, rows, *parts, active = ctx.saved_tensors
+        bank, exchange, kind = ctx.bank, ctx.exchange, rows.dtype
+        counts, (shape, weights_kind) = exchange.counts, ctx.weights
+        spread = exchange.dispatch(grad.to(kind))
+        weight = exchange.weights.view(-1, 1).to(kind)
         d_active = _per_expert(spread, down, counts)
-        d_weights = torch.linalg.vecdot(d_active, active).index_select(0, inverse).view_as(weights)
+        d_weight = torch.linalg.vecdot(d_active, active).view(-1, 1)
         d_hidden = bank.unit.backward(d_active.mul_(weight), tuple(parts)).to(kind)
-        d_z = _sum_choices(_per_expert(d_hidden, gate_up, counts), inverse, None, weights.shape[1]).to(kind)
+        d_rows, d_weights = exchange.combine(_per_expert(d_hidden, gate_up, counts), d_weight)
+        d_z = _sum_choices(d_rows, None, shape[1]).to(kind)
         d_gate_up = _outer(d_hidden, rows, counts, torch.empty_like(gate_up))
         d_down = _outer(spread.mul_(weight), active, counts, torch.empty_like(down))
         grads: list[Tensor | None] = []
         for count, both, second in zip(counts, d_gate_up.unbind(), d_down.unbind(), strict=True):
             grads += [*both.chunk(2), second] if count else [None, None, None]
-        return d_z, d_weights.to(weights.dtype), None, None, *grads
+        return d_z, d_weights.view(shape).to(weights_kind), None, None, *grads
 
 
 class ExpertBank:
-    """The routed experts of one layer as two tensors: gate and up [E, 2I, Z], down [E, Z, I].
+    """The routed experts of one layer that this process holds: gate and up [E, 2I, Z], down [E, Z, I].
 
     quantization.activations "mxfp8" rounds the inputs of w1, w3 and of w2 to MXFP8, straight-through.
+    communicator: reaches the experts that other ranks hold; None when all of them are here.
     """
 
-    def __init__(self, experts: nn.ModuleList, config: K3Config) -> None:
+    def __init__(self, experts: _Experts, config: K3Config) -> None:
         self.experts = len(experts)
         self.unit = _unit(config)
         self.quantization: QuantizationConfig = config.quantization
+        self.communicator: Communicator | None = None
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
-        first = [weight for e in experts for weight in (e.w1.weight, e.w3.weight)]  # type: ignore[union-attr]
-        second = [e.w2.weight for e in experts]  # type: ignore[union-attr]
-        self._gate_up = Fused(first, (self.experts, 2 * width, latent))  # type: ignore[arg-type]
-        self._down = Fused(second, (self.experts, latent, width))  # type: ignore[arg-type]
-        self._leaves = [
-            weight
-            for e in experts
-            for weight in (e.w1.weight, e.w3.weight, e.w2.weight)  # type: ignore[union-attr]
-        ]
+        first = [weight for e in experts for weight in (e.w1.weight, e.w3.weight)]
+        second = [e.w2.weight for e in experts]
+        self._gate_up = Fused(first, (self.experts, 2 * width, latent))
+        self._down = Fused(second, (self.experts, latent, width))
+        self._leaves = [weight for e in experts for weight in (e.w1.weight, e.w3.weight, e.w2.weight)]
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """[E, 2I, Z] and [E, Z, I]; the parameters are views of them."""
         return self._gate_up.tensor(), self._down.tensor()
+
+    def exchange(self, ids: Tensor, weights: Tensor) -> Exchange:
+        """The way of rows with the experts ids [N, k] and weights [N, k] to these experts and back."""
+        if self.communicator is None:
+            return _sort(ids, weights, self.experts)
+        return self.communicator.exchange(ids, weights)
 
     def read(self, x: Tensor) -> Tensor:
         """What a product sees of its input [R, n]: the values, or their MXFP8 rounding."""
@@ -172,22 +209,32 @@ class ExpertBank:
             return x
         return mx.fake_quantize_mxfp8(x, self.quantization.scale_rule)
 
+    def dispatch(self, z: Tensor, exchange: Exchange) -> Tensor:
+        """z [N, Z] -> [R, Z] as the experts read them. Rounded rows travel as the bytes they are exactly."""
+        if self.communicator is None or self.quantization.computed_activations == "none":
+            return exchange.dispatch(self.read(z))
+        elements, scale = mx.quantize_mxfp8(z, self.quantization.scale_rule)
+        bytes_ = exchange.dispatch(torch.cat([elements, scale], dim=1))
+        return mx.dequantize_mxfp8(bytes_[:, : z.shape[1]], bytes_[:, z.shape[1] :], z.dtype)
+
     def __call__(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """z [N, Z], weights [N, k] float32 or wider, ids [N, k] int64 -> [N, Z]."""
         if torch.is_grad_enabled():
             return _ExpertBank.apply(z, weights, ids, self, *self._leaves)
+        return self._infer(z, weights, ids).to(z.dtype)
+
+    def _infer(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         gate_up, down = self.matrices()
-        sort = _sort(ids, self.experts)
-        room = max(sort.counts)
-        if self.experts * room > _GRID_WASTE * len(sort.order) or room > _GRID_ROOM:
-            rows = self.read(z).index_select(0, sort.token)
-            hidden = self._activate(_per_expert(rows, gate_up.mT, sort.counts))
-            result, place = _per_expert(hidden, down.mT, sort.counts), sort.inverse
-        else:
-            place, grid = self._grid(sort, ids, room)
-            rows = self.read(z).index_select(0, grid).view(self.experts, room, -1)
-            result = torch.bmm(self._activate(torch.bmm(rows, gate_up.mT)), down.mT).view(-1, z.shape[1])
-        return _sum_choices(result, place, weights, weights.shape[1]).to(z.dtype)
+        exchange, k = self.exchange(ids, weights), weights.shape[1]
+        room = max(exchange.counts)
+        if not isinstance(exchange, _Sorted) or self.experts * room > _GRID_WASTE * ids.numel() or room > _GRID_ROOM:
+            hidden = self._activate(_per_expert(self.dispatch(z, exchange), gate_up.mT, exchange.counts))
+            (result,) = exchange.combine(_per_expert(hidden, down.mT, exchange.counts))
+            return _sum_choices(result, weights, k)
+        place, grid = self._grid(exchange, ids, room)
+        rows = self.read(z).index_select(0, grid).view(self.experts, room, -1)
+        result = torch.bmm(self._activate(torch.bmm(rows, gate_up.mT)), down.mT).view(-1, z.shape[1])
+        return _sum_choices(result.index_select(0, place), weights, k)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         return self.read(self.unit.value(self.unit.parts(hidden)).to(hidden.dtype))
@@ -217,11 +264,20 @@ class _Gate(nn.Module):
 class LatentMoE(nn.Module):
     """One MoE layer. Its parameters carry the official names under `block_sparse_moe`.
 
+    experts: the numbers of the routed experts to hold, all by default.
     router_loss: told (layer, scores [N, E] with gradient, ids [N, k]) in training forwards, for a loss on the router;
     None, as in K3, costs nothing.
     """
 
-    def __init__(self, config: K3Config, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: K3Config,
+        layer: int,
+        experts: range | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.k, self.scaling = config.num_experts_per_token, config.routed_scaling_factor
@@ -230,7 +286,7 @@ class LatentMoE(nn.Module):
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router_loss: RouterLoss | None = None
         self.gate = _Gate(config, **kind)
-        self.experts = nn.ModuleList(_Expert(latent, width, **kind) for _ in range(config.num_experts))
+        self.experts = _Experts(experts or range(config.num_experts), latent, width, **kind)
         self.shared_experts = MLP(config, config.num_shared_experts * width, **kind)
         self.in_latent = config.ablation.experts != "full_width"
         self.norms_sum = config.ablation.experts == "latent_norm"

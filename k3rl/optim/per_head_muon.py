@@ -12,7 +12,7 @@ applied to its master (straight-through).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -58,6 +58,23 @@ def _as_variant(variant: Variant, info: ParamInfo, shape: torch.Size) -> ParamIn
     return ParamInfo("adamw", info.decay)
 
 
+def trained(
+    named_params: Iterable[tuple[str, Tensor]], config: HeadLayout, variant: Variant = "per_head_muon"
+) -> dict[str, tuple[ParamInfo, Tensor]]:
+    """name -> (how it is trained, parameter) of those that an optimizer moves.
+
+    Raises ValueError for a name given twice.
+    """
+    found: dict[str, tuple[ParamInfo, Tensor]] = {}
+    for name, param in named_params:
+        if name in found:
+            raise ValueError(f"the parameter {name} was given twice")
+        info = _as_variant(variant, classify(name, param.shape, config), param.shape)
+        if info.group != "balanced" and param.requires_grad:
+            found[name] = info, param
+    return found
+
+
 def _norms_by_type(tensors: Iterable[Tensor]) -> Iterable[Sequence[Tensor]]:
     """The 2-norms of the tensors, those of one dtype and device together."""
     groups: dict[tuple[object, object], list[Tensor]] = {}
@@ -76,6 +93,7 @@ class PerHeadMuon:
     the last axis and treat those alike. None ships the masters themselves.
 
     variant: "per_head_muon", "muon_whole" (no cut along heads) or "adamw" (AdamW for all, at adamw_lr), for comparison.
+    owned: names whose masters are kept and moved here; the others belong to other ranks. None: all.
     newton_schulz_dtype: None means the master's on CPU and bfloat16 on an accelerator; float64 is never narrowed.
 
     A parameter whose grad is None is left exactly as it is: no decay, no momentum change, no step count. A zero
@@ -99,6 +117,7 @@ class PerHeadMuon:
         project: Project | None = None,
         variant: Variant = "per_head_muon",
         newton_schulz_dtype: torch.dtype | None = None,
+        owned: Container[str] | None = None,
     ) -> None:
         self.lr = lr
         self.adamw_lr = adamw_lr
@@ -109,16 +128,13 @@ class PerHeadMuon:
         self.eps = eps
         self.project = project
         self.newton_schulz_dtype = newton_schulz_dtype
-        self.infos: dict[str, ParamInfo] = {}
-        self.params: dict[str, Tensor] = {}
-        for name, param in named_params:
-            if name in self.params:
-                raise ValueError(f"the parameter {name} was given twice")
-            info = _as_variant(variant, classify(name, param.shape, config), param.shape)
-            if info.group != "balanced" and param.requires_grad:
-                self.infos[name], self.params[name] = info, param
-        if not self.params:
+        every = trained(named_params, config, variant)
+        if not every:
             raise ValueError("no parameter to train: every one is frozen or moved by QuantileBalancer")
+        self.names = tuple(every)
+        kept = {name: found for name, found in every.items() if owned is None or name in owned}
+        self.infos: dict[str, ParamInfo] = {name: info for name, (info, _) in kept.items()}
+        self.params: dict[str, Tensor] = {name: param for name, (_, param) in kept.items()}
         self._muon = list(self._build_muon())
         self._adam = list(self._build_adam())
         self.ship()
@@ -160,9 +176,9 @@ class PerHeadMuon:
         return {name: param.grad for name, param in self.params.items() if param.grad is not None}
 
     @torch.no_grad()
-    def grad_norm(self) -> float:
-        """The 2-norm of all gradients together; inf or NaN when one of them is not finite."""
-        gradients = list(self._gradients().values())
+    def grad_norm(self, names: Container[str] | None = None) -> float:
+        """The 2-norm of all gradients together, or of those `names`; inf or NaN when one of them is not finite."""
+        gradients = [g for name, g in self._gradients().items() if names is None or name in names]
         if not gradients:
             return 0.0
         total = math.hypot(*(torch.stack(list(norms)).double().norm().item() for norms in _norms_by_type(gradients)))
@@ -171,11 +187,23 @@ class PerHeadMuon:
         # A float32 norm overflows from 1.8e19 on, though every value may be finite.
         return math.hypot(*(torch.linalg.vector_norm(gradient, dtype=torch.float64).item() for gradient in gradients))
 
-    def _refuse_non_finite(self) -> None:
+    def first_non_finite(self) -> tuple[str, int, int] | None:
+        """(name, non-finite values, values) of the first gradient that is not finite; None when all are."""
         for name, gradient in self._gradients().items():
             bad = int(gradient.numel() - gradient.isfinite().sum())
             if bad:
-                raise NonFiniteGradient(name, bad, gradient.numel())
+                return name, bad, gradient.numel()
+        return None
+
+    def _refuse_non_finite(self) -> None:
+        if (found := self.first_non_finite()) is not None:
+            raise NonFiniteGradient(*found)
+
+    @torch.no_grad()
+    def scale_gradients(self, norm: float, maximum: float) -> None:
+        """Scale all gradients by maximum / norm where their `norm`, however it was summed, exceeds it."""
+        if norm > maximum:
+            torch._foreach_mul_(list(self._gradients().values()), maximum / norm)
 
     @torch.no_grad()
     def clip_grad_norm_(self, maximum: float) -> float:
@@ -186,8 +214,7 @@ class PerHeadMuon:
         norm = self.grad_norm()
         if not math.isfinite(norm):
             self._refuse_non_finite()
-        if norm > maximum:
-            torch._foreach_mul_(list(self._gradients().values()), maximum / norm)
+        self.scale_gradients(norm, maximum)
         return norm
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -275,12 +302,15 @@ class PerHeadMuon:
             yield from bucket.state()
 
     @torch.no_grad()
-    def state_tensors(self) -> dict[str, Tensor]:
-        """All state as new tensors: "<name>/master" and "<name>/momentum" of Muon matrices; "<name>/master", "/first",
-        "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors. Independent of how state is bucketed.
+    def state_tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
+        """All state, or that of `names`, as new tensors: "<name>/master" and "<name>/momentum" of Muon matrices;
+        "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors.
+        Independent of how state is bucketed.
         """
         state: dict[str, Tensor] = {}
         for piece, parts in self._muon_pieces():
+            if names is not None and piece.name not in names:
+                continue
             for key, blocks in parts.items():
                 whole = state.setdefault(
                     f"{piece.name}/{key}", torch.empty(piece.param.shape, dtype=blocks.dtype, device=blocks.device)
@@ -288,6 +318,8 @@ class PerHeadMuon:
                 piece.cut(whole).copy_(blocks)
         for bucket in self._adam:
             for (name, parts), steps in zip(bucket.state(), bucket.steps, strict=True):
+                if names is not None and name not in names:
+                    continue
                 state.update({f"{name}/{key}": value.clone() for key, value in parts.items()})
                 state[f"{name}/steps"] = torch.tensor(steps)
         return state

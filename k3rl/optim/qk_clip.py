@@ -25,8 +25,10 @@ class QKClipError(ValueError):
 
 
 @torch.no_grad()
-def clip_heads_(q_b: Tensor, kv_b: Tensor, max_logits: Tensor, config: HeadLayout, tau: float = TAU) -> int:
-    """Scale one layer's q_b [H*(nope+rope), q_lora] and kv_b [H*(nope+v), kv_lora] in place.
+def clip_heads_(
+    q_b: Tensor | None, kv_b: Tensor | None, max_logits: Tensor, config: HeadLayout, tau: float = TAU
+) -> int:
+    """Scale one layer's q_b [H*(nope+rope), q_lora] and kv_b [H*(nope+v), kv_lora] in place; None is left to its owner.
 
     max_logits [H]: largest pre-softmax logit of each head over the batch, softmax scale included. Returns how many
     heads exceeded tau. Raises QKClipError for a wrong number of heads or a non-finite logit.
@@ -39,12 +41,16 @@ def clip_heads_(q_b: Tensor, kv_b: Tensor, max_logits: Tensor, config: HeadLayou
     if not bool(max_logits.isfinite().all()):
         raise QKClipError(f"max_logits is {max_logits.tolist()}; a non-finite logit is a fault of the forward pass")
     clipped = max_logits > tau
-    gamma = torch.where(clipped, tau / max_logits, torch.ones_like(max_logits)).to(q_b.dtype).view(heads, 1, 1)
+    gamma = torch.where(clipped, tau / max_logits, torch.ones_like(max_logits)).view(heads, 1, 1)
     nope = config.qk_nope_head_dim
-    query = q_b.unflatten(0, (heads, nope + config.qk_rope_head_dim))
-    query[:, :nope] *= gamma.sqrt()
-    query[:, nope:] *= gamma
-    kv_b.unflatten(0, (heads, nope + config.v_head_dim))[:, :nope] *= gamma.sqrt()
+    if q_b is not None:
+        factor = gamma.to(q_b.dtype)
+        query = q_b.unflatten(0, (heads, nope + config.qk_rope_head_dim))
+        query[:, :nope] *= factor.sqrt()
+        query[:, nope:] *= factor
+    if kv_b is not None:
+        keys = kv_b.unflatten(0, (heads, nope + config.v_head_dim))[:, :nope]
+        keys *= gamma.to(kv_b.dtype).sqrt()
     return int(clipped.sum())
 
 
@@ -53,17 +59,18 @@ def qk_clip_(optimizer: PerHeadMuon, max_logits: Mapping[int, Tensor], config: H
     """Clip the masters of every MLA layer in `max_logits`, and ship what changed. Call once after the step.
 
     max_logits: model layer (from 0) -> [H]. Layers within tau are not touched, not even by rounding. Momenta stay.
-    Returns the number of heads clipped. Raises QKClipError for a layer without trained MLA weights.
+    Masters that other ranks own are left to them. Returns the number of heads clipped. Raises QKClipError for a layer
+    without trained MLA weights.
     """
-    queries = {int(found[1]): name for name in optimizer.params if (found := _MLA_QUERY.search(name))}
+    queries = {int(found[1]): name for name in optimizer.names if (found := _MLA_QUERY.search(name))}
     total = 0
     for layer, maximum in max_logits.items():
         if layer not in queries:
             raise QKClipError(f"layer {layer} has no trained q_b_proj; MLA layers are {sorted(queries)}")
         if bool((maximum <= tau).all()):
             continue
-        names = queries[layer], queries[layer].replace("q_b_proj", "kv_b_proj")
-        masters = optimizer.masters(names)
-        total += clip_heads_(masters[names[0]], masters[names[1]], maximum, config, tau)
+        q_b, kv_b = queries[layer], queries[layer].replace("q_b_proj", "kv_b_proj")
+        masters = optimizer.masters(name for name in (q_b, kv_b) if name in optimizer.params)
+        total += clip_heads_(masters.get(q_b), masters.get(kv_b), maximum, config, tau)
         optimizer.set_masters(masters)
     return total

@@ -1,11 +1,30 @@
 """How one optimizer step is computed: the trainer core that SFT, RL and distillation share.
 
-trainer.py   packed tokens and a loss -> one step, on one process or on its rank of several
-data.py      data parallelism: sums over ranks, and how sequences are dealt to them
+trainer.py   packed tokens and a loss -> one step, on one process or on its rank of a mesh
+world.py     the processes: collectives, who died or hangs     mesh.py   their layout, data x expert x context
+expert.py    rows to experts on other ranks and back           zero.py   owners of masters and optimizer state
+agree.py     what ranks compare before they start              data.py   how sequences are dealt to ranks
 Nothing here knows Ray, environments or files.
 """
 
-from k3rl.parallel.data import DataParallel, PeerFailed, deal
+from k3rl.parallel.data import deal
+from k3rl.parallel.expert import ExpertParallel
+from k3rl.parallel.mesh import Axis, Mesh, data_degree
 from k3rl.parallel.trainer import Loss, NonFiniteLoss, Trainer, TrainerConfig
+from k3rl.parallel.world import PeerFailed, RankFailed, RanksDisagree, World
 
-__all__ = ["DataParallel", "Loss", "NonFiniteLoss", "PeerFailed", "Trainer", "TrainerConfig", "deal"]
+__all__ = [
+    "Axis",
+    "ExpertParallel",
+    "Loss",
+    "Mesh",
+    "NonFiniteLoss",
+    "PeerFailed",
+    "RankFailed",
+    "RanksDisagree",
+    "Trainer",
+    "TrainerConfig",
+    "World",
+    "data_degree",
+    "deal",
+]

@@ -1,4 +1,4 @@
-"""One optimizer step on one process: packed tokens in, metrics out.
+"""One optimizer step, on one process or on its rank of a mesh: packed tokens in, metrics out.
 
 The model's parameters always hold the values that a checkpoint would store; the optimizer owns the fp32 masters
 and projects them back after each step (`k3rl.numerics.project`). So what is trained here is what is published to
@@ -8,24 +8,29 @@ engines and what is exported, and the straight-through gradient needs no code.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 
-from k3rl.config import Config, K3Error
+from k3rl.config import Config, ConfigError, K3Error
 from k3rl.data.batch import TrainBatch
 from k3rl.data.images import ImagePatches, stack
 from k3rl.losses import LossInputs, LossOutput
 from k3rl.model import K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
-from k3rl.optim import AuxiliaryLoss, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_
-from k3rl.parallel.data import DataParallel, PeerFailed
+from k3rl.optim import AuxiliaryLoss, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
+from k3rl.parallel.agree import agree_on_start, agree_on_step
+from k3rl.parallel.expert import ExpertParallel
+from k3rl.parallel.mesh import Mesh
+from k3rl.parallel.world import PeerFailed
+from k3rl.parallel.zero import Shards, gather_tensors
 from k3rl.run.metrics import Accumulator
 
 Loss = Callable[[LossInputs], LossOutput]
+_OPTIMIZER = "optimizer."
 
 
 class NonFiniteLoss(K3Error):
@@ -56,6 +61,12 @@ class TrainerConfig(Config):
     """Weight of the loss with `auxiliary_loss`."""
     qk_clip: float = Field(100.0, gt=0)
     """Largest pre-softmax logit of MLA before its query and key weights are scaled down."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that share the routed experts; each still has sequences of its own."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share each sequence. Data parallelism is what is left of the learner's ranks."""
+    shard_optimizer: bool = True
+    """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
 
 
 class _Statistics:
@@ -79,14 +90,22 @@ class _Statistics:
 class Trainer:
     """Owns a model, its optimizer, its balancing bias and its step count."""
 
-    def __init__(self, model: K3ForCausalLM, config: TrainerConfig, group: DataParallel | None = None) -> None:
-        """group: the data-parallel ranks that train together, each with its own copy; None for one process.
+    def __init__(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh | None = None) -> None:
+        """mesh: the ranks that train together, None for one process. Making a trainer is a collective of theirs.
 
-        A vision tower is frozen: its parameters no longer require a gradient.
+        With expert parallelism the model holds the mesh's run of experts (`Mesh.experts`). A vision tower is frozen:
+        its parameters no longer require a gradient. Raises ConfigError when mesh and config do not fit, RanksDisagree
+        when ranks have different configurations or weights.
         """
         self.model = model
         self.config = config
-        self.group = group
+        self.mesh = Mesh.alone(model.device) if mesh is None else mesh
+        self._check_mesh()
+        agree_on_start(self.mesh, model, config)
+        if self.mesh.expert.size > 1:
+            model.connect(ExpertParallel(self.mesh, model.config.num_experts))
+        # Ranks that meet inside a forward take each micro-batch together.
+        self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1
         quantization = model.config.quantization
 
         def ship(name: str, master: torch.Tensor) -> torch.Tensor:
@@ -96,6 +115,10 @@ class Trainer:
         for name, parameter in model.official_parameters():
             if name.startswith("vision_tower."):
                 parameter.requires_grad_(False)
+        infos = trained(model.official_parameters(), model.config, config.optimizer)
+        self.shards = Shards(
+            model, {name: info for name, (info, _) in infos.items()}, self.mesh, sharded=config.shard_optimizer
+        )
         self.optimizer = PerHeadMuon(
             model.official_parameters(),
             model.config,
@@ -105,7 +128,9 @@ class Trainer:
             weight_decay=config.weight_decay,
             variant=config.optimizer,
             project=ship,
+            owned=self.shards.owned,
         )
+        self.shards.share_parameters()
         self.balancer = QuantileBalancer(
             model.config.num_experts, model.config.num_experts_per_token, len(model.config.moe_layers)
         )
@@ -113,6 +138,21 @@ class Trainer:
         if config.balance_by == "auxiliary_loss":
             self.auxiliary = AuxiliaryLoss(config.auxiliary_weight, model.config.num_experts_per_token)
         self.steps = 0
+
+    def _check_mesh(self) -> None:
+        asked = (self.config.expert_parallel, self.config.context_parallel)
+        if self.mesh.shape[1:] != asked:
+            raise ConfigError(
+                f"the trainer has expert_parallel {asked[0]} and context_parallel {asked[1]}, its mesh has "
+                f"{self.mesh.shape[1]} and {self.mesh.shape[2]}; make the mesh from the trainer's config",
+                key="expert_parallel",
+            )
+        if self.model.experts != self.mesh.experts(self.model.config.num_experts):
+            raise ConfigError(
+                f"the model holds experts {self.model.experts}, rank {self.mesh.world.rank} of this mesh needs "
+                f"{self.mesh.experts(self.model.config.num_experts)}; build it with experts=mesh.experts(...)",
+                key="expert_parallel",
+            )
 
     def target_inputs(self, batch: TrainBatch, temperature: float = 1.0) -> LossInputs:
         """Logprobs and entropies [P] of the P target tokens of a packed micro-batch, with gradients."""
@@ -175,24 +215,20 @@ class Trainer:
     ) -> Accumulator:
         """One optimizer step. Raises NonFiniteLoss or NonFiniteGradient before anything is updated.
 
-        With a group, a failure of one rank fails the step on all of them (the others raise PeerFailed).
+        On a mesh, a failure of one rank fails the step on all of them (the others raise PeerFailed), and ranks whose
+        batches or settings do not fit together all raise RanksDisagree.
 
         batch: this rank's share of the global batch, None when it has no sequence.
         lr_scale: the schedule's factor on both learning rates; temperature: the sampler's, so that logprobs compare.
         last_of_batch: whether the rollout batch ends with this step (for `balance` "batch" and "fresh").
         """
         started = time.perf_counter()
-        statistics = _Statistics(self.model, self.balancer)
-        metrics = self._backward_together(batch, loss, temperature, statistics)
-        max_logits = statistics.max_logits
-        if self.group is not None:
-            self.group.sum_gradients(self.optimizer.params.values())
-            kind = torch.promote_types(self.model.dtype, torch.float32)  # what attention computes its logits in
-            heads = torch.empty(self.model.config.num_attention_heads, dtype=kind)
-            max_logits = self.group.maximum(max_logits, self.model.config.mla_layers, heads)
-        norm = self.optimizer.clip_grad_norm_(self.config.grad_clip)
+        settings = {"lr_scale": lr_scale, "last_of_batch": last_of_batch}
+        metrics, max_logits = self.gradients(batch, loss, temperature=temperature, settings=settings)
+        norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip)
         self.optimizer.step(lr_scale)
         clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
+        self.shards.share_parameters()
         self._balance(metrics, last_of_batch)
         self.steps += 1
         metrics.add("optim/grad_norm", norm)
@@ -200,50 +236,124 @@ class Trainer:
         metrics.add("optim/qk_clipped_heads", clipped)
         for largest in max_logits.values():
             metrics.maximum("attention/logit/max", float(largest.max()))
-        metrics.add("perf/train_tokens", batch.tokens if batch is not None else 0)
+        metrics.add("perf/train_tokens", batch.tokens if batch is not None and self.mesh.first_of_context else 0)
         metrics.add("time/train_step", time.perf_counter() - started)
         return metrics
 
-    def _backward_together(
-        self, batch: TrainBatch | None, loss: Loss, temperature: float, statistics: _Statistics
-    ) -> Accumulator:
-        """`_backward`, agreed on by all ranks: when one fails, none goes on into a collective that would hang."""
+    def gradients(
+        self,
+        batch: TrainBatch | None,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        settings: Mapping[str, object] | None = None,
+    ) -> tuple[Accumulator, dict[int, torch.Tensor]]:
+        """The gradients of a step, summed over ranks, in `.grad` of the parameters that this rank owns.
+
+        Returns metrics and the largest attention logits [H] of each MLA layer. What routers saw waits in `balancer`.
+        settings: what else belongs to the step and must be equal on all ranks. Raises as `train` does.
+        """
+        statistics = _Statistics(self.model, self.balancer)
         try:
-            metrics = self._backward(batch, loss, temperature, statistics)
+            micros, most = self._shares(batch, loss, {"temperature": temperature, **(settings or {})})
+            metrics = self._backward(micros, most, loss, temperature, statistics)
         except Exception:
             self.balancer.clear()  # what a failed step counted must not move the next update
-            if self.group is not None:
-                self.group.agree(False)
             raise
-        if self.group is not None and not self.group.agree(True):
-            raise PeerFailed(f"another rank failed in step {self.steps}; nothing was updated")
-        return metrics
+        self.shards.reduce_gradients()
+        return metrics, self._max_logits(statistics)
+
+    def _shares(
+        self, batch: TrainBatch | None, loss: Loss, settings: Mapping[str, object]
+    ) -> tuple[list[TrainBatch], int]:
+        """This rank's micro-batches, and how many forwards it takes part in. Nothing has started when this raises."""
+        failure, micros = None, []
+        try:
+            micros = [] if batch is None else batch.split(self.config.micro_batch_tokens)
+        except Exception as error:
+            failure = error
+        facts = {"number": self.steps, "loss": getattr(loss, "__qualname__", type(loss).__qualname__), **settings}
+        most = agree_on_step(self.mesh, facts, batch, -1 if failure else len(micros))
+        if failure is not None:
+            raise failure
+        if most < 0:
+            raise PeerFailed(f"another rank cannot start step {self.steps}; nothing was updated")
+        return micros, most if self._in_step else len(micros)
+
+    def _max_logits(self, statistics: _Statistics) -> dict[int, torch.Tensor]:
+        """The largest attention logit of each head [H] over all ranks, by MLA layer; layers that saw no row are out."""
+        layers = self.model.config.mla_layers
+        if self.mesh.world.size == 1 or not layers:
+            return statistics.max_logits
+        kind = torch.promote_types(self.model.dtype, torch.float32)  # what attention computes its logits in
+        unseen = torch.full(
+            (self.model.config.num_attention_heads,), float("-inf"), dtype=kind, device=self.model.device
+        )
+        table = torch.stack([statistics.max_logits.get(layer, unseen) for layer in layers])
+        self.mesh.world.maximum(table)
+        return {n: row for n, row in zip(layers, table, strict=True) if bool(torch.isfinite(row).any())}
 
     def _backward(
-        self, batch: TrainBatch | None, loss: Loss, temperature: float, statistics: _Statistics
+        self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float, statistics: _Statistics
     ) -> Accumulator:
-        """Gradients of this rank's share, micro-batch by micro-batch."""
-        metrics = Accumulator()
-        self.optimizer.zero_grad()
+        """Gradients of this rank's share, micro-batch by micro-batch; all ranks leave it, or fail, together."""
+        metrics, failure = Accumulator(), None
+        self.shards.zero_grad()
         self.model.observer = statistics
         self._watch_router(self.auxiliary)
         try:
-            for micro in [] if batch is None else batch.split(self.config.micro_batch_tokens):
-                if self.config.balance == "fresh":
-                    statistics.counted = self._counted(micro, metrics)
-                out = loss(self.target_inputs(micro, temperature))
-                total = out.loss if self.auxiliary is None else out.loss + self._auxiliary_loss(micro, metrics)
-                if not torch.isfinite(out.loss):
-                    raise NonFiniteLoss(
-                        f"the loss of step {self.steps} is {out.loss.item()}; wanted a finite number. "
-                        "The weights are unchanged; lower the learning rate or look at the batch"
-                    )
+            for number in range(most):
+                micro = micros[number] if number < len(micros) else None
+                total, failure = self._micro_loss(micro, loss, temperature, statistics, metrics)
+                if not self._fine(failure):
+                    break
                 total.backward()
-                _keep(metrics, out)
+        except PeerFailed:
+            raise
+        except Exception as error:
+            if self._in_step:  # the others wait inside an exchange, where nothing but this can reach them
+                self.mesh.world.leave(f"{type(error).__name__}: {error}")
+                raise
+            failure = error
         finally:
             self.model.observer = None
             self._watch_router(None)
+        failed = self.mesh.world.first_failed(failure is None)
+        if failure is not None:
+            raise failure
+        if failed is not None:
+            raise PeerFailed(f"rank {failed} failed in step {self.steps}; nothing was updated")
         return metrics
+
+    def _fine(self, failure: Exception | None) -> bool:
+        """Whether to go on into the backward: where ranks meet in it, all of them go or none."""
+        return (self.mesh.world.first_failed(failure is None) if self._in_step else failure) is None
+
+    def _micro_loss(
+        self,
+        micro: TrainBatch | None,
+        loss: Loss,
+        temperature: float,
+        statistics: _Statistics,
+        metrics: Accumulator,
+    ) -> tuple[torch.Tensor, Exception | None]:
+        """The loss to call backward on, and what is wrong with it. None: a micro-batch that only other ranks have."""
+        if micro is None:
+            return self.model.assist(), None
+        if self.config.balance == "fresh":
+            statistics.counted = self._counted(micro, metrics)
+        inputs = self.target_inputs(micro, temperature)
+        try:
+            out = loss(inputs)
+        except Exception as error:
+            return inputs.logprobs, error
+        if not torch.isfinite(out.loss):
+            return out.loss, NonFiniteLoss(
+                f"the loss of step {self.steps} is {out.loss.item()}; wanted a finite number. "
+                "The weights are unchanged; lower the learning rate or look at the batch"
+            )
+        _keep(metrics, out)
+        return out.loss if self.auxiliary is None else out.loss + self._auxiliary_loss(micro, metrics), None
 
     def _watch_router(self, auxiliary: AuxiliaryLoss | None) -> None:
         if self.auxiliary is not None:
@@ -267,8 +377,8 @@ class Trainer:
     def _balance(self, metrics: Accumulator, last_of_batch: bool) -> None:
         frozen = self.config.balance == "freeze" or self.config.balance_by in ("auxiliary_loss", "none")
         due = not frozen and (self.config.balance == "step" or last_of_batch)
-        if due and self.group is not None:
-            self.balancer.all_reduce(self.group.sum)
+        if due:
+            self.balancer.all_reduce(self.mesh.world.sum)
         for violation in self.balancer.max_violation():  # one value a MoE layer
             metrics.add("moe/max_vio/mean", violation)
             metrics.maximum("moe/max_vio/max", violation)
@@ -287,11 +397,18 @@ class Trainer:
         return new
 
     @torch.no_grad()
-    def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> np.ndarray:
-        """float32 [N]: the logprob of each target token, 0 elsewhere. Forward only; moves no bias."""
+    def logprobs(self, batch: TrainBatch | None, temperature: float = 1.0) -> np.ndarray:
+        """float32 [N]: the logprob of each target token, 0 elsewhere. Forward only; moves no bias.
+
+        With expert or context parallelism a collective; batch: this rank's share, None when it has none.
+        """
+        if batch is None:
+            for _ in self._forwards(None):
+                pass
+            return np.zeros(0, np.float32)
         out = np.zeros(batch.input_ids.size, np.float32)
         starts = {sid: int(start) for sid, start in zip(batch.sequence_ids, batch.cu_seqlens[:-1], strict=True)}
-        for micro in batch.split(self.config.micro_batch_tokens):
+        for micro in self._forwards(batch):
             values = self.target_inputs(micro, temperature).logprobs.float().cpu().numpy()
             positions = np.flatnonzero(micro.loss_mask)
             owner = np.searchsorted(micro.cu_seqlens, positions, side="right") - 1
@@ -300,28 +417,55 @@ class Trainer:
         return out
 
     @torch.no_grad()
-    def evaluate(self, batch: TrainBatch, loss: Loss) -> Accumulator:
-        """The loss's metrics on a batch, without a step."""
+    def evaluate(self, batch: TrainBatch | None, loss: Loss) -> Accumulator:
+        """The loss's metrics on a batch, without a step; a collective like `logprobs`."""
         metrics = Accumulator()
-        for micro in batch.split(self.config.micro_batch_tokens):
+        for micro in self._forwards(batch):
             _keep(metrics, loss(self.target_inputs(micro)))
         return metrics
 
+    def _forwards(self, batch: TrainBatch | None) -> Iterator[TrainBatch]:
+        """The micro-batches of a forward-only pass; then this rank assists those of the others."""
+        micros = [] if batch is None else batch.split(self.config.micro_batch_tokens)
+        most = torch.tensor([len(micros)], device=self.model.device)
+        if self._in_step:
+            self.mesh.world.maximum(most)
+        yield from micros
+        for _ in range(int(most) - len(micros)):
+            self.model.assist()
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything a bit-equal continuation needs: optimizer state with masters, router biases, step count."""
-        state = {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
-        state |= {f"router_bias.{layer}": bias.detach().clone() for layer, bias in self.model.router_biases()}
-        state["steps"] = torch.tensor(self.steps, dtype=torch.int64)
+        """Everything a bit-equal continuation needs: optimizer state with masters, router biases, step count.
+
+        A collective that gives every rank all of it, whatever the mesh; `owned_state` does without.
+        """
+        return gather_tensors(self.mesh.world, self.owned_state())
+
+    def owned_state(self) -> dict[str, torch.Tensor]:
+        """This rank's part of `state_tensors`: each tensor is in one rank's, under its official name, whole."""
+        state = {f"optimizer.{n}": value for n, value in self.optimizer.state_tensors(self.shards.counted).items()}
+        if self.mesh.world.rank == 0:
+            state |= {f"router_bias.{layer}": bias.detach().clone() for layer, bias in self.model.router_biases()}
+            state["steps"] = torch.tensor(self.steps, dtype=torch.int64)
         return state
 
-    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
-        """The inverse of `state_tensors`; also sets the model's parameters from the masters."""
-        prefix = "optimizer."
-        self.optimizer.load_state_tensors({n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)})
+    def load_state_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes `state_tensors`, of this mesh or another, and sets the model's parameters from the masters.
+
+        A collective. Only what this rank owns is read, so the mapping may be lazy.
+        """
+        wanted = [name for name in state if name.startswith(_OPTIMIZER) and self._loads(name)]
+        self.optimizer.load_state_tensors({name[len(_OPTIMIZER) :]: state[name] for name in wanted})
         with torch.no_grad():
             for layer, bias in self.model.router_biases():
                 bias.copy_(state[f"router_bias.{layer}"])
         self.steps = int(state["steps"])
+        self.shards.share_parameters()
+
+    def _loads(self, key: str) -> bool:
+        """Whether a key of the optimizer's state is for this rank, or for nobody, which the optimizer refuses."""
+        name = key[len(_OPTIMIZER) :].rpartition("/")[0]
+        return name in self.shards.owned or name not in self.shards.owners
 
 
 def _keep(metrics: Accumulator, out: LossOutput) -> None:

@@ -29,6 +29,8 @@ save_every = 2
 steps = 2
 batch_size = 16
 group_size = 4
+[rl.trainer]
+expert_parallel = 2
 [distill]
 steps = 1
 batch_size = 8

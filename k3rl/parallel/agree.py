@@ -1,0 +1,94 @@
+"""What ranks compare before they work together: at the start configuration and weights, before each step its data.
+
+A rank with another learning rate or a sequence too many trains without any error, and wrongly; a hash is cheap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from k3rl.config import Config
+from k3rl.data.batch import TrainBatch
+from k3rl.model import K3ForCausalLM
+from k3rl.parallel.mesh import Mesh
+from k3rl.parallel.world import RanksDisagree
+
+_WEIGHT_TOLERANCE = 1e-6  # of the sum of all weights, which are float64 numbers from one batch
+
+
+def flat(prefix: str, value: Any) -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {key: leaf for name, inner in value.items() for key, leaf in flat(f"{prefix}.{name}", inner).items()}
+
+
+@torch.no_grad()
+def agree_on_start(mesh: Mesh, model: K3ForCausalLM, config: Config) -> None:
+    """Compares configuration over all ranks, and weights over those that hold the same. Raises RanksDisagree."""
+    if mesh.world.size == 1:
+        return
+    mesh.world.require_equal(
+        flat("trainer", config.model_dump(mode="json"))
+        | flat("model", model.config.to_dict())
+        | {"dtype": str(model.dtype), "torch": torch.__version__}
+    )
+    sums = {name: float(p.detach().double().sum()).hex() for name, p in model.official_parameters()}
+    mesh.world.require_equal({f"weights of {name}": value for name, value in sums.items()}, among=mesh.expert.rank)
+
+
+def agree_on_step(mesh: Mesh, settings: Mapping[str, Any], batch: TrainBatch | None, micro_batches: int) -> int:
+    """Compares a step's settings and its shares of the batch; the most micro-batches that any rank has.
+
+    micro_batches: of this rank; -1 when it cannot start, and then -1 comes back everywhere. Raises RanksDisagree for
+    other settings, for another batch on ranks of one context axis, and for shares that are not the whole batch once.
+    """
+    if mesh.world.size == 1:
+        return micro_batches
+    text = json.dumps(dict(settings), sort_keys=True, default=str)
+    weight = 0.0 if batch is None or not mesh.first_of_context else float(batch.weights.sum())
+    row = [micro_batches, _hash(text.encode()), _batch_hash(batch), mesh.batch_rank, _bits(weight)]
+    rows = mesh.world.gather(torch.tensor(row, dtype=torch.int64, device=mesh.world.device)).tolist()
+    if min(row[0] for row in rows) < 0:
+        return -1
+    if len({row[1] for row in rows}) > 1:
+        mesh.world.require_equal({f"step.{key}": value for key, value in settings.items()})
+    for rank, (_, _, data, share, _) in enumerate(rows):
+        first = next(other for other, row in enumerate(rows) if row[3] == share)
+        if rows[first][2] != data:
+            raise RanksDisagree(
+                rank,
+                "batch",
+                f"rank {rank} has another batch than rank {first}, with which it shares each sequence; "
+                f"give all {mesh.context.size} ranks of a context axis the same",
+            )
+    weights = [struct.unpack("d", struct.pack("q", row[4]))[0] for row in rows]
+    if abs(sum(weights) - 1) > _WEIGHT_TOLERANCE and any(weights):
+        shares = ", ".join(f"rank {rank} {weight:.6g}" for rank, weight in enumerate(weights) if weight)
+        raise RanksDisagree(
+            max(range(len(weights)), key=lambda rank: weights[rank]),
+            "batch",
+            f"the ranks' shares of the batch weigh {sum(weights):.6g} together, wanted 1 ({shares}); "
+            "each sequence must be on one rank",
+        )
+    return int(max(row[0] for row in rows))
+
+
+def _batch_hash(batch: TrainBatch | None) -> int:
+    if batch is None:
+        return 0
+    return _hash(b"".join([batch.input_ids.tobytes(), batch.cu_seqlens.tobytes(), batch.weights.tobytes()]))
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", value))[0])

@@ -1,0 +1,225 @@
+"""Who owns which master: optimizer state cut over ranks by whole matrices, as Newton-Schulz needs them whole.
+
+A rank holds the values of every parameter that it computes with, but masters and optimizer state only of those it
+owns. A step reduces each gradient to its owner, the owner updates, and sends the shipped value back. Experts have
+owners among the ranks that hold them, everything else among all ranks; each parameter has one owner.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from k3rl.model import K3ForCausalLM
+from k3rl.optim import NonFiniteGradient, ParamInfo, PerHeadMuon
+from k3rl.optim.buckets import fill_buckets, master_dtype
+from k3rl.optim.newton_schulz import STEPS
+from k3rl.parallel.mesh import Mesh, expert_run
+from k3rl.parallel.world import World
+
+FLOPS_PER_BYTE = 100.0  # of a step: what an accelerator's matrix units do while a byte of memory moves
+_MUON_BYTES, _ADAMW_BYTES = 20, 28  # moved per element of float32: gradient, master, momenta, read and written
+_MESSAGE_ELEMENTS = 1 << 25  # of one reduction or broadcast
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def step_cost(info: ParamInfo, shape: Sequence[int]) -> float:
+    """Bytes that a step moves for one parameter, plus Newton-Schulz FLOPs as the bytes that take as long.
+
+    A block [r, c], r <= c, takes 4 r^2 c + 2 r^3 FLOPs in each of the five iterations.
+    """
+    elements = math.prod(shape)
+    if info.group != "muon":
+        return float(_ADAMW_BYTES * elements)
+    flops = 0.0
+    for rows in info.row_blocks:
+        r, c = sorted((rows, shape[1]))
+        flops += STEPS * (4.0 * r * r * c + 2.0 * r**3)
+    return _MUON_BYTES * elements + flops / FLOPS_PER_BYTE
+
+
+@dataclass(frozen=True)
+class Share:
+    """One parameter to be owned: its cost and the ranks that may own it."""
+
+    name: str
+    cost: float
+    ranks: tuple[int, ...]
+
+
+def assign_owners(shares: Iterable[Share], size: int) -> dict[str, int]:
+    """name -> owner among `size` ranks, balanced by cost; the same on every rank.
+
+    Those with the fewest possible owners first, then the costliest first, each to the least loaded rank that may
+    have it.
+    """
+    load = [0.0] * size
+    owners: dict[str, int] = {}
+    for share in sorted(shares, key=lambda s: (len(s.ranks), -s.cost, s.name)):
+        owner = min(share.ranks, key=lambda rank: (load[rank], rank))
+        owners[share.name] = owner
+        load[owner] += share.cost
+    return owners
+
+
+def shares_of(model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Mesh) -> list[Share]:
+    """Every trained parameter of the whole model, those of other ranks' experts too, in official order."""
+    data, expert, context = mesh.shape
+    everyone = tuple(range(mesh.world.size))
+    found: list[Share] = []
+    held = model.experts.start
+    for name, parameter in model.official_parameters():
+        if name not in infos:
+            continue
+        cost = step_cost(infos[name], parameter.shape)
+        match = _EXPERT.search(name)
+        if match is None:
+            found.append(Share(name, cost, everyone))
+        elif int(match[1]) == held:  # stands for the same matrix of every expert
+            for place in range(expert):
+                ranks = tuple((d * expert + place) * context + c for d in range(data) for c in range(context))
+                numbers = expert_run(model.config.num_experts, place, expert)
+                found += [Share(_EXPERT.sub(f".experts.{n}.", name), cost, ranks) for n in numbers]
+    return found
+
+
+class Shards:
+    """The owners of a model's parameters on a mesh. Its methods are collectives of all ranks.
+
+    owned: names whose masters are here. counted: names whose owner this rank is; over all ranks each name once.
+    sharded False leaves all masters on every rank, which then all take the same step.
+    """
+
+    def __init__(self, model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Mesh, *, sharded: bool) -> None:
+        self._mesh, self._world, self._sharded = mesh, mesh.world, sharded
+        self.params = {name: p for name, p in model.official_parameters() if name in infos}
+        shares = shares_of(model, infos, mesh)
+        self.names = [share.name for share in shares]
+        self.owners = assign_owners(shares, mesh.world.size)
+        self.counted = {name for name in self.params if self.owners[name] == mesh.world.rank}
+        self.owned = self.counted if sharded else set(self.params)
+        experts = [name for name in self.params if _EXPERT.search(name)]
+        rest = [name for name in self.params if not _EXPERT.search(name)]
+        self._kinds = [
+            (names, ranks, group)
+            for names, ranks, group in (
+                (experts, mesh.replicas.ranks, mesh.replicas.group),
+                (rest, tuple(range(mesh.world.size)), mesh.world.group),
+            )
+            if group is not None and names
+        ]
+
+    def zero_grad(self) -> None:
+        """Forgets every gradient."""
+        for parameter in self.params.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sums gradients over the ranks that hold a parameter. Owners get the sum, others are left without.
+
+        A parameter that no rank has a gradient for keeps None. Sums are float32 or wider, in long messages: a model has
+        hundreds of small tensors, and a collective costs more than their bytes.
+        """
+        for names, ranks, group in self._kinds:
+            grads = [self.params[name].grad is not None for name in names]
+            present = torch.tensor(grads, dtype=torch.int32, device=self._world.device)
+            self._world.maximum(present, group)
+            used = [name for name, seen in zip(names, present.tolist(), strict=True) if seen]
+            for owner, members in self._messages(used, ranks):
+                flat = torch.cat([self._gradient(name) for name in members])
+                with self._world.during("summing gradients"):
+                    if owner is None:
+                        dist.all_reduce(flat, group=group)
+                    else:
+                        dist.reduce(flat, dst=owner, group=group)
+                for name, value in zip(members, flat.split([self.params[n].numel() for n in members]), strict=True):
+                    parameter = self.params[name]
+                    kept = owner is None or owner == self._world.rank
+                    parameter.grad = value.view_as(parameter).to(parameter.dtype) if kept else None
+
+    def _gradient(self, name: str) -> Tensor:
+        parameter = self.params[name]
+        kind = master_dtype(parameter.dtype)
+        if parameter.grad is None:
+            return torch.zeros(parameter.numel(), dtype=kind, device=parameter.device)
+        return parameter.grad.reshape(-1).to(kind)
+
+    def _messages(self, names: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[int | None, list[str]]]:
+        """(owner, names of one dtype) of each message; owner None when every rank keeps the masters."""
+        for owner in ranks if self._sharded else [None]:
+            mine = [name for name in names if owner is None or self.owners[name] == owner]
+            for kind in dict.fromkeys(self.params[name].dtype for name in mine):
+                alike = [name for name in mine if self.params[name].dtype == kind]
+                for start, stop in fill_buckets([self.params[n].numel() for n in alike], _MESSAGE_ELEMENTS):
+                    yield owner, alike[start:stop]
+
+    @torch.no_grad()
+    def share_parameters(self) -> None:
+        """Gives every rank the owners' values of the parameters it holds."""
+        for names, ranks, group in self._kinds if self._sharded else ():
+            for owner, members in self._messages(names, ranks):
+                values = [self.params[name].detach() for name in members]
+                flat = torch.cat([value.reshape(-1) for value in values])
+                with self._world.during("sending updated parameters"):
+                    dist.broadcast(flat, src=owner, group=group)
+                if owner != self._world.rank:
+                    pieces = flat.split([value.numel() for value in values])
+                    torch._foreach_copy_(values, [p.view_as(v) for p, v in zip(pieces, values, strict=True)])
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, optimizer: PerHeadMuon, maximum: float) -> float:
+        """Scales reduced gradients so that their norm over all parameters is at most `maximum`; the norm before.
+
+        Raises NonFiniteGradient on every rank, with the first such parameter in official order.
+        """
+        if self._world.size == 1:
+            return optimizer.clip_grad_norm_(maximum)
+        square = optimizer.grad_norm(self.counted) ** 2
+        total = torch.tensor([square], dtype=torch.float64, device=self._world.device)
+        self._world.sum(total)
+        norm = math.sqrt(float(total)) if float(total) >= 0 else math.nan
+        if not math.isfinite(norm):
+            self._refuse_non_finite(optimizer)
+        optimizer.scale_gradients(norm, maximum)
+        return norm
+
+    def _refuse_non_finite(self, optimizer: PerHeadMuon) -> None:
+        found = optimizer.first_non_finite()
+        index = len(self.names) if found is None else self.names.index(found[0])
+        first = torch.tensor([-index], device=self._world.device)
+        self._world.maximum(first)
+        facts = torch.zeros(2, dtype=torch.int64, device=self._world.device)
+        if found is not None and -int(first) == index:
+            facts += torch.tensor(found[1:], device=self._world.device)
+        self._world.maximum(facts)
+        if -int(first) < len(self.names):
+            raise NonFiniteGradient(self.names[-int(first)], int(facts[0]), int(facts[1]))
+
+
+@torch.no_grad()
+def gather_tensors(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks, whose names differ, on each of them. A collective, for what fits one process."""
+    if world.size == 1:
+        return dict(own)
+    about = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()]
+    every: dict[str, Tensor] = {}
+    for rank, text in enumerate(world.exchange(json.dumps(about))):
+        parts = [(name, getattr(torch, kind), torch.Size(shape)) for name, kind, shape in json.loads(text)]
+        sizes = [shape.numel() * kind.itemsize for _, kind, shape in parts]
+        if rank == world.rank:
+            flat = torch.cat([t.contiguous().view(-1).view(torch.uint8).to(world.device) for t in own.values()])
+        else:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=world.device)
+        with world.during("gathering state"):
+            dist.broadcast(flat, src=rank)
+        for (name, kind, shape), piece in zip(parts, flat.split(sizes), strict=True):
+            every[name] = piece.clone().view(kind).view(shape)
+    return every
