@@ -261,14 +261,15 @@ class World:
 
     def _find_out(self, what: str) -> dict[str, Any]:
         """The one verdict of all ranks: the first to be written into the store."""
-        self._store.set(f"left/{self.rank}", "")
+        self._store.set(f"asks/{self.rank}", "")
         before = self._notes()
         for _ in range(_NAMING):
             time.sleep(self._every_s)
             if self._store.check(["verdict"]):
                 return dict(json.loads(self._store.get("verdict")))
         now = self._notes()
-        there = [r for r in range(self.size) if r != self.rank and not self._store.check([f"left/{r}"])]
+        others = (r for r in range(self.size) if r != self.rank)
+        there = [r for r in others if not any(self._store.check([f"{word}/{r}"]) for word in ("asks", "left"))]
         silent = [r for r in there if now.get(r) is None or (r in before and before[r].beat == now[r].beat)]
         late = sorted((now[r].entered, r) for r in there if r in now and not now[r].inside)
         waiting = sorted((now[r].entered, r) for r in there if r in now)
