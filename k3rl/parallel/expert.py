@@ -102,13 +102,17 @@ class ExpertExchange:
 
 
 class ExpertParallel:
-    """The ranks of an expert axis (a `Communicator`); `experts` is the run that this one holds."""
+    """The ranks of an expert axis (a `Communicator`); `experts` is the run that this one holds.
+
+    sent_bytes: what left this rank for others so far.
+    """
 
     def __init__(self, mesh: Mesh, n_experts: int) -> None:
         """Raises ConfigError when there are more ranks than experts."""
         self.axis: Axis = mesh.expert
         self._world = mesh.world
         self.experts = mesh.experts(n_experts)
+        self.sent_bytes = 0
         self.starts = [expert_run(n_experts, rank, self.axis.size).start for rank in range(self.axis.size)]
 
     def exchange(self, expert_ids: Tensor, weights: Tensor) -> ExpertExchange:
@@ -123,6 +127,7 @@ class ExpertParallel:
         width = tensor.shape[1:].numel()
         result = torch.empty(sum(coming), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
         size = width * tensor.element_size()
+        self.sent_bytes += (sum(out) - out[self.axis.rank]) * size
         with self._world.during("exchanging rows with experts"):
             dist.all_to_all_single(
                 result.view(-1).view(torch.uint8),

@@ -102,8 +102,10 @@ class Trainer:
         self.mesh = Mesh.alone(model.device) if mesh is None else mesh
         self._check_mesh()
         agree_on_start(self.mesh, model, config)
+        self.experts: ExpertParallel | None = None
         if self.mesh.expert.size > 1:
-            model.connect(ExpertParallel(self.mesh, model.config.num_experts))
+            self.experts = ExpertParallel(self.mesh, model.config.num_experts)
+            model.connect(self.experts)
         # Ranks that meet inside a forward take each micro-batch together.
         self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1
         quantization = model.config.quantization
@@ -223,6 +225,7 @@ class Trainer:
         last_of_batch: whether the rollout batch ends with this step (for `balance` "batch" and "fresh").
         """
         started = time.perf_counter()
+        sent = self.experts.sent_bytes if self.experts is not None else 0
         settings = {"lr_scale": lr_scale, "last_of_batch": last_of_batch}
         metrics, max_logits = self.gradients(batch, loss, temperature=temperature, settings=settings)
         norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip)
@@ -237,6 +240,8 @@ class Trainer:
         for largest in max_logits.values():
             metrics.maximum("attention/logit/max", float(largest.max()))
         metrics.add("perf/train_tokens", batch.tokens if batch is not None and self.mesh.first_of_context else 0)
+        if self.experts is not None:
+            metrics.add("perf/expert_bytes", self.experts.sent_bytes - sent)
         metrics.add("time/train_step", time.perf_counter() - started)
         return metrics
 

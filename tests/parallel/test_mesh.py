@@ -143,7 +143,11 @@ def do_layouts(world: World, folder: Path) -> None:
 def do_four(world: World, folder: Path) -> dict[str, Any]:
     ended = {"degrees": outcome(lambda: Mesh(world, expert=3))}
     mesh = Mesh(world, expert=4)
-    replayed = gradients(trainer(mesh), batch(0, routes=True))
+    replaying = trainer(mesh)
+    replayed = gradients(replaying, batch(0, routes=True))
+    sent = torch.tensor([replaying.experts.sent_bytes])
+    world.sum(sent)
+    ended["sent"] = {"bytes": int(sent)}
     six = trainer(mesh, model=TINY.replace(num_experts=6))
     uneven = gradients(six, batch(0))
     save_file(replayed, folder / f"routes-{world.rank}.safetensors")
@@ -194,17 +198,15 @@ def do_two(world: World, folder: Path) -> dict[str, Any]:
 
 
 def do_hanging(world: World, folder: Path) -> dict[str, Any]:
-    made = trainer(Mesh(world, expert=2))
     if world.rank == 1:
         time.sleep(12)
-    return {"hanging": outcome(lambda: made.train(share(batch(0), made.mesh), CrossEntropy()))}
+    return {"hanging": outcome(lambda: world.sum(torch.ones(3)))}
 
 
 def do_stopped(world: World, folder: Path) -> dict[str, Any]:
-    made = trainer(Mesh(world))
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return {"stopped": outcome(lambda: made.train(share(batch(0), made.mesh), CrossEntropy()))}
+    return {"stopped": outcome(lambda: world.sum(torch.ones(3)))}
 
 
 def rank_main(name: str, rank: int, address: str, folder: Path) -> None:
@@ -313,6 +315,23 @@ def test_recorded_routes_are_replayed_by_whoever_holds_the_experts(folder):
     assert max(differences(expected, gathered(folder, "routes", 4)).values()) < 1e-8
     chosen = gradients(trainer(Mesh.alone()), batch(0))
     assert max(differences(chosen, expected).values()) > 1e-2  # the routes are not the router's own
+
+
+def test_bytes_sent_are_those_of_the_formula(folder):
+    """docs/parallel.md, with the rows and choices that left their rank counted from the routes."""
+    whole, latent, width = batch(0, routes=True), TINY.expert_hidden_size, 8
+    shares = [whole.select(members) for members in deal(whole.lengths.tolist(), 4)]
+    forwards = max(len(share.split(6144)) for share in shares)
+    expected = 2 * len(TINY.moe_layers) * 4 * 3 * 8 * forwards  # two counts, to three others
+    for rank, own in enumerate(shares):
+        for layer in range(len(TINY.moe_layers)):
+            away = own.routes[:, layer] != rank  # expert e is on rank e
+            rows, choices = away.any(1), away.sum()
+            distinct = sum(len(set(row.tolist()) - {rank}) for row in own.routes[:, layer])
+            assert rows.sum() <= distinct <= choices
+            expected += distinct * (latent + latent // 32) + choices * (8 + width + latent * width)
+            expected += distinct * latent * width + choices * (latent + 1) * width
+    assert ended(folder, "four", "sent")[0]["bytes"] == expected
 
 
 def test_experts_need_not_divide_the_ranks(folder):
