@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from k3rl.config import Config
 from k3rl.data.batch import TrainBatch
@@ -39,8 +40,8 @@ def agree_on_start(mesh: Mesh, model: K3ForCausalLM, config: Config) -> None:
         | flat("model", model.config.to_dict())
         | {"dtype": str(model.dtype), "torch": torch.__version__}
     )
-    sums = {name: float(p.detach().double().sum()).hex() for name, p in model.official_parameters()}
-    mesh.world.require_equal({f"weights of {name}": value for name, value in sums.items()}, among=mesh.expert.rank)
+    sums = {f"weights of {name}": _bit_sum(parameter) for name, parameter in model.official_parameters()}
+    mesh.world.require_equal(sums, among=mesh.expert.rank)
 
 
 def agree_on_step(mesh: Mesh, settings: Mapping[str, Any], batch: TrainBatch | None, micro_batches: int) -> int:
@@ -78,6 +79,12 @@ def agree_on_step(mesh: Mesh, settings: Mapping[str, Any], batch: TrainBatch | N
             "each sequence must be on one rank",
         )
     return int(max(row[0] for row in rows))
+
+
+def _bit_sum(tensor: Tensor) -> int:
+    """A sum over the bits of a tensor that is exact, so no order of summation changes it."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(kind).sum(dtype=torch.int64))
 
 
 def _batch_hash(batch: TrainBatch | None) -> int:

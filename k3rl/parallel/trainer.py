@@ -21,7 +21,7 @@ from k3rl.data.images import ImagePatches, stack
 from k3rl.losses import LossInputs, LossOutput
 from k3rl.model import K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
-from k3rl.optim import AuxiliaryLoss, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
+from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
 from k3rl.parallel.agree import agree_on_start, agree_on_step
 from k3rl.parallel.expert import ExpertParallel
 from k3rl.parallel.mesh import Mesh
@@ -228,11 +228,18 @@ class Trainer:
         sent = self.experts.sent_bytes if self.experts is not None else 0
         settings = {"lr_scale": lr_scale, "last_of_batch": last_of_batch}
         metrics, max_logits = self.gradients(batch, loss, temperature=temperature, settings=settings)
-        norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip)
-        self.optimizer.step(lr_scale)
-        clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
-        self.shards.share_parameters()
-        self._balance(metrics, last_of_batch)
+        try:
+            norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip)
+            self.optimizer.step(lr_scale)
+            clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
+            self.shards.share_parameters()
+            self._balance(metrics, last_of_batch)
+        except (PeerFailed, NonFiniteGradient):  # all ranks know
+            self.balancer.clear()
+            raise
+        except Exception as error:
+            self.mesh.world.leave(f"{type(error).__name__}: {error}")
+            raise
         self.steps += 1
         metrics.add("optim/grad_norm", norm)
         metrics.add("optim/lr", self.config.muon_lr * lr_scale)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -81,6 +82,10 @@ class World:
         self._ended = threading.Event()
         if size == 1:
             return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            # Without it NCCL ends the whole process when a collective times out, before anyone can be named.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         self._every_s = min(_BEAT_S, timeout_s / _BEATS)
         self._collective_s = timedelta(seconds=timeout_s - 2 * _NAMING * self._every_s)  # the rest is for naming
         self._store, own = self._meet(address, timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from k3rl.config import ConfigError
+from k3rl.parallel import TrainerConfig
 from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
 from k3rl.pipelines.weights import check_start, model_config
@@ -18,6 +19,13 @@ def test_a_group_size_that_does_not_divide_the_batch_names_the_sizes_that_would(
 def test_more_optimizer_steps_than_groups_are_refused():
     with pytest.raises(ConfigError, match="at most 2"):
         rl().replace(batch_size=16, optimizer_steps=3)
+
+
+def test_degrees_that_do_not_divide_the_learner_are_refused_before_anything_starts():
+    odd = sft().replace(trainer=TrainerConfig(expert_parallel=3))
+    with pytest.raises(ConfigError, match="2 learner ranks cannot be data x expert_parallel 3"):
+        check_start(odd)
+    check_start(sft().replace(trainer=TrainerConfig(expert_parallel=2)))
 
 
 def test_a_group_of_one_has_no_baseline():
