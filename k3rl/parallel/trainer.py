@@ -63,8 +63,9 @@ class TrainerConfig(Config):
     """Largest pre-softmax logit of MLA before its query and key weights are scaled down."""
     expert_parallel: int = Field(1, ge=1)
     """Ranks that share the routed experts; each still has sequences of its own."""
-    context_parallel: int = Field(1, ge=1)
-    """Ranks that share each sequence. Data parallelism is what is left of the learner's ranks."""
+    context_parallel: int = Field(1, ge=1, le=1)
+    """Ranks that share each sequence; a trainer does not cut sequences. Data parallelism is what is left of the
+    learner's ranks."""
     shard_optimizer: bool = True
     """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
 
