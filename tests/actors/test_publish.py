@@ -55,7 +55,7 @@ def fleet(ray_cluster, tmp_path_factory):
     engines = [ray.remote(RolloutActor).options(num_cpus=0.5).remote(1, 8, i) for i in range(2)]
     ray.get(learner.create.remote(K3Config.named("k3-nano").to_dict(), TRAINER, 0))
     ray.get(learner.save_checkpoint.remote(folder, {}))
-    publisher = WeightPublisher(learner, engines, PROMPT, 0.05, 60.0)
+    publisher = WeightPublisher([learner], engines, PROMPT, 0.05, 60.0)
     yield learner, engines, publisher, folder
     for actor in (learner, *engines):
         ray.kill(actor)
