@@ -11,7 +11,7 @@ Turn, Branch, Episode      what happened when a policy acted on a task
 Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed, never 0
 Group                      the episodes of one task, joined by id
 WeightVersion              an int with the manifest of the tensors that make it
-Communicator, Exchange, ForwardObserver  what a model is handed by whoever runs it
+Communicator, Exchange, ContextCommunicator, ForwardObserver  what a model is handed by whoever runs it
 """
 
 from __future__ import annotations
@@ -389,6 +389,40 @@ class Communicator(Protocol):
 
     def exchange(self, expert_ids: Any, weights: Any) -> Exchange:
         """The trip of rows whose experts are expert_ids int64 [N, k], with weights [N, k]; a collective."""
+        ...
+
+
+class ContextCommunicator(Protocol):
+    """What a model needs of its neighbours when a rank holds a range of rows of longer sequences.
+
+    A rank's first segment may have begun on ranks to its left, and its last one may go on at its right; every segment
+    between is whole. All ranks that share the rows run the same model and so call the same methods in the same order.
+    Tensors are torch tensors.
+    """
+
+    @property
+    def before(self) -> int:
+        """Rows of the first segment's sequence that ranks to the left hold; 0 when it begins here."""
+        ...
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last segment's sequence goes on at the right."""
+        ...
+
+    def rows_before(self, rows: Any, reach: int | None = None) -> Any:
+        """Own rows [N, ...] -> those just before them in the first segment's sequence, [min(before, reach), ...].
+
+        Oldest first; `reach` None means all of them. Differentiable: gradients go back to the ranks they came from.
+        """
+        ...
+
+    def receive(self, like: Any, *, right: bool = False) -> Any:
+        """What the left (or right) neighbour sends, in the shape and dtype of `like`. Not differentiable."""
+        ...
+
+    def send(self, tensor: Any, *, right: bool = False) -> None:
+        """Sends to the left (or right) neighbour, without waiting for it. Not differentiable."""
         ...
 
 

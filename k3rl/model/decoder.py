@@ -23,7 +23,7 @@ from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.model.vision import Projector, VisionTower, check_grids
-from k3rl.types import Communicator, ForwardObserver
+from k3rl.types import Communicator, ContextCommunicator, ForwardObserver
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.w[123]\.weight")
 
@@ -323,6 +323,7 @@ class K3ForCausalLM(nn.Module):
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
         images: tuple[Tensor, Tensor] | None = None,
+        context: ContextCommunicator | None = None,
     ) -> HiddenOutput:
         """Hidden states after the final norm.
 
@@ -334,9 +335,13 @@ class K3ForCausalLM(nn.Module):
         whose expanded lengths differ must be packed.
         images: the same already computed and expanded: (rows [R, H] of `image_rows`, places int64 [R]); they stand
         instead of the embedded ids at these places of the flattened input, whatever the ids are there.
+        context: the ranks that hold the rest of the first and the last sequence; every rank gives its own rows, and
+        gets the hidden states and routes of those. No cache then.
 
         Raises InputError, LayoutError or CacheError.
         """
+        if context is not None and cache is not None:
+            raise InputError("a forward with a cache runs on one rank; give it a cache or a context, not both")
         if not self.holds_all and any(part.bank.communicator is None for part in self.moe_parts()):
             raise InputError(
                 f"this model holds experts {self.experts.start} to {self.experts.stop - 1} of "
@@ -352,7 +357,8 @@ class K3ForCausalLM(nn.Module):
                 embedded, lengths = self._merge(input_ids.reshape(-1), embedded, computed, lengths)
             if images is not None:
                 embedded = embedded.index_copy(0, images[1], images[0].to(embedded.dtype))
-            return self._decode(embedded, Layout(lengths, embedded.device), input_ids.shape[0], cache, routes)
+            layout = Layout(lengths, embedded.device, context)
+            return self._decode(embedded, layout, input_ids.shape[0], cache, routes)
 
     def image_rows(self, pixel_values: Tensor, grid_thws: Tensor | None) -> list[Tensor]:
         """Patches [n, 3, 14, 14] and grid_thws [images, 3] -> per image [rows, H], as the language model reads them."""

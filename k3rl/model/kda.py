@@ -2,7 +2,8 @@
 
 Training and prefill run the chunked recurrence of `kda_chunks.py`; one new token for every row runs the recurrence
 itself. Rows of a segment are preceded by three history rows ("extended rows"), zero or from a cache, so that the
-convolution needs no masks.
+convolution needs no masks. Where the first segment began on another rank, its history is the last rows there, so that
+their projections are computed here once more.
 
 Letters: N rows, S segments, h heads, D head width.
 """
@@ -49,7 +50,7 @@ def _convolve(x: Tensor, taps: Tensor) -> Tensor:
 
 
 class _ShortConv(torch.autograd.Function):
-    """SiLU of the causal depthwise convolution over extended rows. Gradients of history rows are taken as zero."""
+    """SiLU of the causal depthwise convolution over extended rows. Nothing reads what it gives for history rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fused: Fused, *parameters: Tensor) -> Tensor:
@@ -135,10 +136,16 @@ class KimiDeltaAttention(nn.Module):
         self._taps = Fused([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None) -> Tensor:
-        """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it."""
+        """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
+
+        With a context the first segment continues the state and the rows of the ranks to the left.
+        """
         if cache is not None and layout.longest == 1:
             return self._step(x, cache)
         extended = _ToExtended.apply(x, layout.extended, layout.n_extended)
+        if layout.context is not None:
+            halo = layout.context.rows_before(x, HISTORY)
+            extended.index_copy_(0, layout.history[HISTORY - halo.shape[0] : HISTORY], halo)
         qkv, f_a, b = self._inputs.linear(extended).split(self._split, dim=-1)
         state = None
         if cache is not None:

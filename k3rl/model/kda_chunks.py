@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3rl.model.kda_context import incoming_gradient, incoming_state
 from k3rl.model.layout import CHUNK, ChunkPlan, Layout
 from k3rl.model.norm import wide
+from k3rl.types import ContextCommunicator
 
 L2_EPS = 1e-6  # added to the sum of squares, not to the mean
 MIDDLE = CHUNK // 2 - 1
@@ -52,6 +54,7 @@ class _KDAChunks(torch.autograd.Function):
         state: Tensor | None,
         plan: ChunkPlan,
         bound: float,
+        context: ContextCommunicator | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         h, kind = a_log.shape[0], wide(qkv.dtype)
@@ -75,14 +78,16 @@ class _KDAChunks(torch.autograd.Function):
         eye = torch.eye(CHUNK, dtype=kind, device=v.device).expand_as(pairs)
         inverse = torch.linalg.solve_triangular(pairs * beta, eye, upper=False, unitriangular=True)
         attention = torch.bmm(q_plus, k_minus.mT).mul_(causal)
-        states, rest, solved, final = _scan(plan, h, state, v, k_plus, k_minus, inverse * beta.mT, a[:, -1], entry)
+        ctx.has_state, transform, through = state is not None, inverse * beta.mT, None
+        if context is not None:
+            state, through = incoming_state(context, plan, h, v, k_plus, k_minus, transform, a[:, -1], entry)
+        states, rest, solved, final = _scan(plan, h, state, v, k_plus, k_minus, transform, a[:, -1], entry)
         out = torch.bmm(q_plus, states).baddbmm_(attention, solved)
         ctx.save_for_backward(
             unit, norm, sigma, shifted, beta, a, k_plus, k_minus, q_plus, entry, pairs, inverse, attention, states,
-            rest, solved, final, a_log,
+            rest, solved, final, a_log, through,
         )  # fmt: skip
-        ctx.plan, ctx.bound, ctx.dtypes = plan, bound, (qkv.dtype, z.dtype, b.dtype)
-        ctx.has_state = state is not None
+        ctx.plan, ctx.bound, ctx.dtypes, ctx.context = plan, bound, (qkv.dtype, z.dtype, b.dtype), context
         rows = out.view(-1, width).index_select(0, index.out).view(-1, h * width)
         return rows.to(qkv.dtype), final.index_select(0, plan.rank)
 
@@ -90,7 +95,7 @@ class _KDAChunks(torch.autograd.Function):
     def backward(ctx: Any, grad_o: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         (
             unit, norm, sigma, shifted, beta, a, k_plus, k_minus, q_plus, entry, pairs, inverse, attention, states,
-            rest, solved, final, a_log,
+            rest, solved, final, a_log, through,
         ) = ctx.saved_tensors  # fmt: skip
         plan: ChunkPlan = ctx.plan
         h, width, kind = a_log.shape[0], a.shape[-1], a.dtype
@@ -102,6 +107,10 @@ class _KDAChunks(torch.autograd.Function):
         if grad_final is not None:
             grad_final = grad_final.index_select(0, plan.order).to(kind)
         transform = inverse * beta.mT
+        if ctx.context is not None:
+            grad_final = incoming_gradient(
+                ctx.context, plan, h, d_out, attention, q_plus, k_plus, k_minus, transform, a[:, -1], entry, through
+            )
         d_ends, d_solved, d_rest, d_log_end, d_initial = _scan_backward(
             plan, h, d_out, grad_final, attention, q_plus, k_plus, k_minus, transform, a[:, -1], entry, states, final
         )
@@ -135,7 +144,7 @@ class _KDAChunks(torch.autograd.Function):
         kinds = ctx.dtypes
         return (
             grad_qkv.to(kinds[0]), grad_z.to(kinds[1]), grad_b.to(kinds[2]), grad_a_log, grad_dt_bias,
-            d_initial if ctx.has_state else None, None, None,
+            d_initial if ctx.has_state else None, None, None, None,
         )  # fmt: skip
 
 
@@ -277,5 +286,8 @@ def chunked_kda(
     Over the extended rows of `layout` (n = N + 3S): qkv [n, 3hD] as q|k|v, z [n, hD] before dt_bias, b [n, h] before
     sigmoid. A_log [h], dt_bias [hD], initial state [S, h, D, D] key first, or None for zero.
     -> o [N, hD] in qkv's dtype, before norm and output gate, and final state [S, h, D, D], float32 or wider.
+
+    With a context in the layout `state` must be None: the first segment's comes from the rank to the left. The final
+    state then has no gradient of its own.
     """
-    return _KDAChunks.apply(qkv, z, b, a_log, dt_bias, state, layout.chunks, bound)
+    return _KDAChunks.apply(qkv, z, b, a_log, dt_bias, state, layout.chunks, bound, layout.context)

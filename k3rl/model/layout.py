@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from k3rl.config import K3Error
+from k3rl.types import ContextCommunicator
 
 CHUNK = 16  # exp of 8 gates of at least -5 on each side of the middle stays inside float32
 HISTORY = 3  # rows before a segment that its short convolution (width 4) can see
@@ -68,6 +69,16 @@ class ChunkPlan:
             self.heads[heads] = self._by_head(torch.arange(heads, device=self.rows.device))
         return self.heads[heads]
 
+    def chunks_of(self, segment: int) -> list[int]:
+        """The chunks of one segment from first to last, as places in step-major order."""
+        place, first, found = int(self.rank[segment]), 0, []
+        for count in self.active:
+            if place >= count:
+                break
+            found.append(first + place)
+            first += count
+        return found
+
     def _by_head(self, head: Tensor) -> HeadIndex:
         h, cells = len(head), len(self.rows) * len(head)
         rows = self.rows.view(-1, 1, CHUNK)  # chunk, 1, token
@@ -114,13 +125,21 @@ class Grid:
 
     segments [b], rising; rows [b, t]: row of each cell; padding has the first row of its own sequence, so that no
     sequence ever reads another, broken ones included; valid [b, t]; members [n]: the rows, rising.
+    seen: the grid of the rows that these ones attend to, where it is another one. It is as wide, or it has one sequence
+    and its rows end with those of this grid.
     """
 
     segments: Tensor
     rows: Tensor
     valid: Tensor
     members: Tensor
+    seen: Grid | None = None
     heads: dict[int, GridIndex] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> Grid:
+        """The grid of the rows that are attended to."""
+        return self if self.seen is None else self.seen
 
     def by_head(self, heads: int) -> GridIndex:
         """The index tensors for `heads` heads, made once."""
@@ -146,9 +165,18 @@ def packed_lengths(cu_seqlens: Tensor, n_rows: int) -> list[int]:
 
 
 class Layout:
-    """Lengths of the segments of a packed row array. Raises LayoutError for empty segments."""
+    """Lengths of the segments of a packed row array. Raises LayoutError for empty segments.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    context: the ranks that hold what comes before the first segment and after the last one; None on one process.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        context: ContextCommunicator | None = None,
+    ) -> None:
+        self.context = context
         self.lengths = list(lengths)
         if not self.lengths or min(self.lengths) < 1:
             raise LayoutError(f"every segment needs at least one token; got lengths {self.lengths[:8]}")
@@ -179,6 +207,13 @@ class Layout:
     def position(self) -> Tensor:
         """[N] token index of each row inside its segment."""
         return torch.arange(self.n_rows, device=self.device) - self.starts[self.segment]
+
+    @cached_property
+    def sequence_position(self) -> Tensor:
+        """[N] token index of each row inside its sequence, rows on other ranks counted."""
+        if self.context is None or self.context.before == 0:
+            return self.position
+        return torch.where(self.segment == 0, self.position + self.context.before, self.position)
 
     def rows_of(self, segments: Tensor) -> Tensor:
         """Rows of some segments, in their order."""
@@ -230,15 +265,28 @@ class Layout:
 
     @cached_property
     def grids(self) -> list[Grid]:
-        """All segments in padded grids; a segment much shorter than the longest of a grid opens a new one."""
-        order = sorted(range(self.n_segments), key=lambda s: -self.lengths[s])
+        """All segments in padded grids; a segment much shorter than the longest of a grid opens a new one.
+
+        A first segment with rows before it on other ranks has a grid of its own, and keys are then those rows,
+        followed by the rows of this rank.
+        """
+        before = 0 if self.context is None else self.context.before
+        order = sorted(range(1 if before else 0, self.n_segments), key=lambda s: -self.lengths[s])
         groups: list[list[int]] = []
         for segment in order:
             if groups and self._fits(groups[-1], segment):
                 groups[-1].append(segment)
             else:
                 groups.append([segment])
-        return [self._grid(sorted(group)) for group in groups]
+        grids = [self._grid(sorted(group)) for group in groups]
+        if not before:
+            return grids
+        for grid in grids:
+            grid.seen = Grid(grid.segments, grid.rows + before, grid.valid, grid.members + before)
+        first = self._grid([0])
+        rows = torch.arange(before + self.lengths[0], device=self.device)
+        first.seen = Grid(first.segments, rows.view(1, -1), torch.ones_like(rows, dtype=torch.bool).view(1, -1), rows)
+        return [first, *grids]
 
     def _fits(self, group: list[int], segment: int) -> bool:
         longest, length = self.lengths[group[0]], self.lengths[segment]

@@ -33,8 +33,8 @@ def _to_grid(x: Tensor, grid: Grid) -> Tensor:
 
 
 def _from_grids(results: list[Tensor], grids: list[Grid], like: Tensor) -> Tensor:
-    """[b * h, t, D] of every grid -> rows [N, h, D] in the dtype of `like` [N, h, .]."""
-    n, h = like.shape[:2]
+    """[b * h, t, D] of every grid -> rows [N, h, D] in the dtype of `like` [., h, .]; N rows are in the grids."""
+    n, h = sum(len(grid.members) for grid in grids), like.shape[1]
     pieces = [
         x.reshape(-1, x.shape[-1]).index_select(0, grid.by_head(h).cells).view(-1, h, x.shape[-1])
         for x, grid in zip(results, grids, strict=True)
@@ -48,9 +48,9 @@ def _from_grids(results: list[Tensor], grids: list[Grid], like: Tensor) -> Tenso
 
 
 def _largest(logits: Tensor, grid: Grid, heads: int) -> Tensor:
-    """Logits [b * h, t, t] -> the largest of each head [h], padding left out."""
+    """Logits [b * h, t, s] -> the largest of each head [h], padding left out."""
     b, t = grid.rows.shape
-    rows = logits.view(b, heads, t, t).amax(-1).masked_fill(~grid.valid.view(b, 1, t), float("-inf"))
+    rows = logits.view(b, heads, t, -1).amax(-1).masked_fill(~grid.valid.view(b, 1, t), float("-inf"))
     return rows.amax((0, 2))
 
 
@@ -65,10 +65,11 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """q, k [N, h, D], v [N, h, V] -> softmax(q k' scale) v [N, h, V] inside each segment, and the largest logit [h].
+    """q [N, h, D], k [P, h, D], v [P, h, V] -> softmax(q k' scale) v [N, h, V] in each segment, largest logit [h].
 
-    Saves the probabilities of each grid; softmax in float32 or wider. Padding comes last in a sequence of a grid, so
-    the causal mask hides it from every token.
+    P = N, or N and the rows before them on other ranks. Saves the probabilities of each grid; softmax in float32 or
+    wider. Padding comes last in a sequence of a grid, so the causal mask hides it from every token; queries are the
+    last rows of what they attend to.
     """
 
     @staticmethod
@@ -79,9 +80,9 @@ class _CausalAttention(torch.autograd.Function):
         results, saved = [], []
         largest = torch.full((h,), float("-inf"), dtype=kind, device=q.device)
         for grid in grids:
-            t = grid.rows.shape[1]
-            qg, kg, vg = _to_grid(q, grid), _to_grid(k, grid), _to_grid(v, grid)
-            future = torch.full((t, t), float("-inf"), dtype=kind, device=q.device).triu_(1)
+            t, seen = grid.rows.shape[1], grid.keys.rows.shape[1]
+            qg, kg, vg = _to_grid(q, grid), _to_grid(k, grid.keys), _to_grid(v, grid.keys)
+            future = torch.full((t, seen), float("-inf"), dtype=kind, device=q.device).triu_(1 + seen - t)
             logits = torch.baddbmm(future, qg, kg.mT, alpha=scale)
             if watch:
                 largest = torch.maximum(largest, _largest(logits, grid, h))
@@ -104,7 +105,8 @@ class _CausalAttention(torch.autograd.Function):
             d_logits = torch.ops.aten._softmax_backward_data(torch.bmm(d_out, vg.mT), p, -1, p.dtype)
             grad_q.append(torch.bmm(d_logits, kg).mul_(ctx.scale))
             grad_k.append(torch.bmm(d_logits.mT, qg).mul_(ctx.scale))
-        gathered = (_from_grids(results, ctx.grids, grad) for results in (grad_q, grad_k, grad_v))
+        keys = [grid.keys for grid in ctx.grids]
+        gathered = (_from_grids(grad_q, ctx.grids, grad), *(_from_grids(x, keys, grad) for x in (grad_k, grad_v)))
         return (*gathered, None, None, None)
 
 
@@ -132,14 +134,19 @@ class GatedMLA(nn.Module):
         self._inputs = Fused([self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight, self.g_proj.weight])
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None, observer: ForwardObserver | None) -> Tensor:
-        """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it."""
+        """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
+
+        With a context the latents of the first segment's rows before these come from the ranks that hold them.
+        """
         q_a, c, k_r, gate = self._inputs.linear(x).split(self._split, dim=-1)
         q = nn.functional.linear(self.q_a_layernorm(q_a), self.q_b_proj.weight)
         q = q.view(-1, self.heads, self.nope + self.rope)
         c = self.kv_a_layernorm(c)
         past = None if cache is None else cache.lengths.to(x.device)
         if self.rotates:
-            position = layout.position if past is None else past.index_select(0, layout.segment) + layout.position
+            position = layout.sequence_position
+            if past is not None:
+                position = past.index_select(0, layout.segment) + layout.position
             q = torch.cat([q[..., : self.nope], rotate(q[..., self.nope :], position)], dim=-1)
             k_r = rotate(k_r, position)
         if cache is not None and past is not None:
@@ -149,6 +156,10 @@ class GatedMLA(nn.Module):
                 return self._output(self._decode(q, cache), gate)
             if int(past.max()) > 0:
                 return self._output(self._continue(q, layout, cache, past), gate)
+        if layout.context is not None:
+            latent = torch.cat([c, k_r], dim=-1)
+            latent = torch.cat([layout.context.rows_before(latent), latent])
+            c, k_r = latent.split([self.latent, self.rope], dim=-1)
         k, v = self._expand(c, k_r)
         watch = observer is not None and torch.is_grad_enabled()
         o, largest = _CausalAttention.apply(q, k, v, layout.grids, self.scale, watch)

@@ -3,10 +3,12 @@
 trainer.py   packed tokens and a loss -> one step, on one process or on its rank of a mesh
 world.py     the processes: collectives, who died or hangs     mesh.py   their layout, data x expert x context
 expert.py    rows to experts on other ranks and back           zero.py   owners of masters and optimizer state
-agree.py     what ranks compare before they start              data.py   how sequences are dealt to ranks
+context.py   ranks that share the rows of a micro-batch        data.py   how sequences are dealt to ranks
+agree.py     what ranks compare before they start
 Nothing here knows Ray, environments or files.
 """
 
+from k3rl.parallel.context import ContextParallel, ContextShare, balanced_cuts, pair_cost
 from k3rl.parallel.data import deal
 from k3rl.parallel.expert import ExpertParallel
 from k3rl.parallel.mesh import Axis, Mesh, data_degree
@@ -15,6 +17,8 @@ from k3rl.parallel.world import PeerFailed, RankFailed, RanksDisagree, World
 
 __all__ = [
     "Axis",
+    "ContextParallel",
+    "ContextShare",
     "ExpertParallel",
     "Loss",
     "Mesh",
@@ -25,6 +29,8 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "World",
+    "balanced_cuts",
     "data_degree",
     "deal",
+    "pair_cost",
 ]

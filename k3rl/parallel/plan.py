@@ -458,9 +458,11 @@ def _traffic(
     if layout.context > 1:
         linear = config.linear_attn_config
         calls = math.ceil(tokens / workload.micro_batch_tokens)
-        state = 2 * linear.num_heads * linear.head_dim**2 * 4 * model_counts(config).kda * calls
-        latents = tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * method.weight_bytes
-        add("context", 2 * (layout.context - 1) * (state + latents * model_counts(config).mla) * stages, layout.context)
+        border = linear.num_heads * linear.head_dim**2 * costs.WIDE + 3 * config.hidden_size * method.weight_bytes
+        readers = (layout.context - 1) / 2  # ranks to the right in a forward, to the left in a backward
+        latents = tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * method.weight_bytes * readers
+        each = border * calls * model_counts(config).kda + latents * model_counts(config).mla
+        add("context", (2 + (method.recompute == "layer")) * each * stages, layout.context)
     held = _Held.of(config, layout, method)
     everyone, replicas = layout.data * layout.expert * layout.context, layout.data * layout.context
     both = method.gradient_bytes + method.weight_bytes  # gradients to their owner, new weights from it

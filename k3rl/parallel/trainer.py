@@ -17,12 +17,13 @@ from pydantic import Field
 
 from k3rl.config import Config, ConfigError, K3Error
 from k3rl.data.batch import TrainBatch
-from k3rl.data.images import ImagePatches, stack
+from k3rl.data.images import stack
 from k3rl.losses import LossInputs, LossOutput
 from k3rl.model import K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
 from k3rl.parallel.agree import agree_on_start, agree_on_step
+from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
 from k3rl.parallel.expert import ExpertParallel
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.world import PeerFailed
@@ -49,7 +50,7 @@ class TrainerConfig(Config):
     grad_clip: float = Field(1.0, gt=0)
     """Largest global gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: int = Field(6144, ge=1)
-    """Token budget of one forward and backward pass."""
+    """Token budget of one forward and backward pass; ranks that share it (context parallelism) have that many each."""
     balance: Literal["step", "batch", "fresh", "freeze"] = "step"
     """When the router bias moves: each optimizer step, once per batch of steps, once per batch from those tokens only
     that the newest weights sampled (`TrainBatch.fresh`), or never."""
@@ -63,9 +64,8 @@ class TrainerConfig(Config):
     """Largest pre-softmax logit of MLA before its query and key weights are scaled down."""
     expert_parallel: int = Field(1, ge=1)
     """Ranks that share the routed experts; each still has sequences of its own."""
-    context_parallel: int = Field(1, ge=1, le=1)
-    """Ranks that share each sequence; a trainer does not cut sequences. Data parallelism is what is left of the
-    learner's ranks."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share each sequence. Data parallelism is what is left of the learner's ranks."""
     shard_optimizer: bool = True
     """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
 
@@ -107,6 +107,7 @@ class Trainer:
         if self.mesh.expert.size > 1:
             self.experts = ExpertParallel(self.mesh, model.config.num_experts)
             model.connect(self.experts)
+        self.context = ContextParallel(self.mesh.context, self.mesh.world, pair=pair_cost(model.config))
         # Ranks that meet inside a forward take each micro-batch together.
         self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1
         quantization = model.config.quantization
@@ -157,23 +158,31 @@ class Trainer:
                 key="expert_parallel",
             )
 
-    def target_inputs(self, batch: TrainBatch, temperature: float = 1.0) -> LossInputs:
-        """Logprobs and entropies [P] of the P target tokens of a packed micro-batch, with gradients."""
+    def share(self, batch: TrainBatch) -> ContextShare:
+        """What this rank does of a packed micro-batch; all of it without context parallelism."""
+        return self.context.split(batch, self.model.config.media_placeholder_token_id)
+
+    def target_inputs(
+        self, batch: TrainBatch, temperature: float = 1.0, share: ContextShare | None = None
+    ) -> LossInputs:
+        """Logprobs and entropies [P] of the P targets of this rank's share of a packed micro-batch, with gradients.
+
+        share: where it is known already; by default `self.share(batch)`.
+        """
+        share = self.share(batch) if share is None else share
         device = next(self.model.parameters()).device
         ids = torch.from_numpy(batch.input_ids).to(device)
-        targets = torch.from_numpy(np.flatnonzero(batch.loss_mask)).to(device)
-        routes = None if batch.routes is None else torch.from_numpy(batch.routes)[None].to(device)
-        before, rows, bounds, images = targets - 1, ids, batch.cu_seqlens, None
-        if pictures := [image for own in batch.images or () for image in own]:
-            counts = self._rows(batch)
-            before = torch.from_numpy(counts.cumsum() - 1).to(device)[before]  # the last row of each token
-            rows = ids.repeat_interleave(torch.from_numpy(counts).to(device))
-            bounds = np.concatenate([[0], np.cumsum(batch.row_lengths)])
-            images = self._images(batch, pictures, counts)
+        targets = torch.from_numpy(share.targets).to(device)
+        rows = ids[share.tokens].repeat_interleave(torch.from_numpy(share.rows_per_token).to(device))
+        routes = None if batch.routes is None else torch.from_numpy(batch.routes[share.rows])[None].to(device)
         out = self.model.hidden(
-            rows[None], cu_seqlens=torch.from_numpy(bounds).to(device), routes=routes, images=images
+            rows[None],
+            cu_seqlens=torch.from_numpy(share.cu_seqlens).to(device),
+            routes=routes,
+            images=self._images(share),
+            context=share.communicator,
         )
-        logits = self.model.logits(out.hidden[0].index_select(0, before))
+        logits = self.model.logits(out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device)))
         if temperature not in (0.0, 1.0):
             logits = logits / temperature
         table = torch.log_softmax(logits, dim=-1)
@@ -194,18 +203,18 @@ class Trainer:
             entropy=entropy,
         )
 
-    def _images(
-        self, batch: TrainBatch, pictures: list[ImagePatches], counts: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _images(self, share: ContextShare) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The `images` of `K3ForCausalLM.hidden`: their rows, with gradients into the projector, and places."""
-        pixels, grids = stack(pictures)
+        if not share.images:
+            return None
+        pixels, grids = stack(share.images)
         rows = torch.cat(self.model.image_rows(torch.from_numpy(pixels), torch.from_numpy(grids)))
-        shown = (batch.input_ids == self.model.config.media_placeholder_token_id) & ~batch.loss_mask
-        return rows, torch.from_numpy(np.flatnonzero(np.repeat(shown, counts))).to(rows.device)
+        return rows, torch.from_numpy(share.places).to(rows.device)
 
-    def _rows(self, batch: TrainBatch) -> np.ndarray:
-        """int64 [N]: rows of the model that each token becomes."""
-        return batch.rows_per_token(self.model.config.media_placeholder_token_id)
+    @property
+    def _budget(self) -> int:
+        """Tokens of one micro-batch, on all the ranks that share it."""
+        return self.config.micro_batch_tokens * self.context.size
 
     def train(
         self,
@@ -282,7 +291,7 @@ class Trainer:
         """This rank's micro-batches, and how many forwards it takes part in. Nothing has started when this raises."""
         failure, micros = None, []
         try:
-            micros = [] if batch is None else batch.split(self.config.micro_batch_tokens)
+            micros = [] if batch is None else batch.split(self._budget)
         except Exception as error:
             failure = error
         facts = {"number": self.steps, "loss": getattr(loss, "__qualname__", type(loss).__qualname__), **settings}
@@ -353,9 +362,9 @@ class Trainer:
         """The loss to call backward on, and what is wrong with it. None: a micro-batch that only other ranks have."""
         if micro is None:
             return self.model.assist(), None
-        if self.config.balance == "fresh":
-            statistics.counted = self._counted(micro, metrics)
-        inputs = self.target_inputs(micro, temperature)
+        share = self.share(micro)
+        statistics.counted = self._counted(micro, share, metrics)
+        inputs = self.target_inputs(micro, temperature, share)
         try:
             out = loss(inputs)
         except Exception as error:
@@ -366,7 +375,7 @@ class Trainer:
                 "The weights are unchanged; lower the learning rate or look at the batch"
             )
         _keep(metrics, out)
-        return out.loss if self.auxiliary is None else out.loss + self._auxiliary_loss(micro, metrics), None
+        return out.loss if self.auxiliary is None else out.loss + self._auxiliary_loss(micro, share, metrics), None
 
     def _watch_router(self, auxiliary: AuxiliaryLoss | None) -> None:
         if self.auxiliary is not None:
@@ -374,18 +383,23 @@ class Trainer:
             for part in self.model.moe_parts():
                 part.router_loss = auxiliary
 
-    def _auxiliary_loss(self, micro: TrainBatch, metrics: Accumulator) -> torch.Tensor:
-        """The loss on the router, weighted by the micro-batch's share of the global batch."""
+    def _auxiliary_loss(self, micro: TrainBatch, share: ContextShare, metrics: Accumulator) -> torch.Tensor:
+        """The loss on the router, weighted by this part's share of the global batch."""
         assert self.auxiliary is not None
-        share, term = float(micro.weights.sum()), self.auxiliary.take()
-        metrics.add("moe/auxiliary_loss", float(term.detach()) * share, share)
-        return term * share
+        weights = micro.weights if share.communicator is None else micro.weights[share.targets]
+        part, term = float(weights.sum()), self.auxiliary.take()
+        metrics.add("moe/auxiliary_loss", float(term.detach()) * part, part)
+        return term * part
 
-    def _counted(self, micro: TrainBatch, metrics: Accumulator) -> torch.Tensor:
-        """bool [rows]: rows of fresh tokens."""
-        fresh = np.ones(micro.tokens, bool) if micro.fresh is None else micro.fresh
-        metrics.add("moe/fresh_tokens", float(fresh.sum()), micro.tokens)
-        return torch.from_numpy(np.repeat(fresh, self._rows(micro))).to(self.model.device)
+    def _counted(self, micro: TrainBatch, share: ContextShare, metrics: Accumulator) -> torch.Tensor | None:
+        """bool [rows]: rows that count in the load, those of fresh tokens with `balance` "fresh"; None for all."""
+        if self.config.balance != "fresh" and share.counted:
+            return None
+        tokens = len(share.rows_per_token)
+        fresh = np.ones(tokens, bool) if micro.fresh is None else micro.fresh[share.tokens]
+        if share.counted:
+            metrics.add("moe/fresh_tokens", float(fresh.sum()), tokens)
+        return torch.from_numpy(np.repeat(fresh & share.counted, share.rows_per_token)).to(self.model.device)
 
     def _balance(self, metrics: Accumulator, last_of_batch: bool) -> None:
         frozen = self.config.balance == "freeze" or self.config.balance_by in ("auxiliary_loss", "none")
@@ -422,16 +436,18 @@ class Trainer:
         out = np.zeros(batch.input_ids.size, np.float32)
         starts = {sid: int(start) for sid, start in zip(batch.sequence_ids, batch.cu_seqlens[:-1], strict=True)}
         for micro in self._forwards(batch):
-            values = self.target_inputs(micro, temperature).logprobs.float().cpu().numpy()
-            positions = np.flatnonzero(micro.loss_mask)
+            share = self.share(micro)
+            values, positions = self.target_inputs(micro, temperature, share).logprobs.float().cpu(), share.targets
             owner = np.searchsorted(micro.cu_seqlens, positions, side="right") - 1
             origin = np.array([starts[sid] for sid in micro.sequence_ids], np.int64)
             out[origin[owner] + positions - micro.cu_seqlens[owner]] = values
-        return out
+        every = torch.from_numpy(out).to(self.model.device)
+        self.context.sum(every)
+        return every.cpu().numpy()
 
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch | None, loss: Loss) -> Accumulator:
-        """The loss's metrics on a batch, without a step; a collective like `logprobs`."""
+        """The loss's metrics on this rank's targets of a batch, without a step; a collective like `logprobs`."""
         metrics = Accumulator()
         for micro in self._forwards(batch):
             _keep(metrics, loss(self.target_inputs(micro)))
@@ -439,7 +455,7 @@ class Trainer:
 
     def _forwards(self, batch: TrainBatch | None) -> Iterator[TrainBatch]:
         """The micro-batches of a forward-only pass; then this rank assists those of the others."""
-        micros = [] if batch is None else batch.split(self.config.micro_batch_tokens)
+        micros = [] if batch is None else batch.split(self._budget)
         most = torch.tensor([len(micros)], device=self.model.device)
         if self._in_step:
             self.mesh.world.maximum(most)
