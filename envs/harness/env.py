@@ -88,11 +88,12 @@ class Agentic:
     """What a kind of task puts into the harness.
 
     workspace: task without hidden part -> its files. validate: (task, answer) -> how good a submission is by what
-    the agent may know; None where submitting ends the episode.
+    the agent may know; None where submitting ends the episode. tools: more tools, beside those that the config names.
     """
 
     workspace: Callable[[Task], WorkspaceSpec]
     validate: Callable[[Task, str], Awaitable[Validation]] | None = None
+    tools: tuple[type[Tool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,10 @@ class HarnessEnv(Env):
     def __init__(self, agentic: Agentic, config: HarnessConfig | None = None) -> None:
         self._agentic = agentic
         self._config = config or HarnessConfig()
+        kinds = {name: TOOLS[name] for name in self._config.tools} | {tool.name: tool for tool in agentic.tools}
         self._tools: dict[str, Tool] = {
-            name: TOOLS[name](timeout_s=self._config.command_timeout_s, output_chars=self._config.output_chars)
-            for name in self._config.tools
+            name: kind(timeout_s=self._config.command_timeout_s, output_chars=self._config.output_chars)
+            for name, kind in kinds.items()
         }
         self._task: Task | None = None
         self._budgets = Budgets()

@@ -64,15 +64,25 @@ _NAMESPACES = (
 class BwrapProvider(SandboxProvider):
     """The default provider. `interpreter`: the Python of program servers, by default one inside /usr.
 
-    cgroups=False leaves control groups alone, also where there are some.
+    cgroups=False leaves control groups alone, also where there are some. readable: folders of the host that commands may
+    read at their own paths; devices: device files that they may use.
     """
 
     name = "bwrap"
     safe = True
 
-    def __init__(self, *, interpreter: str | None = None, cgroups: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        interpreter: str | None = None,
+        cgroups: bool = True,
+        readable: Sequence[str] = (),
+        devices: Sequence[str] = (),
+    ) -> None:
         self._interpreter = interpreter or find_interpreter()
         self._cgroups = cgroups
+        self._readable = [part for path in readable for part in ("--ro-bind", path, path)]
+        self._devices = [part for path in devices for part in ("--dev-bind", path, path)]
 
     def check(self) -> None:
         """Raises SandboxUnavailable when bubblewrap is missing or namespaces are refused."""
@@ -96,7 +106,7 @@ class BwrapProvider(SandboxProvider):
     async def create(self, limits: SandboxLimits | None = None) -> Sandbox:
         """A sandbox with an empty workspace."""
         _bwrap()
-        return BwrapSandbox(limits or SandboxLimits(), cgroups=self._cgroups)
+        return BwrapSandbox(limits or SandboxLimits(), self._readable, self._devices, cgroups=self._cgroups)
 
     def start_program_server(self) -> ProgramServerProcess:
         """A program server in a sandbox without a writable file, without /proc and without sockets."""
@@ -194,8 +204,11 @@ def _prefix_of(interpreter: str, slot: Slot) -> list[str]:
 class BwrapSandbox(Sandbox):
     """A workspace folder of the host, bound to /box; each command is one bubblewrap."""
 
-    def __init__(self, limits: SandboxLimits, *, cgroups: bool = True) -> None:
+    def __init__(
+        self, limits: SandboxLimits, readable: Sequence[str] = (), devices: Sequence[str] = (), *, cgroups: bool = True
+    ) -> None:
         self.limits = limits
+        self._readable, self._devices = readable, devices
         self._slot = Slot()
         try:
             self._holding = Holding(self._slot.uid, limits, groups_for(cgroups))
@@ -255,8 +268,8 @@ class BwrapSandbox(Sandbox):
         variables = [part for name, value in env.items() for part in ("--setenv", name, value)]
         return [
             *(*_NAMESPACES, "--setenv", "HOME", "/box", *variables, *_system()),
-            *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-            *("--size", size, "--tmpfs", "/tmp"),
+            *("--proc", "/proc", "--dev", "/dev", *self._devices, "--size", size, "--tmpfs", "/dev/shm"),
+            *("--remount-ro", "/dev", "--size", size, "--tmpfs", "/tmp", *self._readable),
             *("--bind", str(self._holding.workspace.path), "/box", "--remount-ro", "/"),
         ]
 
