@@ -6,7 +6,8 @@ rollout   one episode of a policy in an environment, exact to the token; episode
 check     whether an environment keeps its promises; leaks: what work leaves behind; scaffold: a new package
 sandbox/  where programs that a model wrote run
 harness/  an agent with tools in a workspace: context, budgets, sub-agents
-coding/   coding-lists, the environment of the quickstart, and coding-repair; chip/, compiler/: the long tasks
+coding/   coding-lists, the environment of the quickstart, and coding-repair; chip/, compiler/,
+          kernel/: the long tasks
 """
 
 from k3rl.envs.base import (

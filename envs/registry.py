@@ -30,6 +30,7 @@ _BUILTIN = {
     "coding-lists": "k3rl.envs.shipped:coding_lists",
     "coding-repair": "k3rl.envs.shipped:coding_repair",
     "compiler": "k3rl.envs.shipped:compiler",
+    "kernel": "k3rl.envs.shipped:kernel",
 }
 _registered: dict[str, Factory] = {}
 

@@ -36,3 +36,10 @@ def compiler(**options: Any) -> Environment:
 
     environment = room.environment(**options)
     return dataclasses.replace(environment, null=room.null, hacks=room.hacks, oracle_expected=room.oracle_expected)
+
+
+def kernel(**options: Any) -> Environment:
+    """Operators to be made faster."""
+    from k3rl.envs.kernel import environment as make
+
+    return make(**options)
