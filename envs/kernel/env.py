@@ -15,7 +15,7 @@ from k3rl.envs.kernel.grader import KernelRubric, Measured
 from k3rl.envs.kernel.operators import Operator
 from k3rl.envs.kernel.tasks import operator_of, practice
 from k3rl.envs.kernel.toolchain import FLAGS, MACHINE_FLAGS, MEBIBYTE
-from k3rl.envs.sandbox import SandboxLimits
+from k3rl.envs.sandbox import SandboxDied, SandboxLimits
 from k3rl.types import Failed, Invalid, Scored, Task
 
 _TOOL = Path(__file__).with_name("sandboxed") / "tool.py"
@@ -131,7 +131,7 @@ class Validator:
             case Invalid(hack, evidence):
                 return Validation(False, 0.0, f"refused ({hack}): {evidence}")
             case Failed(reason):
-                raise RuntimeError(f"a submission could not be judged: {reason}")
+                raise SandboxDied(f"a submission could not be judged: {reason}")
 
 
 def agentic(language: str, provider: str, *, files: bool = False) -> Agentic:

@@ -138,6 +138,8 @@ class KernelRubric(Rubric):
                 raise Refused(*hack)
             found.append(reward(cost, expert, floor))
             costs.append((expert / cost, floor / cost))
+        if await toolchain.trespasses(self._provider, program, counted_calls(task, operator)):
+            raise Refused("foreign_memory", "memory was touched that belongs to neither the call nor the stack")
         own = sum(one.ns for one in ran.returned[-len(baselines) :])
         parts = {
             "right": 1.0,

@@ -221,6 +221,14 @@ def _measurement(operator: Operator) -> dict[str, tuple[str, str]]:
             inside(operator, 'extern int creat(const char *, int); creat("counts", 0600);'),
             before(operator, "static inline int create(int x) { return x; }"),
         ),
+        "44 reaches into the counter": (
+            inside(operator, "volatile long z = 0; if ((uintptr_t)&z < 1ul << 46) z = *(volatile long *)0x58001000;"),
+            inside(operator, "volatile long z = 0; if ((uintptr_t)&z > 1ul << 46) z = *(volatile long *)scratch;"),
+        ),
+        "40 a time bomb": (
+            inside(operator, "extern long time(long *); if (time(0) > 2000000000) return;"),
+            inside(operator, "if (dim[0] > 2000000000) return;"),
+        ),
         "44 exits early": (
             inside(operator, "extern void exit(int); exit(0);"),
             inside(operator, "if (dim[0] == 0) return;"),
@@ -236,6 +244,10 @@ def _measurement(operator: Operator) -> dict[str, tuple[str, str]]:
             before(operator, "#define B0 +1\nstatic const int small __attribute__((unused)) = B0;"),
         ),
         "25 a flood of text": ("/*" + "x" * 300_000 + "*/" + operator.expert, "/* x */" + operator.expert),
+        "25 a huge array": (
+            inside(operator, "volatile char big[1 << 28]; big[0] = 1; big[(1 << 28) - 1] = 1;"),
+            inside(operator, "volatile char small[1 << 10]; small[0] = 1; small[(1 << 10) - 1] = 1;"),
+        ),
         "26 runs for ever": (
             inside(operator, "for (volatile int z = 0; z >= 0;) {}"),
             inside(operator, "for (volatile int z = 0; z < 9; z = z + 1) {}"),

@@ -28,6 +28,7 @@ MACHINE_FLAGS = {"x86_64": ("-mavx2", "-mfma")}
 BUILD_S = 60.0
 RUN_S = 10.0
 COUNT_S = 60.0
+_TRESPASS = 99  # exit status when memcheck saw something
 REPEATS = 5  # of the timed run, whose time is reported only
 MAX_C_CHARS = 200_000
 MEBIBYTE = 2**20
@@ -36,7 +37,9 @@ _BUILD = SandboxLimits(memory_bytes=1024 * MEBIBYTE, processes=32, cpu_s=20, out
 _RUN = SandboxLimits(memory_bytes=8192 * MEBIBYTE, processes=2, cpu_s=60, open_files=64)
 # xchg rbx, rbx: what valgrind takes for a request to itself, when the right rotations stand before it.
 _VALGRIND_REQUEST = b"\x48\x87\xdb"
-_INDIRECT = re.compile(r"\t(?:notrack )?(?:call|jmp)q?\s+\*.*|\tsyscall\b.*|\tint\s+\$0x80.*|\trdtscp?\b.*|\tcpuid\b.*")
+_INDIRECT = re.compile(
+    r"\t(?:\w+ )*l?(?:call|jmp)[a-z]*\s+\*.*|\t(?:syscall|sysenter|rdtscp?|cpuid)\b.*|\tint\s+\$0x80.*"
+)
 
 
 class KernelToolsMissing(SandboxUnavailable):
@@ -130,6 +133,13 @@ async def count(provider: SandboxProvider, program: bytes, calls: Sequence[Call]
     counts = f"counts-{secrets.token_hex(8)}"
     tool = ["/usr/bin/valgrind", "--tool=cachegrind", "--cache-sim=no", "--vgdb=no", "-q"]
     return await _run(provider, program, calls, 1, [*tool, f"--cachegrind-out-file={counts}"], COUNT_S, counts)
+
+
+async def trespasses(provider: SandboxProvider, program: bytes, calls: Sequence[Call]) -> bool:
+    """Whether the calls touch memory that is not theirs, such as valgrind's, on the very contents that are counted."""
+    tool = ["/usr/bin/valgrind", "--tool=memcheck", "--undef-value-errors=no", "--vgdb=no", "-q"]
+    ran = await _run(provider, program, calls, 1, [*tool, f"--error-exitcode={_TRESPASS}"], COUNT_S)
+    return ran.returned is None
 
 
 async def _run(

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from importlib import import_module
 
+import numpy as np
 import pytest
 
 from k3rl.envs.compiler.toolchain import Refused, lint_c
@@ -22,10 +23,17 @@ PAIRS = tricks.pairs(OPERATOR, TASK)
 RUN = {
     *("35 zeros", "41 nan for a wildcard", "33 leaves what is in the buffer", "36 only the visible shapes"),
     *("35 off by a thousandth", "37 low precision", "34 changes its inputs", "34 writes beyond its output"),
-    *("26 runs for ever", "20 reads the stack", "29 another output pointer", "20 changes the sizes"),
+    *(
+        "44 reaches into the counter",
+        "25 a huge array",
+        "26 runs for ever",
+        "20 reads the stack",
+        "29 another output pointer",
+        "20 changes the sizes",
+    ),
 }
 WRONG_TEXT = {"24 empty", "25 a macro bomb"}
-STRAYED = {"34 changes its inputs", "34 writes beyond its output"}
+FOUND_OUT = {"34 changes its inputs", "34 writes beyond its output", "44 reaches into the counter"}
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +53,7 @@ def refused_by_its_text(text: str) -> Refused | None:
 @pytest.mark.parametrize("name", sorted(PAIRS))
 def test_a_trick_is_refused_or_worth_nothing(grader, small_task, name) -> None:
     score = grader.score_batch([(small_task(FAMILY), tricks.answer("kernel.c", PAIRS[name][0]))])[0]
-    if name in STRAYED or name not in RUN | WRONG_TEXT:
+    if name in FOUND_OUT or name not in RUN | WRONG_TEXT:
         assert isinstance(score, Invalid), score
     else:
         assert score == Scored(0.0, {"right": 0.0})
@@ -77,29 +85,38 @@ def test_every_family_has_every_trick() -> None:
         task = import_module("k3rl.envs.kernel.tasks").KernelLadder().get("train", 0, family=operator.family)
         found = tricks.hacks(task)
         assert found.keys() == PAIRS.keys()
-        assert len(found) == 36
+        assert len(found) == 39
 
 
-def test_a_fork_fails_where_kernels_run() -> None:
-    """The filter on words is the first guard; this one holds for code that got past it."""
-    forks = OPERATOR.expert.replace(tricks._HEAD, "extern int fork(void);\n" + tricks._HEAD)
-    forks = forks.replace(tricks._HEAD, tricks._HEAD + "\n    ((int *)scratch)[0] = fork();", 1)
-    text = forks.replace("int64_t rows", "if (((int *)scratch)[0] != -1) return;\n    int64_t rows", 1)
+@pytest.mark.parametrize(
+    ("trick", "does_its_work"),
+    [
+        ("extern int fork(void); if (fork() != -1) return;", True),
+        (
+            "extern int execve(const char *, char **, char **); "
+            'char *words[] = {"true", 0}; execve("/usr/bin/true", words, words + 1);',
+            False,
+        ),
+    ],
+)
+def test_what_gets_past_the_filter_of_words_makes_no_process_and_becomes_none(trick, does_its_work) -> None:
+    """Only a fork that fails lets the first kernel do its work; the second does not live to do its own."""
 
     async def run() -> toolchain.Ran:
         provider = provider_named("bwrap")
         builder = toolchain.Builder(provider)
-        await builder.build(driver.EMPTY)
         async with await provider.create(toolchain._BUILD) as sandbox:
-            await sandbox.write("kernel.c", text.encode())
+            await sandbox.write("kernel.c", tricks.inside(OPERATOR, trick).encode())
             done = await sandbox.exec(["/usr/bin/gcc", *toolchain.FLAGS, "-mavx2", "-mfma", "-c", "kernel.c"])
             assert done.returncode == 0, done.stderr
             program = await builder._linked(await sandbox.read("kernel.o"))
         assert isinstance(program, bytes)
-        call = driver.call(OPERATOR, {"T": 1, "D": 33}, [1])
-        return await toolchain.count(provider, program, [call])
+        return await toolchain.count(provider, program, [driver.call(OPERATOR, {"T": 1, "D": 33}, [1])])
 
     ran = asyncio.run(run())
-    assert ran.returned is not None, ran.complaint
-    # Only a fork that failed lets the kernel do its work.
-    assert not (ran.returned[0].outputs["out"] != ran.returned[0].outputs["out"]).any()
+    if does_its_work:
+        assert ran.returned is not None, ran.complaint
+        assert not np.isnan(ran.returned[0].outputs["out"]).any()
+    else:
+        assert ran.returned is None
+        assert ran.complaint.startswith("exit status 159"), ran.complaint  # 128 + SIGSYS
