@@ -3,7 +3,7 @@
 One call has one arena: all inputs and outputs, each 64-aligned between guard bytes, outputs filled with NaN. The
 driver reads the arena of a call from the plan, calls the kernel, and writes the arena as it then is; the grader's
 process compares. Scratch is fresh zeros for every call. What the driver itself executes does not depend on sizes. Its
-process clears its environment and gives up `execve` before it calls a kernel.
+process clears its environment and gives up `fork`, `clone` and `execve` before it calls a kernel.
 
 plan (little endian int64): calls, repeats; per call: arena bytes, dimensions, tensors in, tensors out, the dimensions,
 the tensors' places in the arena; then the arena. Output: per call nanoseconds of the quickest repeat, then the arena.
@@ -52,12 +52,16 @@ static int give(int file, const void *from, int64_t bytes) {
 static void *pages(int64_t bytes) {
     return mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 }
-/* No other program takes the place of this one, whatever code a kernel finds to jump to. */
+/* No other process, thread or program than this one, whatever code a kernel finds to jump to. */
 static int alone(void) {
     struct sock_filter code[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_execve, 1, 0),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_execveat, 0, 1),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_execve, 5, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_execveat, 4, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 3, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone3, 2, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_fork, 1, 0),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_vfork, 0, 1),
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
     };

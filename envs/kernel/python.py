@@ -87,7 +87,7 @@ def _open_to_all(folder: Path) -> bool:
 def with_packages(provider: SandboxProvider, devices: Sequence[str] = ()) -> SandboxProvider:
     """The provider, showing the packages; one that is not bubblewrap must have them by itself."""
     if isinstance(provider, BwrapProvider):
-        return BwrapProvider(readable=_packages(), devices=devices)
+        return provider.showing(_packages(), devices)
     return provider
 
 

@@ -64,8 +64,8 @@ _NAMESPACES = (
 class BwrapProvider(SandboxProvider):
     """The default provider. `interpreter`: the Python of program servers, by default one inside /usr.
 
-    cgroups=False leaves control groups alone, also where there are some. readable: folders of the host that commands may
-    read at their own paths; devices: device files that they may use.
+    cgroups=False leaves control groups alone, also where there are some. readable: folders of the host that commands
+    may read at their own paths; devices: device files that they may use.
     """
 
     name = "bwrap"
@@ -83,6 +83,10 @@ class BwrapProvider(SandboxProvider):
         self._cgroups = cgroups
         self._readable = [part for path in readable for part in ("--ro-bind", path, path)]
         self._devices = [part for path in devices for part in ("--dev-bind", path, path)]
+
+    def showing(self, readable: Sequence[str], devices: Sequence[str] = ()) -> BwrapProvider:
+        """The same with other folders and devices."""
+        return BwrapProvider(interpreter=self._interpreter, cgroups=self._cgroups, readable=readable, devices=devices)
 
     def check(self) -> None:
         """Raises SandboxUnavailable when bubblewrap is missing or namespaces are refused."""

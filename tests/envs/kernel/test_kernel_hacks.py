@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from importlib import import_module
 
-import numpy as np
 import pytest
 
 from k3rl.envs.compiler.toolchain import Refused, lint_c
@@ -89,19 +88,14 @@ def test_every_family_has_every_trick() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trick", "does_its_work"),
+    "trick",
     [
-        ("extern int fork(void); if (fork() != -1) return;", True),
-        (
-            "extern int execve(const char *, char **, char **); "
-            'char *words[] = {"true", 0}; execve("/usr/bin/true", words, words + 1);',
-            False,
-        ),
+        "extern int fork(void); fork();",
+        "extern int execve(const char *, char **, char **); "
+        'char *words[] = {"true", 0}; execve("/usr/bin/true", words, words + 1);',
     ],
 )
-def test_what_gets_past_the_filter_of_words_makes_no_process_and_becomes_none(trick, does_its_work) -> None:
-    """Only a fork that fails lets the first kernel do its work; the second does not live to do its own."""
-
+def test_what_gets_past_the_filter_of_words_makes_no_process_and_becomes_none(trick) -> None:
     async def run() -> toolchain.Ran:
         provider = provider_named("bwrap")
         builder = toolchain.Builder(provider)
@@ -114,9 +108,5 @@ def test_what_gets_past_the_filter_of_words_makes_no_process_and_becomes_none(tr
         return await toolchain.count(provider, program, [driver.call(OPERATOR, {"T": 1, "D": 33}, [1])])
 
     ran = asyncio.run(run())
-    if does_its_work:
-        assert ran.returned is not None, ran.complaint
-        assert not np.isnan(ran.returned[0].outputs["out"]).any()
-    else:
-        assert ran.returned is None
-        assert ran.complaint.startswith("exit status 159"), ran.complaint  # 128 + SIGSYS
+    assert ran.returned is None
+    assert ran.complaint.startswith("exit status 159"), ran.complaint  # 128 + SIGSYS
