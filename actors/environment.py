@@ -9,10 +9,13 @@ from typing import Any
 
 from k3rl.actors.jobs import EpisodeJob, Tasks
 from k3rl.envs import EpisodeContext, make
+from k3rl.envs.faults import EngineFailed, FaultConfig
+from k3rl.envs.gateway import run_program
+from k3rl.envs.guard import BlockWatch, GuardedEnv
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, EncodedImage, Episode, Failed, SamplingParams, StopReason
+from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams, StopReason
 
 
 class LockstepPolicy:
@@ -42,7 +45,8 @@ class LockstepPolicy:
         self._flush_when_all_wait()
 
     def _flush_when_all_wait(self) -> None:
-        if self._waiting and len(self._waiting) == self._active:
+        # a program may wait for several answers at once, so episodes are counted, not requests
+        if self._waiting and len({order for order, *_ in self._waiting}) >= self._active:
             cohort, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
             self._sending = asyncio.ensure_future(self._send(cohort))
 
@@ -52,6 +56,8 @@ class LockstepPolicy:
         except Exception as error:  # a lost engine is every waiting episode's error, and each reports it
             answers = [error] * len(cohort)
         for (_, _, future), answer in zip(cohort, answers, strict=True):
+            if future.done():  # its program was ended meanwhile
+                continue
             if isinstance(answer, Exception):
                 future.set_exception(answer)
             else:
@@ -68,13 +74,20 @@ class _Seat:
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
     ) -> Completion:
-        return await self._policy.complete(self._order, prompt_ids, params, images)
+        try:
+            return await self._policy.complete(self._order, prompt_ids, params, images)
+        except Exception as error:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
 class EnvironmentActor:
     """An asyncio Ray actor without torch. Rewards are given elsewhere; episodes leave here ungraded."""
 
-    def __init__(self, env: str, env_args: Mapping[str, Any], sandbox: str, rollout: Any) -> None:
+    def __init__(
+        self, env: str, env_args: Mapping[str, Any], sandbox: str, rollout: Any, faults: FaultConfig | None = None
+    ) -> None:
+        self._faults = faults or FaultConfig()
+        self._watch: BlockWatch | None = None
         self._environment = make(env, **env_args)
         self._tasks = Tasks(self._environment.source)
         self._rollout = rollout
@@ -88,31 +101,45 @@ class EnvironmentActor:
 
     async def play(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[Episode]:
         """One ungraded episode a job, in order. An episode whose environment fails says so; the others go on."""
+        self._watch = self._watch or BlockWatch(self._faults.blocked_s)  # on the thread of the event loop
         policy = LockstepPolicy(self._rollout, len(jobs))
         return list(await asyncio.gather(*(self._play(policy, i, job, sampling) for i, job in enumerate(jobs))))
 
     async def _play(self, policy: LockstepPolicy, order: int, job: EpisodeJob, sampling: SamplingParams) -> Episode:
         try:
             task = self._tasks.get(job.task).public()
-            return await run_episode(
-                self._environment.make_env(),
-                task,
-                _Seat(policy, order),
-                self._tokenizer,
-                episode_id=job.episode_id,
-                sampling=replace(sampling, seed=job.sampling_seed),
-                context=EpisodeContext(seed=job.sampling_seed, programs=self._programs, sandboxes=self._sandboxes),
-            )
+            settings: dict[str, Any] = {
+                "episode_id": job.episode_id,
+                "sampling": replace(sampling, seed=job.sampling_seed),
+                "context": EpisodeContext(
+                    seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
+                ),
+            }
+            if self._environment.make_harness is not None:
+                program = self._environment.make_harness()
+                return await run_program(program, task, _Seat(policy, order), self._tokenizer, **settings)
+            env = GuardedEnv(self._environment.make_env(), self._faults, self._watched())
+            return await run_episode(env, task, _Seat(policy, order), self._tokenizer, **settings)
+        except EngineFailed as error:
+            return self._broken(job, Failed(f"engine: {error}"[:500], FailureKind.ENGINE))
         except Exception as error:  # the last line of defence: user code must not end the run
-            return Episode(
-                id=job.episode_id,
-                task_id=f"{job.task.split}/{job.task.index}",
-                env=self._environment.name,
-                family=job.task.family or "unknown",
-                level=job.task.level or 0,
-                branches=(),
-                stop_reason=StopReason.INFRA_ERROR,
-                score=Failed(f"{type(error).__name__}: {error}"),
-            )
+            return self._broken(job, Failed(f"{type(error).__name__}: {error}"[:500], FailureKind.RAISED))
         finally:
             policy.leave()
+
+    def _watched(self) -> BlockWatch:
+        if self._watch is None:
+            raise RuntimeError("episodes are played by `play`")
+        return self._watch
+
+    def _broken(self, job: EpisodeJob, failed: Failed) -> Episode:
+        return Episode(
+            id=job.episode_id,
+            task_id=f"{job.task.split}/{job.task.index}",
+            env=self._environment.name,
+            family=job.task.family or "unknown",
+            level=job.task.level or 0,
+            branches=(),
+            stop_reason=StopReason.INFRA_ERROR,
+            score=failed,
+        )

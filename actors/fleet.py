@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from k3rl.actors.cluster import ClusterConfig
+from k3rl.actors.crew import Crew, wait
 from k3rl.actors.environment import EnvironmentActor
-from k3rl.actors.jobs import EpisodeJob
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.placement import reserve
 from k3rl.actors.reward import RewardActor
 from k3rl.actors.rollout import RolloutActor
+from k3rl.actors.rollouts import Rollouts
 from k3rl.actors.weights import WeightPublisher
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch
+from k3rl.envs.faults import FaultConfig
 from k3rl.parallel import Loss, PeerFailed, TrainerConfig, deal
 from k3rl.run.metrics import Accumulator
-from k3rl.types import Episode, Group, SamplingParams
-
-
-class ActorFailure(K3Error):
-    """An actor died, hung, or raised what no one is meant to handle."""
-
-
-def wait(ref: Any, timeout_s: float, what: str) -> Any:
-    """The value of a Ray reference. A typed error of k3rl comes through as itself; others become ActorFailure."""
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise ActorFailure(
-            f"{what} gave no answer within {timeout_s:g} s; raise --cluster.call-timeout-s if that is normal"
-        ) from error
-    except RayTaskError as error:
-        if isinstance(error.cause, K3Error):
-            raise error.cause from None
-        raise ActorFailure(f"{what} failed:\n{error}") from error
-    except RayActorError as error:
-        raise ActorFailure(f"the actor of {what} died:\n{error}") from error
 
 
 class Learner:
@@ -145,50 +124,6 @@ class Learner:
         return answers
 
 
-class Rollouts:
-    """Environment, rollout and reward actors as one: jobs in, graded groups out."""
-
-    def __init__(self, config: ClusterConfig, rollouts: list[Any], environments: list[Any], rewards: list[Any]) -> None:
-        self._config = config
-        self.actors = rollouts
-        self._environments = environments
-        self._rewards = rewards
-
-    def load(self, checkpoint: str) -> None:
-        """Every engine serves this checkpoint, and environments use its tokenizer."""
-        calls = [actor.load.remote(checkpoint) for actor in self.actors]
-        calls += [actor.set_tokenizer.remote(checkpoint) for actor in self._environments]
-        wait(calls, self._config.call_timeout_s, "loading a checkpoint into the engines")
-
-    def start(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[tuple[Sequence[EpisodeJob], Any]]:
-        """Begins the episodes, spread by group over the environment actors; `result` waits for them."""
-        groups: dict[str, list[EpisodeJob]] = {}
-        for job in jobs:
-            groups.setdefault(job.group_id, []).append(job)
-        shares: list[list[EpisodeJob]] = [[] for _ in self._environments]
-        for members, share in zip(groups.values(), itertools.cycle(shares)):
-            share.extend(members)
-        rewards = itertools.cycle(self._rewards)
-        started: list[tuple[Sequence[EpisodeJob], Any]] = []
-        for share, environment in zip(shares, self._environments, strict=True):
-            if share:
-                episodes = environment.play.remote(share, sampling)
-                started.append((share, next(rewards).grade.remote(share, episodes)))
-        return started
-
-    def result(self, started: list[tuple[Sequence[EpisodeJob], Any]]) -> list[Group]:
-        """The groups of `start`, in the order of their jobs."""
-        members: dict[str, list[Episode]] = {}
-        for share, ref in started:
-            episodes = wait(ref, self._config.call_timeout_s, "playing and grading episodes")
-            for job, episode in zip(share, episodes, strict=True):
-                members.setdefault(job.group_id, []).append(episode)
-        return [Group(group, episodes[0].task_id, tuple(episodes)) for group, episodes in members.items()]
-
-    def play(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[Group]:
-        return self.result(self.start(jobs, sampling))
-
-
 class Fleet:
     """The actors of one run. Use `fleet(...)`; members that a pipeline did not ask for are absent."""
 
@@ -212,6 +147,7 @@ def fleet(
     sandbox: str,
     max_running: int,
     seed: int,
+    faults: FaultConfig | None = None,
     canary_prompt: list[int] | None = None,
     canary_tolerance: float = 0.05,
     learner: bool = True,
@@ -229,33 +165,40 @@ def fleet(
         roles += [(f"environment {i}", {"CPU": config.environment_cpus}) for i in range(config.environment_actors)]
         roles += [(f"reward {i}", {"CPU": config.reward_cpus}) for i in range(config.reward_actors)]
     group = reserve(roles, deadline_s=config.placement_deadline_s)
-    bundles = iter(enumerate(roles))
+    places = {name: (index, bundle) for index, (name, bundle) in enumerate(roles)}
+    faults = faults or FaultConfig()
 
-    def place(cls: type, *args: Any, **options: Any) -> Any:
-        index, (_, bundle) = next(bundles)
+    def place(role: str, cls: type, *args: Any, **options: Any) -> Any:
+        index, bundle = places[role]
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
         return ray.remote(cls).options(num_cpus=bundle["CPU"], scheduling_strategy=strategy, **options).remote(*args)
 
     started: list[Any] = []
+    crews: list[Crew] = []
     try:
         members = Fleet(config)
         if learner:
-            ranks = [place(LearnerActor, config.learner_threads) for _ in range(config.learner_actors)]
+            ranks = [place(f"learner {i}", LearnerActor, config.learner_threads) for i in range(config.learner_actors)]
             started += ranks
             members.learner = Learner(ranks, config.call_timeout_s)
         if rollouts:
             engines = [
-                place(RolloutActor, config.rollout_threads, max_running, seed + i, config.engine)
+                place(f"rollout {i}", RolloutActor, config.rollout_threads, max_running, seed + i, config.engine)
                 for i in range(config.rollout_actors)
             ]
-            serving = itertools.cycle(engines)
-            environments = [
-                place(EnvironmentActor, env, dict(env_args), sandbox, next(serving), max_concurrency=8)
-                for _ in range(config.environment_actors)
-            ]
-            rewards = [place(RewardActor, env, dict(env_args), sandbox) for _ in range(config.reward_actors)]
-            members.rollouts = Rollouts(config, engines, environments, rewards)
-            started += [*engines, *environments, *rewards]
+            started += engines
+
+            def player(i: int) -> Any:
+                engine = engines[i % len(engines)]
+                arguments = (env, dict(env_args), sandbox, engine, faults)
+                return place(f"environment {i}", EnvironmentActor, *arguments, max_concurrency=8)
+
+            def judge(i: int) -> Any:
+                return place(f"reward {i}", RewardActor, env, dict(env_args), sandbox)
+
+            for make, count in ((player, config.environment_actors), (judge, config.reward_actors)):
+                crews.append(Crew([make(i) for i in range(count)], make))
+            members.rollouts = Rollouts(config, engines, *crews, faults=faults, env=env)
         if learner and rollouts and canary_prompt:
             members._publisher = (
                 ray.remote(WeightPublisher)
@@ -271,6 +214,8 @@ def fleet(
             started.append(members._publisher)
         yield members
     finally:
+        for crew in crews:
+            crew.end()
         for actor in started:
             ray.kill(actor)
         remove_placement_group(group)

@@ -8,6 +8,7 @@ from typing import Any
 
 from k3rl.actors.jobs import EpisodeJob, Tasks
 from k3rl.envs import make
+from k3rl.envs.faults import grade
 from k3rl.envs.rollout import NOT_GRADED, gradable
 from k3rl.types import Episode, Failed
 
@@ -21,11 +22,12 @@ class RewardActor:
         self._grader = self._environment.grader(provider=sandbox)
 
     def grade(self, jobs: Sequence[EpisodeJob], episodes: Sequence[Episode]) -> list[Episode]:
-        """The episodes with their scores, in order. An episode that the infrastructure broke stays Failed."""
+        """The episodes with their scores, in order. An episode that the infrastructure broke stays Failed, and a score
+        that is no honest one becomes so."""
         by_id = {job.episode_id: job for job in jobs}
         live = [episode for episode in episodes if gradable(episode)]
         tasks = [self._tasks.get(by_id[episode.id].task) for episode in live]
-        scores = self._grader.score_batch([(task, episode.answer) for task, episode in zip(tasks, live, strict=True)])
+        scores = grade(self._environment, self._grader, list(zip(tasks, live, strict=True)))
         scored = {episode.id: score for episode, score in zip(live, scores, strict=True)}
         return [replace(e, score=scored[e.id]) if e.id in scored else _failed(e) for e in episodes]
 

@@ -1,6 +1,7 @@
 """Environments: what a policy is asked, what it may do, and what it is worth. No torch, no ray.
 
 base      Task, Env, Rubric, Environment, Hack: the interface
+rubric    rubrics from plain reward functions, run in rubric_worker, which may ask for a rubric_sandbox
 registry  register and make, by name, `pkg.module:Object`, file, folder or entry point; shipped: what is here
 rollout   one episode of a policy in an environment, exact to the token; episode_state: put aside, taken up again
 check     whether an environment keeps its promises; leaks: what work leaves behind; scaffold: a new package
@@ -22,6 +23,7 @@ from k3rl.envs.base import (
     TaskSource,
 )
 from k3rl.envs.registry import UnknownEnvironment, make, names, register
+from k3rl.envs.rubric import RewardFunction, reward
 from k3rl.types import Budgets, Message, Task
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Hack",
     "Message",
     "Observation",
+    "RewardFunction",
     "Rubric",
     "StepResult",
     "Task",
@@ -41,4 +44,5 @@ __all__ = [
     "make",
     "names",
     "register",
+    "reward",
 ]

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from k3rl.types import Budgets, Invalid, Message, Score, Scored, StopReason, Task
+from k3rl.types import Budgets, Episode, Invalid, Message, Score, Scored, StopReason, Task
 
 if TYPE_CHECKING:
+    from k3rl.envs.gateway import Harness
+    from k3rl.envs.rubric import FunctionGrader, RewardFunction
     from k3rl.envs.sandbox import SandboxProvider
 
 
@@ -78,10 +80,12 @@ class ProgramService(Protocol):
 class EpisodeContext:
     """What an episode may use: its seed, its budgets, programs run in a sandbox, and sandboxes of its own.
 
-    None where nobody gives them; `programs` comes where the environment's `needs_programs` says so.
+    None where nobody gives them; `programs` comes where the environment's `needs_programs` says so. group: names the
+    episodes that belong together, so that they can share a choice.
     """
 
     seed: int = 0
+    group: str = ""
     budgets: Budgets = field(default_factory=Budgets)
     programs: ProgramService | None = None
     sandboxes: SandboxProvider | None = None
@@ -148,11 +152,25 @@ class TaskSource(Protocol):
 
 
 class Rubric(ABC):
-    """Judges answers. Wrong is Scored(0.0), cheating is Invalid, a broken judge is Failed; never mixed up."""
+    """Judges answers. Wrong is Scored(0.0), cheating is Invalid, a broken judge is Failed; never mixed up.
+
+    `Rubric.of(function, ...)` makes the grader of an environment from plain functions; see `k3rl.envs.rubric`.
+    """
 
     @abstractmethod
     def score_batch(self, items: Sequence[tuple[Task, str]]) -> list[Score]:
         """One score per (task with hidden part, answer), in the order given."""
+
+    def score_episodes(self, items: Sequence[tuple[Task, Episode]]) -> list[Score]:
+        """One score per (task with hidden part, episode), in the order given; by default from the answers alone."""
+        return self.score_batch([(task, episode.answer) for task, episode in items])
+
+    @staticmethod
+    def of(*functions: Callable[..., Any] | RewardFunction) -> FunctionGrader:
+        """A grader whose reward functions get their arguments by name. Raises ConfigError for what cannot work."""
+        from k3rl.envs.rubric import rubric_of
+
+        return rubric_of(functions)
 
     def close(self) -> None:
         """Give back sandboxes. Idempotent."""
@@ -190,6 +208,9 @@ class Environment:
     What `k3rl env check` tries, each given the task with its hidden part: oracle_expected, the oracle's reward
     (where it is not the same for all tasks, a function); null, the answer of an agent that does nothing; hacks,
     submissions by name that must not pay (plain text is a `Hack` of kind "cheat").
+
+    reward_range: what rewards may be; one outside of it, NaN or infinite makes the score Failed. make_harness: a
+    fresh agent program for one episode, which then plays it through the gateway in the place of `make_env`.
     """
 
     name: str
@@ -205,6 +226,16 @@ class Environment:
     null: Callable[[Task], str] | None = None
     hacks: Callable[[Task], Mapping[str, Hack | str]] | None = None
     oracle_expected: Callable[[Task], float] | float = 1.0
+    reward_range: tuple[float, float] | None = None
+    make_harness: Callable[[], Harness] | None = None
+
+    @property
+    def reward_limits(self) -> tuple[float, float]:
+        """Least and greatest reward: `reward_range`, else what a rubric of functions declares, else 0 and 1."""
+        if self.reward_range is not None:
+            return self.reward_range
+        declared: tuple[float, float] = getattr(self.grader, "range", (0.0, 1.0))
+        return declared
 
     def tasks(self, split: str, seed: int = 0, limit: int | None = None) -> Iterator[Task]:
         """The first `limit` tasks of a split, or all of a finite one."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from k3rl.config import MissingResource
 from k3rl.envs.base import Action, Env, Environment, EpisodeContext, Hack, Observation, Rubric, StepResult
+from k3rl.envs.faults import honest as honest_score
 from k3rl.envs.leaks import watched
 from k3rl.envs.registry import make
 from k3rl.envs.sandbox import ProgramRunner, provider_named
@@ -143,10 +144,11 @@ def _grade(
     honest = [(task, make_answer(task)) for task, _ in plan for make_answer in (environment.oracle, null)]
     tried = [(task, hack.submission) for task, hacks in plan for hack in hacks.values()]
     rubric = _rubric(environment, provider)
+    limits = environment.reward_limits
     try:
-        pairs = _scores(rubric, honest)
-        scores = iter(_scores(rubric, tried))
-        again = _scores(rubric, honest[:1])[0]
+        pairs = _scores(rubric, honest, limits)
+        scores = iter(_scores(rubric, tried, limits))
+        again = _scores(rubric, honest[:1], limits)[0]
     finally:
         rubric.close()
         rubric.close()
@@ -169,11 +171,11 @@ def _rubric(environment: Environment, provider: str) -> Rubric:
     return environment.grader(provider=provider)
 
 
-def _scores(rubric: Rubric, items: Sequence[tuple[Task, str]]) -> list[Score]:
+def _scores(rubric: Rubric, items: Sequence[tuple[Task, str]], limits: tuple[float, float]) -> list[Score]:
     scores = rubric.score_batch(items)
     if len(scores) != len(items):
         raise ValueError(f"the grader gave {len(scores)} scores for {len(items)} answers")
-    return scores
+    return [honest_score(score, limits) for score in scores]
 
 
 def _judge_honest(environment: Environment, task: Task, oracle: Score, null: Score, report: Report) -> None:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from k3rl.envs.base import Action, Env, EpisodeContext, Observation, tighter
 from k3rl.envs.episode_state import BranchState, EpisodeState
+from k3rl.envs.sandbox import SandboxDied
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.images import encoded_images, image_prompts, image_rows
 from k3rl.types import (
@@ -27,6 +28,7 @@ from k3rl.types import (
     EncodedImage,
     Episode,
     Failed,
+    FailureKind,
     Message,
     SamplingParams,
     Score,
@@ -170,7 +172,8 @@ class _Run:
     def _broken(self, error: Exception) -> None:
         _log.warning("environment %s failed on task %s", self.task.env, self.task.id, exc_info=error)
         self.stop_reason = StopReason.INFRA_ERROR
-        self.score = Failed(f"environment: {type(error).__name__}: {error}"[:500])
+        kind = getattr(error, "kind", FailureKind.DIED if isinstance(error, SandboxDied) else FailureKind.RAISED)
+        self.score = Failed(f"environment: {type(error).__name__}: {error}"[:500], kind)
 
     async def _environment(self, call: Awaitable[tuple[int, ...] | None]) -> tuple[int, ...] | None:
         """The next prompt, or None when the episode is over, also because the environment broke or took too long."""

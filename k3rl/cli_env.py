@@ -13,6 +13,7 @@ from k3rl.cli_words import Parser, print_json
 from k3rl.config import ConfigError, MissingResource
 from k3rl.envs import Environment, make, names
 from k3rl.envs.check import Report, check
+from k3rl.envs.faults import honest
 from k3rl.envs.registry import shipped
 from k3rl.envs.rollout import gradable
 from k3rl.envs.scaffold import write_package
@@ -253,6 +254,6 @@ def answer_of(folder: Path) -> str:
 def _score(environment: Environment, task: Task, answer: str) -> Score:
     rubric = environment.grader()
     try:
-        return rubric.score_batch([(task, answer)])[0]
+        return honest(rubric.score_batch([(task, answer)])[0], environment.reward_limits)
     finally:
         rubric.close()

@@ -8,7 +8,7 @@ EncodedImage               an image of a conversation, as the bytes of its file
 Task, Budgets              what is asked of a policy, and how much it may spend
 SamplingParams, Completion what an engine is asked for, and what it gives; Constraint: what its text must match
 Turn, Branch, Episode      what happened when a policy acted on a task
-Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed, never 0
+Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed (FailureKind), never 0
 Group                      the episodes of one task, joined by id
 WeightVersion              an int with the manifest of the tensors that make it
 Communicator, Exchange, ContextCommunicator, ForwardObserver  what a model is handed by whoever runs it
@@ -307,11 +307,25 @@ class Invalid:
     evidence: str
 
 
+class FailureKind(StrEnum):
+    """What went wrong where no reward exists."""
+
+    RAISED = "raised"  # code of the environment or of its grader raised
+    HUNG = "hung"  # gave no answer in its time
+    FLOODED = "flooded"  # said or printed more than anyone reads
+    BAD_REWARD = "bad_reward"  # NaN, infinite, out of its declared range, or no number
+    DIED = "died"  # its process or its node ended
+    ENGINE = "engine"  # the engine gave no tokens: not the environment's fault
+    TRIPPED = "tripped"  # not played: its circuit breaker is open
+    OTHER = "other"
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """No reward exists: the infrastructure, not the policy, failed. Leaves the batch and the baseline."""
 
     reason: str
+    kind: FailureKind = FailureKind.OTHER
 
 
 Score: TypeAlias = Scored | Invalid | Failed

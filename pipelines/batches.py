@@ -12,7 +12,7 @@ from k3rl.data.batch import TrainBatch, from_episodes
 from k3rl.losses import group_advantages
 from k3rl.pipelines.configs import DistillConfig, RLConfig
 from k3rl.run.metrics import Accumulator
-from k3rl.types import Episode, Failed, Group, Invalid, Scored, StopReason
+from k3rl.types import Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason
 
 
 class TooManyFailures(K3Error):
@@ -31,8 +31,11 @@ def reward_of(episode: Episode) -> float | None:
 
 
 def check_failures(groups: Sequence[Group], limit: float) -> None:
-    """Raises TooManyFailures, naming the most frequent reasons, when the share of failed episodes exceeds `limit`."""
-    episodes = [episode for group in groups for episode in group.episodes]
+    """Raises TooManyFailures, naming the most frequent reasons, when the share of failed episodes exceeds `limit`.
+
+    Episodes that a circuit breaker leaves out do not count; it has spoken for them.
+    """
+    episodes = [e for group in groups for e in group.episodes if not _left_out(e)]
     reasons: dict[str, int] = {}
     for episode in episodes:
         if isinstance(episode.score, Failed):
@@ -46,6 +49,10 @@ def check_failures(groups: Sequence[Group], limit: float) -> None:
             f"{listing}\n"
             "Mend the environment or its sandbox; missing rewards are never trained on"
         )
+
+
+def _left_out(episode: Episode) -> bool:
+    return isinstance(episode.score, Failed) and episode.score.kind is FailureKind.TRIPPED
 
 
 def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.config import Config
+from k3rl.envs.faults import FaultConfig
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill
 from k3rl.optim import Schedule
 from k3rl.parallel import TrainerConfig
@@ -57,6 +58,8 @@ class EnvConfig(Config):
     levels: dict[str, tuple[int, ...]] = {"list": (1, 2, 3), "probe": (1, 2)}
     """The ladder of a family, drawn in proportion to p(1 - p) of each level's recent pass rate p. A family that is
     not named leaves its levels to the environment."""
+    faults: FaultConfig = FaultConfig()
+    """What becomes of episodes whose environment misbehaves."""
 
     @model_validator(mode="after")
     def _shares_are_positive(self) -> EnvConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,13 @@ class Curriculum:
         self._levels = config.levels
         self._seed = seed
         self.pass_rates: dict[str, float] = {}
+
+    def leave_out(self, families: Collection[str]) -> None:
+        """Draw no more tasks of these families, unless none would be left."""
+        kept = [name for name in self._families if name not in families]
+        if kept and kept != self._families:
+            shares = np.array([share for name, share in zip(self._families, self._shares, strict=True) if name in kept])
+            self._families, self._shares = kept, shares / shares.sum()
 
     def jobs(self, step: int, groups: int, group_size: int, prefix: str) -> list[EpisodeJob]:
         """`groups` tasks, `group_size` episodes of each. Ids are unique within a run: `prefix` names the stage."""

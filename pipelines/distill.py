@@ -35,6 +35,7 @@ def train(session: Session, config: DistillConfig, *, name: str = "distill") -> 
         """Publishes the student so far and starts the rollouts of `step` with it."""
         with stage.clock("publish"):
             published.update(session.fleet.publish())
+        curriculum.leave_out(rollouts.left_out)
         jobs = curriculum.jobs(step, config.batch_size // config.group_size, config.group_size, name)
         return rollouts.start(jobs, sampling)
 
@@ -45,6 +46,7 @@ def train(session: Session, config: DistillConfig, *, name: str = "distill") -> 
         more = stage.more()
         check_failures(groups, config.failure_limit)
         metrics = rollout_metrics(groups, config.env.name, published["version"])
+        metrics.merge(rollouts.take_metrics())
         curriculum.update(groups)
         record(session, groups, step)
         if more and config.max_staleness:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.actors.fleet import Rollouts
 from k3rl.actors.jobs import EpisodeJob, TaskRef
+from k3rl.actors.rollouts import Rollouts
 from k3rl.pipelines.batches import check_failures, reward_of
 from k3rl.pipelines.configs import EvalConfig
 from k3rl.types import Episode, SamplingParams, StopReason

@@ -34,6 +34,7 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
         """Publishes what has been learned so far and starts the rollouts of `step` with it."""
         with stage.clock("publish"):
             published.update(session.fleet.publish())
+        curriculum.leave_out(rollouts.left_out)
         jobs = curriculum.jobs(step, config.batch_size // config.group_size, config.group_size, name)
         return rollouts.start(jobs, sampling)
 
@@ -44,6 +45,7 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
         more = stage.more()
         check_failures(groups, config.failure_limit)
         metrics = rollout_metrics(groups, config.env.name, published["version"])
+        metrics.merge(rollouts.take_metrics())
         if config.shuffle_rewards:
             groups = shuffled(groups, config.seed, step)
         curriculum.update(groups)

@@ -75,6 +75,7 @@ def session(
                 sandbox=env.sandbox,
                 max_running=max_running,
                 seed=seed,
+                faults=env.faults,
                 canary_prompt=canary_prompt(env),
             )
         )

@@ -43,6 +43,11 @@ class Workspace:
         self._sandbox = sandbox
         self._spec = spec
 
+    @property
+    def sandbox(self) -> Sandbox:
+        """Where it all happens."""
+        return self._sandbox
+
     @classmethod
     async def open(cls, provider: SandboxProvider, spec: WorkspaceSpec, snapshot: bytes | None = None) -> Workspace:
         """A fresh sandbox with the task's files, or with those of a snapshot."""

@@ -19,6 +19,7 @@ from k3rl.types import (
     EncodedImage,
     Episode,
     Failed,
+    FailureKind,
     Group,
     Invalid,
     Message,
@@ -184,7 +185,7 @@ def _score_columns(score: Score) -> tuple[str, float | None, dict[str, Any]]:
         return "scored", score.reward, {"parts": _floats(score.parts)}
     if isinstance(score, Invalid):
         return "invalid", None, {"hack": score.hack, "evidence": score.evidence}
-    return "failed", None, {"reason": score.reason}
+    return "failed", None, {"reason": score.reason, "kind": str(score.kind)}
 
 
 def _floats(values: Mapping[str, float]) -> dict[str, float]:
@@ -196,7 +197,9 @@ def _score(row: Mapping[str, Any]) -> Score:
     detail = json.loads(row["score_detail"])
     if row["status"] == "scored":
         return Scored(row["reward"], detail["parts"])
-    return Invalid(**detail) if row["status"] == "invalid" else Failed(**detail)
+    if row["status"] == "invalid":
+        return Invalid(**detail)
+    return Failed(detail["reason"], FailureKind(detail.get("kind", FailureKind.OTHER)))
 
 
 def _branch_columns(branch: Branch | None) -> dict[str, Any]:

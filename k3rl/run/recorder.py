@@ -170,8 +170,8 @@ def score_row(score: Score) -> dict[str, Any]:
             return {"status": "scored", "reward": reward, "parts": dict(parts)}
         case Invalid(hack, evidence):
             return {"status": "invalid", "hack": hack, "evidence": evidence}
-        case Failed(reason):
-            return {"status": "failed", "reason": reason}
+        case Failed(reason, kind):
+            return {"status": "failed", "reason": reason, "kind": str(kind)}
 
 
 def _turn_rows(episode_id: str, branch: Branch, step: int, pieces: Pieces | None) -> list[dict[str, Any]]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import ray
 
+from k3rl.actors.crew import Crew
 from k3rl.actors.environment import EnvironmentActor
-from k3rl.actors.fleet import Rollouts
 from k3rl.actors.jobs import EpisodeJob, TaskRef
 from k3rl.actors.reward import RewardActor
+from k3rl.actors.rollouts import Rollouts
+from k3rl.envs.faults import EnvironmentTripped, FaultConfig
 from k3rl.pipelines.batches import TooManyFailures, check_failures
 from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, Failed, SamplingParams, Scored, StopReason
+from k3rl.types import Completion, Failed, FailureKind, SamplingParams, Scored, StopReason
 
 BROKEN = """
 from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult, Task
@@ -67,6 +69,51 @@ class Echo:
         return [Completion(self._ids, (-0.1,) * len(self._ids), StopReason.STOP, 1, 1) for _ in requests]
 
 
+HOSTILE = """
+import math, os, pathlib
+from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult, Task
+from k3rl.types import Scored
+
+SEEN = pathlib.Path(__file__).with_suffix(".seen")
+
+
+class Source:
+    splits = ("train",)
+
+    def length(self, split, *, level=None, family=None):
+        return None
+
+    def get(self, split, index, seed=0, *, level=None, family=None):
+        kind = ("dies", "flaky", "nan", "judge dies")[index]
+        return Task(f"hostile/{index}", "hostile", (Message("user", "say a"),), kind, hidden={"kind": kind})
+
+
+class Hostile(Env):
+    async def reset(self, task, context):
+        self.kind = task.family
+        return Observation(task.messages)
+
+    async def step(self, action):
+        if self.kind == "dies":
+            os.kill(os.getpid(), 9)
+        if self.kind == "flaky" and not SEEN.exists():
+            SEEN.write_text("x")
+            raise ConnectionError("at first")
+        return StepResult(done=True, answer="fine")
+
+
+class Judge(Rubric):
+    def score_batch(self, items):
+        if any(task.family == "judge dies" for task, _ in items):
+            os.kill(os.getpid(), 9)
+        return [Scored(math.nan if task.family == "nan" else 1.0) for task, _ in items]
+
+
+def environment():
+    return Environment("hostile", "misbehaves", Source(), Hostile, lambda **_: Judge(), lambda task: "fine")
+"""
+
+
 @pytest.fixture(scope="module")
 def group(ray_cluster, tmp_path_factory):
     """Five episodes of an environment whose tasks 1, 2 and 3 break in reset, in step and when drawn."""
@@ -96,3 +143,37 @@ def test_a_share_of_failures_within_the_limit_lets_the_run_go_on(group):
     check_failures([group], limit=0.6)
     with pytest.raises(TooManyFailures, match="3 of 5"):
         check_failures([group], limit=0.5)
+
+
+def test_hostile_episodes_are_typed_retried_counted_and_trip_the_breaker(ray_cluster, tmp_path):
+    module = tmp_path / "hostile.py"
+    module.write_text(HOSTILE)
+    name = f"{module}:environment"
+    faults = FaultConfig(retries=1, call_s=0.5, blocked_s=0.4, breaker_attempts=12, breaker_share=0.6)
+    engine = ray.remote(Echo).options(num_cpus=0).remote()
+
+    def player(_):
+        return ray.remote(EnvironmentActor).options(num_cpus=0).remote(name, {}, "bwrap", engine, faults)
+
+    def judge(_):
+        return ray.remote(RewardActor).options(num_cpus=0).remote(name, {}, "bwrap")
+
+    players, judges = Crew([player(0)], player), Crew([judge(0)], judge)
+    rollouts = Rollouts(ray_cluster, [engine], players, judges, faults=faults, env="hostile")
+    jobs = [EpisodeJob(f"e{i}", f"g{i}", TaskRef("train", i, 0), i) for i in range(4)]
+    scores = [group.episodes[0].score for group in rollouts.play(jobs, SamplingParams())]
+    assert [score.kind if isinstance(score, Failed) else score.reward for score in scores] == [
+        FailureKind.DIED,
+        1.0,  # the second attempt
+        FailureKind.BAD_REWARD,
+        FailureKind.DIED,
+    ]
+    counted = {key.removeprefix("env/hostile/"): value for key, (value, _) in rollouts.take_metrics().pairs().items()}
+    assert counted["retried_attempts"] == 4
+    assert counted["failed_bad_reward_attempts"] == 2
+    assert counted["failed_died_attempts"] == 4
+    with pytest.raises(EnvironmentTripped, match="gave no reward"):
+        rollouts.play([EpisodeJob(f"n{i}", "n", TaskRef("train", 2, 0), i) for i in range(6)], SamplingParams())
+    for crew in (players, judges):
+        crew.end()
+    ray.kill(engine)

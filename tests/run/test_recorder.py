@@ -72,7 +72,11 @@ def test_a_missing_reward_is_no_number(tmp_path, failed_episode):
     entry = rows_of(tmp_path / "stream.index.jsonl")[-1]
     assert entry["status"] == "failed"
     assert "reward" not in entry
-    assert rows_of(tmp_path / "stream.jsonl")[-1]["score"] == {"status": "failed", "reason": "sandbox died"}
+    assert rows_of(tmp_path / "stream.jsonl")[-1]["score"] == {
+        "status": "failed",
+        "reason": "sandbox died",
+        "kind": "other",
+    }
 
 
 def test_a_cheat_keeps_its_evidence(tmp_path, episode):
