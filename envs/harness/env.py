@@ -15,24 +15,19 @@ import tarfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from pydantic import Field
-
-from k3rl.config import Config
 from k3rl.envs.base import Action, Env, EpisodeContext, Observation, StepResult, tighter
 from k3rl.envs.episode_state import message_of, message_row
 from k3rl.envs.harness.budget import Spending
-from k3rl.envs.harness.context import ContextConfig, Conversation, Everything, resumed
+from k3rl.envs.harness.config import AnyHarness, HarnessConfig, HarnessMixture
+from k3rl.envs.harness.context import Conversation, resumed
+from k3rl.envs.harness.modules import Module
 from k3rl.envs.harness.tools import TOOLS, Tool, shortened
 from k3rl.envs.harness.workspace import Workspace, WorkspaceSpec, answer_from
 from k3rl.envs.sandbox import SandboxProvider, provider_named
 from k3rl.types import Budgets, Message, StopReason, Task, ToolCall
 
-SYSTEM = (
-    "You work in a sandbox whose current folder is the workspace of the task. Act by calling tools. "
-    "Call submit when the work is done; only the files that the task names are judged, by tests you do not see."
-)
 SUB_SYSTEM = (
     "You do one piece of work for another agent, in the same workspace. Act by calling tools. When it is done, answer "
     "without calling a tool; that text is all that the other agent will read."
@@ -46,32 +41,6 @@ DELEGATE: dict[str, Any] = {
     },
 }
 NUDGE = "Nothing was called. Call a tool to go on, or submit to hand in your work."
-ToolName: TypeAlias = Literal["bash", "read_file", "write_file", "edit", "submit"]
-
-
-class HarnessConfig(Config):
-    """How an agent may act; a policy that is trained with several of these does not fit only one."""
-
-    system: str = SYSTEM
-    """The system message; empty leaves it out."""
-    tools: tuple[ToolName, ...] = ("bash", "read_file", "write_file", "edit", "submit")
-    """Tools that are declared and answered."""
-    declare_tools: bool = True
-    """Put the declarations into the prompt; a policy that knows the tools needs none."""
-    context: ContextConfig = Everything()
-    """What becomes of a conversation that grows too long."""
-    show_budget: bool = True
-    """Tell after each turn what is left."""
-    command_timeout_s: float = Field(default=60.0, gt=0)
-    """For one command of bash."""
-    output_chars: int = Field(default=8_000, ge=100)
-    """Kept of what one tool says."""
-    token_s: float = Field(default=0.02, ge=0)
-    """Virtual seconds that one sampled token takes."""
-    sub_agents: int = Field(default=0, ge=0)
-    """How many times `delegate` may hand a piece of work to a fresh conversation; 0 leaves the tool out."""
-    idle_turns: int = Field(default=2, ge=1)
-    """Turns without a call, one after the other, that end the episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +82,18 @@ class _State:
 
 
 class HarnessEnv(Env):
-    """One episode. `agentic` says what the task's workspace is, `config` how the policy acts in it."""
+    """One episode. `agentic` says what the task's workspace is, `config` how the policy acts in it.
 
-    def __init__(self, agentic: Agentic, config: HarnessConfig | None = None) -> None:
+    With a mixture, all episodes of a group (`EpisodeContext.group`, else the task) act in the same variant.
+    """
+
+    def __init__(self, agentic: Agentic, config: AnyHarness | None = None) -> None:
         self._agentic = agentic
-        self._config = config or HarnessConfig()
-        kinds = {name: TOOLS[name] for name in self._config.tools} | {tool.name: tool for tool in agentic.tools}
-        self._tools: dict[str, Tool] = {
-            name: kind(timeout_s=self._config.command_timeout_s, output_chars=self._config.output_chars)
-            for name, kind in kinds.items()
-        }
+        self._choice = config or HarnessConfig()
+        self._variant = 0
+        self._config = self._chosen(0)
+        self._tools: dict[str, Tool] = {}
+        self._modules: dict[str, Module] = {}
         self._task: Task | None = None
         self._budgets = Budgets()
         self._workspace: Workspace | None = None
@@ -131,8 +102,12 @@ class HarnessEnv(Env):
 
     async def reset(self, task: Task, context: EpisodeContext) -> Observation:
         """Open the workspace; the system message and the request."""
+        picked = self._choice.pick(context.group or task.id) if isinstance(self._choice, HarnessMixture) else 0
+        self._assemble(picked)
         await self._open(task, context, None)
-        system = (Message("system", self._config.system),) if self._config.system else ()
+        words = [self._config.system, *(module.system() for module in self._modules.values())]
+        said = "\n\n".join(filter(None, words))
+        system = (Message("system", said),) if said else ()
         return self._observed((*system, *task.messages))
 
     async def step(self, action: Action) -> StepResult:
@@ -168,6 +143,8 @@ class HarnessEnv(Env):
     async def snapshot(self) -> bytes:
         """The files and everything else."""
         rows = dataclasses.asdict(self._state)
+        rows["variant"] = self._variant
+        rows["modules"] = {name: module.state() for name, module in self._modules.items()}
         rows["conversation"] = [message_row(message) for message in self._state.conversation]
         for name in ("kept", "waiting"):
             part = getattr(self._state, name)
@@ -187,8 +164,11 @@ class HarnessEnv(Env):
         """Open a workspace with the files of the snapshot."""
         with tarfile.open(fileobj=io.BytesIO(snapshot)) as archive:
             state, files = (_member(archive, name) for name in ("state.json", "workspace.tgz"))
-        await self._open(task, context, files)
         rows = json.loads(state)
+        self._assemble(rows.pop("variant"))
+        for name, part in rows.pop("modules").items():
+            self._modules[name].restore(part)
+        await self._open(task, context, files)
         rows["conversation"] = tuple(map(message_of, rows["conversation"]))
         for name in ("kept", "waiting"):
             rows[name] = None if rows[name] is None else tuple(map(message_of, rows[name]))
@@ -208,6 +188,21 @@ class HarnessEnv(Env):
         self._task = task
         self._budgets = tighter(task.budgets, context.budgets)
         self._workspace = await Workspace.open(provider, self._agentic.workspace(task), files)
+
+    def _chosen(self, variant: int) -> HarnessConfig:
+        return self._choice.variants[variant].harness if isinstance(self._choice, HarnessMixture) else self._choice
+
+    def _assemble(self, variant: int) -> None:
+        """The harness of this episode: its tools and parts."""
+        self._variant = variant
+        self._config = self._chosen(variant)
+        timeout_s, output_chars = self._config.command_timeout_s, self._config.output_chars
+        self._modules = self._config.modules()
+        kinds = {name: TOOLS[name] for name in self._config.tools} | {tool.name: tool for tool in self._agentic.tools}
+        tools: list[Tool] = [kind(timeout_s=timeout_s, output_chars=output_chars) for kind in kinds.values()]
+        for module in self._modules.values():
+            tools += module.tools(timeout_s=timeout_s, output_chars=output_chars)
+        self._tools = {tool.name: tool for tool in tools}
 
     def _open_workspace(self) -> Workspace:
         if self._workspace is None:
@@ -307,6 +302,9 @@ class HarnessEnv(Env):
 
     def _restarted(self, messages: Conversation) -> Observation:
         self._change(conversation=(), cuts=self._state.cuts + 1)
+        recalled = " ".join(filter(None, (module.recalled() for module in self._modules.values())))
+        if recalled:
+            messages = (*messages, Message("user", recalled))
         return dataclasses.replace(self._observed(messages), branch="new")
 
     def _observed(self, messages: Conversation) -> Observation:
@@ -335,6 +333,7 @@ class HarnessEnv(Env):
             "submissions": float(self._state.submissions),
             "cuts": float(self._state.cuts),
             "sub_agents": float(self._state.sub_agents),
+            "harness_variant": float(self._variant),
         }
 
 

@@ -15,7 +15,7 @@ from k3rl.envs.base import Env, Environment
 from k3rl.envs.coding.repair.grader import RepairRubric
 from k3rl.envs.coding.repair.hacks import hacks, null, oracle
 from k3rl.envs.coding.repair.tasks import NAME, Repairs
-from k3rl.envs.harness import Agentic, HarnessConfig, HarnessEnv, WorkspaceSpec
+from k3rl.envs.harness import Agentic, AnyHarness, HarnessEnv, WorkspaceSpec, harness_of
 from k3rl.envs.sandbox import SandboxUnavailable
 from k3rl.types import Task
 
@@ -36,9 +36,9 @@ def workspace(task: Task) -> WorkspaceSpec:
     return WorkspaceSpec(task.data["files"], tuple(task.data["artifacts"]), setup)
 
 
-def coding_repair(*, harness: HarnessConfig | Mapping[str, Any] | None = None) -> Environment:
-    """The environment. harness: how the policy may act, as a config or its fields."""
-    config = harness if isinstance(harness, HarnessConfig) else HarnessConfig(**(harness or {}))
+def coding_repair(*, harness: AnyHarness | Mapping[str, Any] | None = None) -> Environment:
+    """The environment. harness: how the policy may act, as a config or its fields; with `variants`, a mixture."""
+    config = harness_of(harness)
 
     def make_env() -> Env:
         return HarnessEnv(Agentic(workspace), config)
