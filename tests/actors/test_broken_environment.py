@@ -75,6 +75,7 @@ from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult
 from k3rl.types import Scored
 
 SEEN = pathlib.Path(__file__).with_suffix(".seen")
+DEAD = pathlib.Path(__file__).with_suffix(".dead")
 
 
 class Source:
@@ -84,7 +85,7 @@ class Source:
         return None
 
     def get(self, split, index, seed=0, *, level=None, family=None):
-        kind = ("dies", "flaky", "nan", "judge dies")[index]
+        kind = ("dies", "nan", "flaky", "judge dies once")[index]
         return Task(f"hostile/{index}", "hostile", (Message("user", "say a"),), kind, hidden={"kind": kind})
 
 
@@ -104,7 +105,8 @@ class Hostile(Env):
 
 class Judge(Rubric):
     def score_batch(self, items):
-        if any(task.family == "judge dies" for task, _ in items):
+        if any(task.family == "judge dies once" for task, _ in items) and not DEAD.exists():
+            DEAD.write_text("x")
             os.kill(os.getpid(), 9)
         return [Scored(math.nan if task.family == "nan" else 1.0) for task, _ in items]
 
@@ -149,7 +151,7 @@ def test_hostile_episodes_are_typed_retried_counted_and_trip_the_breaker(ray_clu
     module = tmp_path / "hostile.py"
     module.write_text(HOSTILE)
     name = f"{module}:environment"
-    faults = FaultConfig(retries=1, call_s=0.5, blocked_s=0.4, breaker_attempts=12, breaker_share=0.6)
+    faults = FaultConfig(retries=1, call_s=0.5, blocked_s=0.4, breaker_attempts=10, breaker_share=0.6)
     engine = ray.remote(Echo).options(num_cpus=0).remote()
 
     def player(_):
@@ -164,16 +166,16 @@ def test_hostile_episodes_are_typed_retried_counted_and_trip_the_breaker(ray_clu
     scores = [group.episodes[0].score for group in rollouts.play(jobs, SamplingParams())]
     assert [score.kind if isinstance(score, Failed) else score.reward for score in scores] == [
         FailureKind.DIED,
-        1.0,  # the second attempt
         FailureKind.BAD_REWARD,
-        FailureKind.DIED,
+        1.0,  # the second attempt
+        1.0,  # graded again by a fresh judge
     ]
     counted = {key.removeprefix("env/hostile/"): value for key, (value, _) in rollouts.take_metrics().pairs().items()}
-    assert counted["retried_attempts"] == 4
+    assert counted["retried_attempts"] == 3
     assert counted["failed_bad_reward_attempts"] == 2
-    assert counted["failed_died_attempts"] == 4
+    assert counted["failed_died_attempts"] == 2
     with pytest.raises(EnvironmentTripped, match="gave no reward"):
-        rollouts.play([EpisodeJob(f"n{i}", "n", TaskRef("train", 2, 0), i) for i in range(6)], SamplingParams())
+        rollouts.play([EpisodeJob(f"n{i}", "n", TaskRef("train", 1, 0), i) for i in range(6)], SamplingParams())
     for crew in (players, judges):
         crew.end()
     ray.kill(engine)

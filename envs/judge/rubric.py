@@ -1,0 +1,200 @@
+"""A grader that lets a judge compare the answers of a group, in pairs and in both orders."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from pydantic import Field
+
+from k3rl.config import Config
+from k3rl.envs.base import Rubric
+from k3rl.envs.judge.endpoint import Endpoint, HTTPEndpoint, JudgeFailed
+from k3rl.envs.judge.shown import Submission
+from k3rl.envs.judge.tournament import Pair, bradley_terry, schedule, win_rates
+from k3rl.envs.judge.verdict import Asking, Criterion, compare, write_rubric
+from k3rl.envs.rubric import FunctionGrader
+from k3rl.types import Failed, FailureKind, Score, Scored, Task
+
+
+class JudgeConfig(Config):
+    """Who judges, and by what rules."""
+
+    base_url: str
+    """An OpenAI-compatible server, `/v1` included; `k3rl serve` is one."""
+    model: str
+    """The name that the server knows the judge by."""
+    key_variable: str = "OPENAI_API_KEY"
+    """The environment variable that holds the server's key."""
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int = Field(2048, ge=64)
+    """Of one reply."""
+    timeout_s: float = Field(120.0, gt=0)
+    """For one reply."""
+    attempts: int = Field(3, ge=1)
+    """Replies that are asked for until one can be used; requests that are made until one is answered."""
+    reads: int = Field(4, ge=0)
+    """Looks at more of a submission that the judge may take before it scores."""
+    shown_chars: int = Field(20_000, ge=100)
+    """Of a submission that are shown at first, and in one look."""
+    advice: str = ""
+    """Added to what the judge is told when it writes the rubric."""
+    opponents: int | None = Field(None, ge=1)
+    """How many others each answer meets; None: all of its group."""
+    tie_margin: float = Field(0.25, ge=0)
+    """Weighted scores (of 10) that are not further apart than this are a tie."""
+    length_ratio: float = Field(2.0, gt=1)
+    """An answer that is longer than this many times the reference length loses without being read."""
+    length_floor: int = Field(400, ge=0)
+    """No answer shorter than this many characters is too long. The reference length is task.data["length"], else the
+    median of the group."""
+    reward: Literal["win_rate", "bradley_terry"] = "win_rate"
+    concurrency: int = Field(8, ge=1)
+    """Games that are judged at the same time."""
+    seed: int = 0
+    """Draws who meets whom."""
+
+
+@dataclass(frozen=True)
+class JudgeGrader:
+    """An `Environment.grader`; see `judged`."""
+
+    config: JudgeConfig
+    gate: FunctionGrader | None = None
+    endpoint: Endpoint | None = None
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Rewards are win rates."""
+        return (0.0, 1.0)
+
+    def __call__(self, provider: str = "bwrap", workers: int = 1) -> JudgeRubric:
+        gate = None if self.gate is None else self.gate(provider=provider, workers=workers)
+        return JudgeRubric(self.config, self.endpoint, gate)
+
+
+def judged(*, gate: FunctionGrader | None = None, endpoint: Endpoint | None = None, **fields: Any) -> JudgeGrader:
+    """The grader of an environment whose answers a judge compares. fields: of `JudgeConfig`.
+
+    gate: `Rubric.of(...)`; an answer that it does not score above 0 keeps that score and meets nobody.
+    """
+    return JudgeGrader(JudgeConfig(**fields), gate, endpoint)
+
+
+class JudgeRubric(Rubric):
+    """Answers to the same task are a group. The reward is the share of games won, a tie is half of one.
+
+    Where `task.hidden` has a text "reference", it plays too, unscored, so that a single answer can be judged. `parts`:
+    games and too_long. Failed when the judge fails: without a rubric all of a group, else whoever lacks half of the
+    games. Empty answers lose unread.
+    """
+
+    def __init__(self, config: JudgeConfig, endpoint: Endpoint | None = None, gate: Rubric | None = None) -> None:
+        self._config = config
+        self._gate = gate
+        self._asking = Asking(endpoint or _endpoint(config), config.attempts, config.reads, config.shown_chars)
+        self._pool = ThreadPoolExecutor(config.concurrency, thread_name_prefix="k3rl-judge")
+        self._rubric_of = lru_cache(maxsize=1024)(self._write_rubric)
+
+    def score_batch(self, items: Sequence[tuple[Task, str]]) -> list[Score]:
+        """One score per (task with hidden part, answer), in order."""
+        gated: list[Score | None] = [None] * len(items)
+        if self._gate is not None:
+            passed = self._gate.score_batch(items)
+            gated = [None if isinstance(one, Scored) and one.reward > 0 else one for one in passed]
+        groups: dict[str, list[int]] = {}
+        for place, (task, _) in enumerate(items):
+            if gated[place] is None:
+                groups.setdefault(task.id, []).append(place)
+        scores = dict(enumerate(gated))
+        for places in groups.values():
+            task = items[places[0]][0]
+            scores |= zip(places, self._group(task, [items[place][1] for place in places]), strict=True)
+        return [score if score is not None else Failed("not judged") for score in scores.values()]
+
+    def close(self) -> None:
+        """End the threads, and the gate."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._gate is not None:
+            self._gate.close()
+
+    # ------------------------------------------------------------------------------------------------- a group
+
+    def _group(self, task: Task, answers: Sequence[str]) -> list[Score]:
+        reference = (task.hidden or {}).get("reference")
+        texts = [*answers, reference] if isinstance(reference, str) else list(answers)
+        if len(texts) < 2:
+            return [Failed("a judge compares: one answer alone, without a hidden reference, has no reward")]
+        players = [Submission.of(text) for text in texts]
+        long = self._too_long(task, players)
+        pairs = schedule(len(players), self._config.opponents, f"{self._config.seed}/{task.id}")
+        try:
+            games, missing = self._games(task, players, long, pairs)
+        except JudgeFailed as error:
+            return [Failed(f"judge: {error}", FailureKind.DIED) for _ in answers]
+        rate = win_rates if self._config.reward == "win_rate" else bradley_terry
+        rewards = rate(len(players), games)
+        scores: list[Score] = []
+        for number in range(len(answers)):
+            played = sum(number in pair for pair in games)
+            reward = rewards[number]
+            if reward is None or 2 * played < sum(number in pair for pair in pairs):
+                reason = next((why for pair, why in missing.items() if number in pair), "it met nobody")
+                scores.append(Failed(f"judge: {reason}", FailureKind.DIED))
+            else:
+                scores.append(Scored(reward, {"games": float(played), "too_long": float(long[number])}))
+        return scores
+
+    def _too_long(self, task: Task, players: Sequence[Submission]) -> list[bool]:
+        given = task.data.get("length")
+        reference = given if isinstance(given, int | float) else statistics.median(one.length for one in players)
+        limit = max(self._config.length_ratio * reference, self._config.length_floor)
+        return [one.length > limit for one in players]
+
+    def _games(
+        self, task: Task, players: Sequence[Submission], long: Sequence[bool], pairs: Sequence[Pair]
+    ) -> tuple[dict[Pair, float], dict[Pair, str]]:
+        """(results of the first of each pair, why others have none). Raises JudgeFailed without a rubric."""
+        worth = [0 if one.empty else 1 if too else 2 for one, too in zip(players, long, strict=True)]
+        games = {(i, j): 0.5 * (1 + (worth[i] > worth[j]) - (worth[i] < worth[j])) for i, j in pairs}
+        open_ = [(i, j) for i, j in pairs if worth[i] == worth[j] == 2 and players[i] != players[j]]
+        missing: dict[Pair, str] = {}
+        if open_:
+            request = "\n".join(str(message.content) for message in task.messages)
+            rubric = self._rubric_of(request)
+            asked = [self._pool.submit(self._both_orders, request, rubric, players[i], players[j]) for i, j in open_]
+            for pair, future in zip(open_, asked, strict=True):
+                try:
+                    games[pair] = future.result()
+                except JudgeFailed as error:
+                    del games[pair]
+                    missing[pair] = str(error)
+        return games, missing
+
+    def _both_orders(self, request: str, rubric: Sequence[Criterion], one: Submission, other: Submission) -> float:
+        """What `one` gets: the mean of the games in which it stands first and second."""
+        first = compare(self._asking, request, rubric, one, other)
+        second = compare(self._asking, request, rubric, other, one)
+        return (self._result(*first) + 1 - self._result(*second)) / 2
+
+    def _result(self, a: float, b: float) -> float:
+        return 0.5 if abs(a - b) <= self._config.tie_margin else float(a > b)
+
+    def _write_rubric(self, request: str) -> tuple[Criterion, ...]:
+        return write_rubric(self._asking, request, self._config.advice)
+
+
+def _endpoint(config: JudgeConfig) -> Endpoint:
+    return HTTPEndpoint(
+        config.base_url,
+        config.model,
+        key_variable=config.key_variable,
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+        timeout_s=config.timeout_s,
+        attempts=config.attempts,
+    )
