@@ -1,4 +1,5 @@
-"""Environments by name, by `pkg.module:Object`, by a `.py` file, by a folder, or by entry point of `k3rl.envs`.
+"""Environments by name, by `pkg.module:Object`, by a `.py` file, by a folder, or by entry point of `k3rl.envs`;
+and collections of tasks of a known form by `LOADER:PATH`, such as `humaneval:tasks.jsonl`.
 
 What is found is a factory: called with the caller's keyword arguments it gives an `Environment`.
 """
@@ -13,6 +14,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +33,11 @@ _BUILTIN = {
     "coding-repair": "k3rl.envs.shipped:coding_repair",
     "compiler": "k3rl.envs.shipped:compiler",
     "kernel": "k3rl.envs.shipped:kernel",
+}
+_LOADERS = {
+    "harbor": "k3rl.envs.shipped:harbor",
+    "humaneval": "k3rl.envs.shipped:humaneval",
+    "swe": "k3rl.envs.shipped:swe",
 }
 _registered: dict[str, Factory] = {}
 
@@ -57,7 +64,7 @@ def shipped() -> list[str]:
 
 
 def make(name: str, **options: Any) -> Environment:
-    """The environment of a name, `pkg.module:Object`, `file.py[:Object]` or folder, made with `options`.
+    """The environment of a name, `pkg.module:Object`, `file.py[:Object]`, folder or `LOADER:PATH`, made with `options`.
 
     A shipped name wins over a registered one, that over an installed one, and all of them over a folder of that
     name. A folder is a project with an entry point in its pyproject.toml, or a package; a file or package without
@@ -81,6 +88,8 @@ def _find(name: str) -> Factory:
     if name in installed:
         return _checked(installed[name].load(), name)
     place, _, attribute = name.partition(":")
+    if place in _LOADERS and attribute:
+        return partial(_imported(_LOADERS[place]), attribute)
     if place.endswith(".py") or os.sep in place or Path(place).is_dir():
         return _from_path(Path(place), attribute)
     if ":" in name:
@@ -90,7 +99,8 @@ def _find(name: str) -> Factory:
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownEnvironment(
         f"no environment is named {name!r}{hint} Known: {', '.join(known)}. Others: `pkg.module:Object`, a .py file, "
-        f"a folder, or a package with an entry point in the group {GROUP!r}"
+        f"a folder, a package with an entry point in the group {GROUP!r}, or a collection of tasks by "
+        f"{', '.join(f'`{loader}:PATH`' for loader in _LOADERS)}"
     )
 
 

@@ -50,7 +50,7 @@ ARGUMENTS: Mapping[str, str] = {
     "episode": "the Episode, None when an answer is graded by itself",
     "messages": "what was said in the episode, a tuple of Message",
     "info": "a dict: task_id, seed, stop_reason, budgets_used, metrics of the episode",
-    "sandbox": "a fresh sandbox with `files` in it: run(argv, stdin=, timeout_s=), read(path), write(path, text)",
+    "sandbox": "a fresh sandbox with `files` in it: run(argv), read, write, function(source, name) (GraderSandbox)",
 }
 START_S = 60.0  # a worker imports the module of the functions
 GRACE_S = 10.0  # past a call's own deadline before its worker counts as dead

@@ -43,3 +43,24 @@ def kernel(**options: Any) -> Environment:
     from k3rl.envs.kernel import environment as make
 
     return make(**options)
+
+
+def humaneval(path: str, **options: Any) -> Environment:
+    """Functions to be completed, from a JSONL file."""
+    from k3rl.envs.coding.loaders.humaneval import humaneval as make
+
+    return make(path, **options)
+
+
+def swe(path: str, **options: Any) -> Environment:
+    """Repositories to be changed until tests pass, from a JSONL file."""
+    from k3rl.envs.coding.loaders.swe import swe as make
+
+    return make(path, **options)
+
+
+def harbor(path: str, **options: Any) -> Environment:
+    """Task directories of Harbor and terminal-bench."""
+    from k3rl.envs.coding.loaders.harbor import harbor as make
+
+    return make(path, **options)

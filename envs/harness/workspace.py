@@ -27,13 +27,15 @@ class WorkspaceSpec:
     """What a task's workspace holds.
 
     files: text by path. artifacts: patterns of the files that are the answer (`*` matches slashes too); everything
-    else is thrown away. setup: commands that are run once, before the agent comes.
+    else is thrown away. setup: commands that are run once, before the agent comes. changes_only: files that still are
+    as they were are no part of the answer.
     """
 
     files: Mapping[str, str]
     artifacts: tuple[str, ...]
     setup: tuple[tuple[str, ...], ...] = ()
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+    changes_only: bool = False
 
 
 class Workspace:
@@ -95,6 +97,8 @@ class Workspace:
                 data = await self._sandbox.read(path, room + 1)
                 text = data.decode("utf-8")
             except (OSError, ValueError):
+                continue
+            if self._spec.changes_only and self._spec.files.get(path) == text:
                 continue
             if len(data) <= room:
                 room -= len(data)

@@ -75,6 +75,7 @@ from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult
 from k3rl.types import Scored
 
 SEEN = pathlib.Path(__file__).with_suffix(".seen")
+GONE = pathlib.Path(__file__).with_suffix(".gone")
 DEAD = pathlib.Path(__file__).with_suffix(".dead")
 
 
@@ -85,7 +86,7 @@ class Source:
         return None
 
     def get(self, split, index, seed=0, *, level=None, family=None):
-        kind = ("dies", "nan", "flaky", "judge dies once")[index]
+        kind = ("dies once", "nan", "flaky", "judge dies once")[index]
         return Task(f"hostile/{index}", "hostile", (Message("user", "say a"),), kind, hidden={"kind": kind})
 
 
@@ -95,7 +96,8 @@ class Hostile(Env):
         return Observation(task.messages)
 
     async def step(self, action):
-        if self.kind == "dies":
+        if self.kind == "dies once" and not GONE.exists():
+            GONE.write_text("x")
             os.kill(os.getpid(), 9)
         if self.kind == "flaky" and not SEEN.exists():
             SEEN.write_text("x")
@@ -151,7 +153,7 @@ def test_hostile_episodes_are_typed_retried_counted_and_trip_the_breaker(ray_clu
     module = tmp_path / "hostile.py"
     module.write_text(HOSTILE)
     name = f"{module}:environment"
-    faults = FaultConfig(retries=1, call_s=0.5, blocked_s=0.4, breaker_attempts=10, breaker_share=0.6)
+    faults = FaultConfig(retries=1, call_s=0.5, blocked_s=0.4, breaker_attempts=8, breaker_share=0.6)
     engine = ray.remote(Echo).options(num_cpus=0).remote()
 
     def player(_):
@@ -165,15 +167,15 @@ def test_hostile_episodes_are_typed_retried_counted_and_trip_the_breaker(ray_clu
     jobs = [EpisodeJob(f"e{i}", f"g{i}", TaskRef("train", i, 0), i) for i in range(4)]
     scores = [group.episodes[0].score for group in rollouts.play(jobs, SamplingParams())]
     assert [score.kind if isinstance(score, Failed) else score.reward for score in scores] == [
-        FailureKind.DIED,
+        1.0,  # played again in a fresh process
         FailureKind.BAD_REWARD,
         1.0,  # the second attempt
         1.0,  # graded again by a fresh judge
     ]
     counted = {key.removeprefix("env/hostile/"): value for key, (value, _) in rollouts.take_metrics().pairs().items()}
-    assert counted["retried_attempts"] == 3
+    assert counted["retried_attempts"] == 2
     assert counted["failed_bad_reward_attempts"] == 2
-    assert counted["failed_died_attempts"] == 2
+    assert counted["replaced_actors"] == 2
     with pytest.raises(EnvironmentTripped, match="gave no reward"):
         rollouts.play([EpisodeJob(f"n{i}", "n", TaskRef("train", 1, 0), i) for i in range(6)], SamplingParams())
     for crew in (players, judges):

@@ -30,10 +30,14 @@ def workspace(task: Task) -> WorkspaceSpec:
 
     Raises SandboxUnavailable where git is not installed.
     """
+    return WorkspaceSpec(task.data["files"], tuple(task.data["artifacts"]), git_setup())
+
+
+def git_setup() -> tuple[tuple[str, ...], ...]:
+    """Commands that put a workspace under version control. Raises SandboxUnavailable where git is not installed."""
     if shutil.which("git", path="/usr/local/bin:/usr/bin") is None:
-        raise SandboxUnavailable("the environment `coding-repair` needs git in /usr; run `sudo apt-get install -y git`")
-    setup = (("git", "init", "-q"), ("git", "add", "-A"), (*_THEN, "git", *_AS, "commit", "-q", "-m", "All of it"))
-    return WorkspaceSpec(task.data["files"], tuple(task.data["artifacts"]), setup)
+        raise SandboxUnavailable("workspaces with a repository need git in /usr; run `sudo apt-get install -y git`")
+    return ("git", "init", "-q"), ("git", "add", "-A"), (*_THEN, "git", *_AS, "commit", "-q", "-m", "All of it")
 
 
 def coding_repair(*, harness: AnyHarness | Mapping[str, Any] | None = None) -> Environment:
