@@ -11,7 +11,7 @@ from k3rl.actors.jobs import EpisodeJob, Tasks
 from k3rl.envs import EpisodeContext, make
 from k3rl.envs.faults import EngineFailed, FaultConfig
 from k3rl.envs.gateway import run_program
-from k3rl.envs.guard import BlockWatch, GuardedEnv
+from k3rl.envs.guard import BlockWatch, GuardedEnv, GuardedHarness
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
@@ -45,6 +45,7 @@ class LockstepPolicy:
         self._flush_when_all_wait()
 
     def _flush_when_all_wait(self) -> None:
+        self._waiting = [entry for entry in self._waiting if not entry[2].done()]  # of programs that were ended
         # a program may wait for several answers at once, so episodes are counted, not requests
         if self._waiting and len({order for order, *_ in self._waiting}) >= self._active:
             cohort, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
@@ -116,7 +117,7 @@ class EnvironmentActor:
                 ),
             }
             if self._environment.make_harness is not None:
-                program = self._environment.make_harness()
+                program = GuardedHarness(self._environment.make_harness(), self._watched())
                 return await run_program(program, task, _Seat(policy, order), self._tokenizer, **settings)
             env = GuardedEnv(self._environment.make_env(), self._faults, self._watched())
             return await run_episode(env, task, _Seat(policy, order), self._tokenizer, **settings)

@@ -16,6 +16,7 @@ from k3rl.envs.rollout import gradable
 from k3rl.run.metrics import Accumulator
 from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams, StopReason
 
+_FETCH_S = 30.0
 _BROKEN = (FailureKind.HUNG, FailureKind.DIED)  # one episode may have taken the others of its call with it
 
 
@@ -145,9 +146,12 @@ class Rollouts:
         graded = outcome(call.graded, self._deadline_s, f"playing {len(call.jobs)} episodes")
         if not isinstance(graded, Failed):
             return _by_id(graded)
-        played = outcome(call.played, self._deadline_s, f"playing {len(call.jobs)} episodes")
+        # It was waited for already: what is not there now is what held the grader up.
+        played = outcome(call.played, min(_FETCH_S, self._deadline_s), f"playing {len(call.jobs)} episodes")
         if not isinstance(played, Failed):
             return self._graded_anew(call, played)
+        if played.kind is FailureKind.HUNG:
+            played = graded
         if played.kind in _BROKEN:
             self._renew_player(call.player)
         if played.kind in _BROKEN and len(call.jobs) > 1 and self._players.can_replace:

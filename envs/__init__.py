@@ -6,8 +6,8 @@ registry  register and make, by name, `pkg.module:Object`, file, folder or entry
 rollout   one episode of a policy in an environment, exact to the token; episode_state: put aside, taken up again
 check     whether an environment keeps its promises; leaks: what work leaves behind; scaffold: a new package
 sandbox/  where programs that a model wrote run
-harness/  an agent with tools in a workspace: context, budgets, sub-agents, memory, skills; gateway/: agents that own their loop
-judge/    answers of a group compared by a model
+harness/  an agent with tools in a workspace: context, budgets, sub-agents, memory, skills
+gateway/  agent programs that own their loop; judge/: answers of a group compared by a model
 faults    retries, honest scores, the circuit breaker; guard: code of an environment under a watch
 coding/   coding-lists, the environment of the quickstart, and coding-repair; chip/, compiler/,
           kernel/: the long tasks

@@ -29,7 +29,7 @@ class FaultConfig(Config):
     """How many times an episode without a reward is played again."""
     call_s: float = Field(600.0, gt=0)
     """How long one call of the environment may take, such as one step."""
-    blocked_s: float = Field(60.0, gt=0)
+    blocked_s: float = Field(120.0, gt=0)
     """How long code of an environment may hold its actor without giving way before it is stopped, by force if need
     be."""
     deadline_s: float | None = Field(None, gt=0)

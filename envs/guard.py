@@ -14,10 +14,11 @@ from typing import Any, Generic, TypeVar
 
 from k3rl.envs.base import Action, Env, EpisodeContext, Observation, StepResult
 from k3rl.envs.faults import FaultConfig
+from k3rl.envs.gateway import GatewaySession, Harness, HarnessResult
 from k3rl.types import FailureKind, StopReason, Task
 
 T = TypeVar("T")
-MAX_SAID_CHARS = 4 * 2**20  # of one observation; far above any context, far below what hurts
+MAX_SAID_CHARS = 32 * 2**20  # of one observation, images as data: URLs included
 MAX_ANSWER_CHARS = 16 * 2**20
 FORKED = 71  # exit status of a second copy of the process that code of an environment made
 
@@ -161,6 +162,23 @@ class GuardedEnv(Env):
         finally:
             if os.getpid() != self._pid:  # a fork that got here would play the same episodes once more
                 os._exit(FORKED)
+
+
+class GuardedHarness(Harness):
+    """Another harness, whose own code is watched; its program has a deadline already. Raises EnvironmentFault."""
+
+    def __init__(self, harness: Harness, watch: BlockWatch) -> None:
+        self._harness = harness
+        self._watch = watch
+
+    async def run(self, task: Task, context: EpisodeContext, session: GatewaySession) -> HarnessResult:
+        """See Harness."""
+        try:
+            result = await _Watched(self._harness.run(task, context, session), self._watch)
+        except EnvironmentBlocked:
+            raise EnvironmentFault("its harness held the actor without giving way", FailureKind.HUNG) from None
+        _short(result.answer)
+        return result
 
 
 def _small(observation: Observation) -> Observation:

@@ -21,6 +21,7 @@ _DATACLASSES = {
     for kind in (
         types.Branch,
         types.Budgets,
+        types.EncodedImage,
         types.Episode,
         types.Failed,
         types.Invalid,

@@ -16,10 +16,12 @@ from typing import Any
 
 from k3rl.envs.gateway.session import GatewaySession, Refused, Request
 from k3rl.tokens import xtml
+from k3rl.tokens.images import ImageError
 from k3rl.tokens.vocab import TokenizerError
 from k3rl.types import Message, StopReason, ToolCall, Turn
 
 MAX_BODY_BYTES = 64 * 2**20
+_UNCLEAR = (xtml.XTMLError, TokenizerError, ImageError)  # a conversation that has no tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +49,14 @@ async def answer(session: GatewaySession, body: bytes, model: str = "policy") ->
         asked, streamed, usage = read_request(body)
         try:
             message, turn = await session.complete(asked)
-        except (Refused, xtml.XTMLError, TokenizerError):
+        except (Refused, *_UNCLEAR):
             raise
         except Exception as error:
             session.engine_error = f"{type(error).__name__}: {error}"
             return _refusal(f"the engine failed: {session.engine_error}", 500, "engine_failed")
     except Refused as refused:
         return _refusal(str(refused), refused.status, refused.code)
-    except (xtml.XTMLError, TokenizerError) as error:
+    except _UNCLEAR as error:
         return _refusal(str(error), 400, "invalid_conversation")
     whole = _completion(message, turn, model)
     return Answer(200, whole, _chunks(whole, usage) if streamed else None)
@@ -127,9 +129,11 @@ def _content(number: int, role: str, content: Any) -> Any:
         return content or ""
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise _invalid(f"message {number} must have text, or a list of text parts, as its content")
-    return "".join(map(str, texts)) if role == "assistant" else content
+    if role == "assistant" and all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts))
+    if role == "assistant" or not all(isinstance(part, dict) for part in parts):
+        raise _invalid(f"message {number} must have text, or a list of parts, as its content")
+    return content  # which parts there may be is for the renderer to say
 
 
 def _call(number: int, call: Any) -> ToolCall:

@@ -16,14 +16,16 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from k3rl.envs.rollout import NOT_GRADED, Policy
 from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens.images import encoded_images, image_prompts
 from k3rl.types import (
     Branch,
     Budgets,
     Completion,
+    EncodedImage,
     Episode,
     Message,
     SamplingParams,
@@ -83,8 +85,12 @@ class _Place:
     """Where a request goes: its prompt, and the branch that it extends or the one that it leaves."""
 
     prompt: tuple[int, ...]
+    images: tuple[EncodedImage, ...]
     extends: int | None
     parent: int | None
+
+
+_Rendered: TypeAlias = tuple[list[int], tuple[EncodedImage, ...]]  # ids, and images in the order of their placeholders
 
 
 class GatewaySession:
@@ -128,7 +134,7 @@ class GatewaySession:
     async def complete(self, request: Request) -> tuple[Message, Turn]:
         """The message as the program sees it, and the turn. A turn that is cut or malformed is its plain text.
 
-        Raises Refused, XTMLError for a conversation that has no form, and whatever the policy raises.
+        Raises Refused, XTMLError or ImageError for a conversation that has no form, and whatever the policy raises.
         """
         self._check_open()
         limit = await self._reserve(request)
@@ -138,7 +144,7 @@ class GatewaySession:
             self._turns += 1
             branch = self._enter(place)
             try:
-                turn = await self._sample(place.prompt, limit, number)
+                turn = await self._sample(place, limit, number)
             except BaseException:
                 self._branches[branch].busy = False
                 raise
@@ -146,7 +152,7 @@ class GatewaySession:
             await self._release(limit)
         return self._record(request, branch, turn)
 
-    async def _sample(self, prompt: tuple[int, ...], limit: int, number: int) -> Turn:
+    async def _sample(self, place: _Place, limit: int, number: int) -> Turn:
         seed = self._sampling.seed
         params = dataclasses.replace(
             self._sampling,
@@ -155,9 +161,10 @@ class GatewaySession:
             seed=None if seed is None else (seed * 1_000_003 + number) % 2**63,
         )
         began = time.monotonic()
-        completion: Completion = await self._policy.complete(prompt, params)
+        shown = {"images": place.images} if place.images else {}
+        completion: Completion = await self._policy.complete(place.prompt, params, **shown)
         return Turn(
-            prompt_ids=prompt,
+            prompt_ids=place.prompt,
             sampled_ids=completion.token_ids,
             logprobs=completion.logprobs,
             stop_reason=completion.stop_reason,
@@ -165,6 +172,7 @@ class GatewaySession:
             last_version=completion.weight_version,
             routes=completion.routes,
             model_s=time.monotonic() - began,
+            images=place.images,
         )
 
     def _record(self, request: Request, number: int, turn: Turn) -> tuple[Message, Turn]:
@@ -222,11 +230,13 @@ class GatewaySession:
             if recorded.head == head and _extends(request.messages, recorded)
         ]
         if not known:
-            return _Place(self._rendered(request), None, self._last)
+            ids, images = self._rendered(request)
+            return _Place(tuple(ids), images, None, self._last)
         longest = max(len(recorded.history) for recorded in known)
         best = max((one for one in known if len(one.history) == longest), key=self._is_leaf)
-        prompt = (*best.ids, *self._after(request, longest, self._whole(best)))
-        return _Place(prompt, best.branch if self._is_leaf(best) else None, best.branch)
+        ids, images = self._after(request, longest, self._whole(best))
+        extends = best.branch if self._is_leaf(best) else None
+        return _Place((*best.ids, *ids), best.turn.images + images, extends, best.branch)
 
     def _is_leaf(self, recorded: _Recorded) -> bool:
         branch = self._branches[recorded.branch]
@@ -248,41 +258,52 @@ class GatewaySession:
         self._branches[number].busy = True
         return number
 
-    def _after(self, request: Request, said_at: int, said: Message) -> list[int]:
-        """The tokens of what follows the assistant message at `said_at`, through the generation prefix."""
+    def _after(self, request: Request, said_at: int, said: Message) -> _Rendered:
+        """What follows the assistant message at `said_at`, through the generation prefix."""
         messages = request.messages
         following = said_at + 1
         ids: list[int] = []
+        images: tuple[EncodedImage, ...] = ()
         for place in range(following, len(messages)):
             if messages[place].role == "assistant":
-                ids += self._continued(said, messages[following:place], None)
+                between, shown = self._continued(said, messages[following:place], None)
                 own, said = self._spoken(messages[place])
-                ids += own
+                ids, images = [*ids, *between, *own], images + shown
                 following = place + 1
-        return ids + self._continued(said, messages[following:], request.tool_choice)
+        last, shown = self._continued(said, messages[following:], request.tool_choice)
+        return ids + last, images + shown
 
-    def _continued(self, said: Message, new: Sequence[Message], tool_choice: str | None) -> list[int]:
+    def _continued(self, said: Message, new: Sequence[Message], tool_choice: str | None) -> _Rendered:
+        images = encoded_images(new, [said])
         segments = xtml.continuation(
-            [said], new, thinking=self.thinking, thinking_effort=self._effort, tool_choice=tool_choice
+            [said],
+            new,
+            thinking=self.thinking,
+            thinking_effort=self._effort,
+            tool_choice=tool_choice,
+            image_prompts=image_prompts(images),
         )
-        return self.tokenizer.encode_segments(segments)
+        return self.tokenizer.encode_segments(segments), images
 
-    def _rendered(self, request: Request) -> tuple[int, ...]:
+    def _rendered(self, request: Request) -> _Rendered:
         """The prompt of a conversation that extends none; what was sampled in it keeps its ids."""
         messages = request.messages
         first = next((n for n, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        images = encoded_images(messages[:first])
         segments = xtml.render(
             messages[:first],
             tools=request.tools or None,
             thinking=self.thinking,
             thinking_effort=self._effort,
             tool_choice=request.tool_choice if first == len(messages) else None,
+            image_prompts=image_prompts(images),
         )
         ids = self.tokenizer.encode_segments(segments)
         if first == len(messages):
-            return tuple(ids)
+            return ids, images
         own, said = self._spoken(messages[first])
-        return (*ids, *own, *self._after(request, first, said))
+        after, shown = self._after(request, first, said)
+        return [*ids, *own, *after], images + shown
 
     def _spoken(self, message: Message) -> tuple[tuple[int, ...], Message]:
         """(ids after the generation prefix, the message) of an assistant message in a rendered conversation.

@@ -18,6 +18,7 @@ from k3rl.envs.judge.shown import Submission
 from k3rl.envs.judge.tournament import Pair, bradley_terry, schedule, win_rates
 from k3rl.envs.judge.verdict import Asking, Criterion, compare, write_rubric
 from k3rl.envs.rubric import FunctionGrader
+from k3rl.tokens.images import shown_text
 from k3rl.types import Failed, FailureKind, Score, Scored, Task
 
 
@@ -164,7 +165,7 @@ class JudgeRubric(Rubric):
         open_ = [(i, j) for i, j in pairs if worth[i] == worth[j] == 2 and players[i] != players[j]]
         missing: dict[Pair, str] = {}
         if open_:
-            request = "\n".join(str(message.content) for message in task.messages)
+            request = "\n".join(shown_text(message.content) for message in task.messages)
             rubric = self._rubric_of(request)
             asked = [self._pool.submit(self._both_orders, request, rubric, players[i], players[j]) for i, j in open_]
             for pair, future in zip(open_, asked, strict=True):

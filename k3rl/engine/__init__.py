@@ -6,8 +6,8 @@ computes and `throttle.py` how many are let in, `cache.py` holds the model's sta
 of each row, `prompts.py` checks prompts, `images.py` puts images into them, `sampler.py` draws, `grammar.py` keeps text
 to a schema or grammar, `stopping.py` finds stop strings, `weights.py` receives new versions, `diagnose.py` finds where
 a NaN came from, `counters.py` is what an engine counts. `server.py` serves an engine over HTTP in the dialects of
-`openai.py`, stepped by `driver.py`, counted by `metrics.py`; it is imported by whoever serves, not here.
-Nothing here trains, and nothing knows of actors or environments.
+`openai.py`, stepped by `driver.py`, counted by `metrics.py`; `gateway.py` serves sessions that record what agent
+programs do. Both are imported by whoever serves, not here. Nothing here trains, and nothing knows of actors.
 """
 
 from k3rl.engine.engine import Engine

@@ -18,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from k3rl.data.images import preprocess_files
 from k3rl.engine.driver import EngineDriver
 from k3rl.envs.gateway import Answer, GatewaySession, answer
 from k3rl.envs.gateway.dialect import MAX_BODY_BYTES, models, not_found
-from k3rl.types import Completion, SamplingParams
+from k3rl.types import Completion, EncodedImage, SamplingParams
 
 
 class EnginePolicy:
@@ -30,9 +31,11 @@ class EnginePolicy:
     def __init__(self, driver: EngineDriver) -> None:
         self._driver = driver
 
-    async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
+    ) -> Completion:
         """Sample one completion; a caller that is cancelled takes its request back."""
-        stream = self._driver.submit(list(prompt_ids), params)
+        stream = self._driver.submit(list(prompt_ids), params, images=preprocess_files(images, {}))
         try:
             return await stream.result()
         finally:

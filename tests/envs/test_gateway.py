@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
+import io
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from k3rl.engine.gateway import Gateway, GatewayServer
 from k3rl.envs import Action, Env, EpisodeContext, Observation, StepResult
@@ -275,6 +278,36 @@ def test_a_request_that_makes_no_sense_is_a_400(body: bytes) -> None:
     assert asyncio.run(answer(session(Script(Message("assistant", "x"))), body)).status == 400
 
 
+def test_an_image_is_one_placeholder_and_goes_along_with_every_later_prompt() -> None:
+    picture = io.BytesIO()
+    Image.new("RGB", (28, 28), (200, 30, 30)).save(picture, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
+    look = {"role": "user", "content": parts}
+
+    class Sees(Script):
+        shown: list[int] = []
+
+        async def complete(self, prompt_ids: Any, params: Any, images: Any = ()) -> Completion:
+            self.shown.append(len(images))
+            return await super().complete(prompt_ids, params)
+
+    async def play() -> tuple[Episode, Answer]:
+        door = session(Sees(Message("assistant", "red")))
+        first = said(await ask(door, [look]))
+        await ask(door, [look, first, look])
+        elsewhere = {"type": "image_url", "image_url": {"url": "http://example.invalid/a.png"}}
+        return door.episode("e", StopReason.COMPLETED), await ask(door, [{"role": "user", "content": [elsewhere]}])
+
+    episode, refused = asyncio.run(play())
+    [branch] = episode.branches
+    assert Sees.shown == [1, 2]
+    assert [image.data for image in branch.images] == [picture.getvalue()] * 2
+    pad = TOKENIZER.special("media_pad")
+    assert [turn.prompt_ids.count(pad) for turn in branch.turns] == [1, 2]
+    assert refused.status == 400
+
+
 # ------------------------------------------------------------------------------------------------------- over HTTP
 
 
@@ -357,7 +390,7 @@ def test_a_program_in_a_sandbox_without_a_network_is_an_episode(provider: str) -
 def test_how_a_program_ends_is_typed() -> None:
     word = Script(Message("assistant", "a"))
     assert run(program(3), word, Budgets(turns=2)).stop_reason is StopReason.MAX_TURNS
-    late = run(program(1, "import time; time.sleep(60)"), word, Budgets(wall_s=1.5))
+    late = run(program(1, "import time; time.sleep(60)"), word, Budgets(wall_s=8.0))
     assert (late.stop_reason, files_from(late.answer)) == (StopReason.WALL_TIMEOUT, {"said.txt": "a\n"})
     crashed = run(program(1, "raise SystemExit('no idea')"), word)
     assert crashed.stop_reason is StopReason.INFRA_ERROR

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import subprocess
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -166,10 +165,18 @@ def shop(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_swe_file_keeps_the_promises_of_an_environment(shop: Path) -> None:
-    report = check(f"swe:{jsonl(shop / 'own.jsonl', SWE)}")
-    assert report.problems == []
-    assert (report.oracle, report.null, len(report.hacks)) == (1.0, 0.0, 6)
+def tried(environment: Environment, *others: str) -> list[Any]:
+    """Scores of the oracle, the null agent and other answers; all hacks are refused."""
+    task = environment.source.get("heldout", 0)
+    assert environment.null is not None
+    assert environment.hacks is not None
+    hacks = environment.hacks(task)
+    answers = [environment.oracle(task), environment.null(task), *others]
+    found = scores(environment, *answers, *(hack.submission for hack in hacks.values()))  # type: ignore[union-attr]
+    assert len(hacks) >= 3
+    for name, reward in zip(hacks, found[len(answers) :], strict=True):
+        assert reward == 0.0 or isinstance(reward, Invalid), name
+    return found[: len(answers)]
 
 
 def test_what_is_changed_is_judged_by_the_rows_own_tests(shop: Path) -> None:
@@ -179,7 +186,7 @@ def test_what_is_changed_is_judged_by_the_rows_own_tests(shop: Path) -> None:
     assert "test_sum" not in repr(task.public())
     breaks = "def total(prices):\n    return sum(prices) if prices else 1 / 0\n"
     cheat = "import unittest\n\n\nclass Total(unittest.TestCase):\n    def test_sum(self):\n        pass\n"
-    found = scores(
+    found = tried(
         environment,
         answer_from({"shop/total.py": "def total(prices):\n    return 0.0 + sum(prices)\n"}),
         answer_from({"shop/total.py": breaks}),
@@ -188,9 +195,9 @@ def test_what_is_changed_is_judged_by_the_rows_own_tests(shop: Path) -> None:
         answer_from({"../shop/total.py": "x", "a\0b": "x"}),
         "no files",
     )
-    assert found[:3] == [1.0, 0.0, 0.0]
-    assert isinstance(found[3], Invalid)
-    assert found[4:] == [0.0, 0.0]
+    assert found[:5] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert isinstance(found[5], Invalid)
+    assert found[6:] == [0.0, 0.0]
 
 
 def test_a_bundle_is_read_at_its_commit(shop: Path) -> None:
@@ -259,12 +266,6 @@ def directory(root: Path, **changes: str | None) -> Path:
     return root
 
 
-def test_a_harbor_directory_keeps_the_promises_of_an_environment(tmp_path: Path) -> None:
-    report = check(f"harbor:{directory(tmp_path / 'greet')}")
-    assert report.problems == []
-    assert (report.oracle, report.null, len(report.hacks)) == (1.0, 0.0, 3)
-
-
 def test_the_tests_judge_what_was_changed_and_their_numbers_count(tmp_path: Path) -> None:
     half = 'echo \'{"reward": 0.5, "why": "so"}\' > /logs/verifier/reward.json\n'
     directory(tmp_path / "a")
@@ -275,9 +276,13 @@ def test_the_tests_judge_what_was_changed_and_their_numbers_count(tmp_path: Path
     assert task.messages[0].content == "Write `hello` into /box/out.txt; /box/data/in.txt says in which case."
     assert "HELLO" not in repr(task.public())
     other = environment.source.get("heldout", by_name["own/b"])
+    assert environment.hacks is not None
+    hacks = [(task, hack.submission) for hack in environment.hacks(task).values()]  # type: ignore[union-attr]
+    honest = [environment.oracle(task), answer_from({}), answer_from({"out.txt": "HELLO"})]
     with closing(environment.grader()) as rubric:
-        found = rubric.score_batch([(task, answer_from({"out.txt": "HELLO"})), (other, answer_from({}))])
-    assert found == [Scored(1.0, {"verified": 1.0}), Scored(0.5, {"verified": 0.5})]
+        found = rubric.score_batch([*((task, answer) for answer in honest), (other, answer_from({})), *hacks])
+    rewards = [score.reward if isinstance(score, Scored) else score for score in found]
+    assert rewards == [1.0, 0.0, 1.0, 0.5, *[0.0] * 3]
 
 
 CASES: list[tuple[dict[str, str | None], str]] = [
@@ -303,13 +308,16 @@ def test_a_directory_that_cannot_be_run_here_is_named_or_left_out(
 
 
 def test_a_test_script_that_gives_no_number_is_failed(tmp_path: Path) -> None:
-    scripts: list[tuple[str, Callable[[str], bool]]] = [
-        ("exit 0\n", lambda why: "wrote no reward" in why),
-        ("echo nan > /logs/verifier/reward.txt\n", lambda why: "gave nan" in why),
-        ("echo 7 > /logs/verifier/reward.txt\n", lambda why: "outside its range" in why),
-    ]
-    for number, (script, expected) in enumerate(scripts):
-        environment = make(f"harbor:{directory(tmp_path / str(number), **{'tests__test.sh': script})}")
-        [score] = scores(environment, answer_from({}))
-        assert isinstance(score, Failed)
-        assert expected(score.reason), score.reason
+    scripts = {
+        "silent": ("exit 0\n", "wrote no reward"),
+        "nan": ("echo nan > /logs/verifier/reward.txt\n", "gave nan"),
+        "seven": ("echo 7 > /logs/verifier/reward.txt\n", "outside its range"),
+    }
+    for name, (script, _) in scripts.items():
+        directory(tmp_path / name, **{"tests__test.sh": script, "task.toml": f'[task]\nname = "{name}"\n'})
+    environment = make(f"harbor:{tmp_path}", heldout=1.0)
+    tasks = [environment.source.get("heldout", number) for number in range(3)]
+    with closing(environment.grader()) as rubric:
+        for task, score in zip(tasks, rubric.score_batch([(task, answer_from({})) for task in tasks]), strict=True):
+            assert isinstance(score, Failed)
+            assert scripts[task.id][1] in score.reason

@@ -93,45 +93,27 @@ def hangs_in_c(answer: str) -> float:
     return 1.0
 
 
-def raises(answer: str) -> float:
-    raise KeyError("no such thing")
+@reward(timeout_s=0.8, memory_bytes=2**30)
+def misbehaves(answer: str) -> Any:
+    """Does what the answer says."""
+    match answer:
+        case "hang":
+            return hangs_in_c(answer)
+        case "raise":
+            raise KeyError("no such thing")
+        case "exit":
+            os._exit(0)
+        case "flood":
+            while True:
+                print("x" * 100_000)
+        case "swallow":
+            return len(bytearray(4 * 2**30))
+    return {"nan": math.nan, "inf": math.inf, "above": 1.01, "text": "1.0"}.get(answer)
 
 
-def nan(answer: str) -> float:
-    return math.nan
-
-
-def infinite(answer: str) -> float:
-    return math.inf
-
-
-def out_of_range(answer: str) -> float:
-    return 1.01
-
-
-def text(answer: str) -> Any:
-    return "1.0"
-
-
-def nothing(answer: str) -> None:
-    return None
-
-
-def floods(answer: str) -> float:
-    while True:
-        print("x" * 100_000)
-
-
-def leaves(answer: str) -> float:
-    os._exit(0)
-
-
-@reward(memory_bytes=2**30)
-def swallows_memory(answer: str) -> float:
-    return float(len(bytearray(4 * 2**30)))
-
-
-def forks(info: Any, answer: str) -> float:
+def forks(info: Any, answer: str) -> Any:
+    if answer == "cheat":
+        return Invalid("empty_claim", "it says so")
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -143,8 +125,12 @@ def forks(info: Any, answer: str) -> float:
     return 0.25
 
 
-def cheats(answer: str) -> Invalid:
-    return Invalid("empty_claim", "it says so")
+@reward(timeout_s=0.3)
+def hangs_at_first(answer: str) -> float:
+    if os.path.exists(f"{answer}.seen"):
+        return 1.0
+    Path(f"{answer}.seen").write_text("x")
+    return hangs_in_c(answer)
 
 
 def score(answer: str, *functions: Any, episode: Episode | None = None) -> Any:
@@ -174,46 +160,39 @@ def test_functions_get_what_they_name() -> None:
     assert score(files, in_a_sandbox) == Scored(1.0, {"in_a_sandbox": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("function", "kind", "why"),
-    [
-        (hangs_in_c, FailureKind.HUNG, "no value after 0.3 s"),
-        (raises, FailureKind.RAISED, "KeyError: 'no such thing'"),
-        (nan, FailureKind.BAD_REWARD, "gave nan"),
-        (infinite, FailureKind.BAD_REWARD, "gave inf"),
-        (out_of_range, FailureKind.BAD_REWARD, "gave 1.01, outside its range [0, 1]"),
-        (text, FailureKind.BAD_REWARD, "gave str"),
-        (nothing, FailureKind.BAD_REWARD, "gave NoneType"),
-        (floods, FailureKind.FLOODED, "printed more than"),
-        (leaves, FailureKind.DIED, "its process ended: exit status 0"),
-        (swallows_memory, FailureKind.RAISED, "MemoryError"),
-    ],
-)
-def test_what_goes_wrong_is_failed_with_the_name_of_the_function_and_never_a_zero(
-    function: Any, kind: FailureKind, why: str
-) -> None:
-    found = score("y", right, function)
-    assert isinstance(found, Failed)
-    assert found.kind is kind
-    assert found.reason.startswith(f"reward function {function.__name__}: ")
-    assert why in found.reason
+FAULTS = {
+    "hang": (FailureKind.HUNG, "no value after 0.8 s"),
+    "raise": (FailureKind.RAISED, "KeyError: 'no such thing'"),
+    "nan": (FailureKind.BAD_REWARD, "gave nan"),
+    "inf": (FailureKind.BAD_REWARD, "gave inf"),
+    "above": (FailureKind.BAD_REWARD, "gave 1.01, outside its range [0, 1]"),
+    "text": (FailureKind.BAD_REWARD, "gave str"),
+    "nothing": (FailureKind.BAD_REWARD, "gave NoneType"),
+    "flood": (FailureKind.FLOODED, "printed more than"),
+    "exit": (FailureKind.DIED, "its process ended: exit status 0"),
+    "swallow": (FailureKind.RAISED, "MemoryError"),
+}
+
+
+def test_what_goes_wrong_is_failed_with_the_name_of_the_function_and_never_a_zero() -> None:
+    with contextlib.closing(Rubric.of(right, misbehaves)()) as rubric:
+        scores = rubric.score_batch([(TASK, fault) for fault in FAULTS])
+    for found, (kind, why) in zip(scores, FAULTS.values(), strict=True):
+        assert isinstance(found, Failed)
+        assert found.kind is kind
+        assert found.reason.startswith("reward function misbehaves: ")
+        assert why in found.reason
 
 
 def test_a_worker_goes_on_after_a_call_that_hung_and_leaves_no_process(tmp_path: Path) -> None:
     file = str(tmp_path / "pid")
-    grader = Rubric.of(forks, RewardFunction(hangs_in_c, timeout_s=0.2, kind="metric"))
-    rubric = grader()
+    rubric = Rubric.of(forks, hangs_at_first)()
     assert isinstance(rubric.score_batch([(TASK, file)])[0], Failed)
     assert not os.path.exists(f"/proc/{Path(file).read_text()}")
+    assert rubric.score_batch([(TASK, file)])[0] == Scored(1.25, {"forks": 0.25, "hangs_at_first": 1.0})
+    assert rubric.score_batch([(TASK, "cheat")])[0] == Invalid("empty_claim", "it says so")
     rubric.close()
-    rubric = Rubric.of(forks)()
-    assert rubric.score_batch([(TASK, file)])[0] == Scored(0.25, {"forks": 0.25})
     rubric.close()
-    rubric.close()
-
-
-def test_a_function_may_say_that_a_submission_cheats() -> None:
-    assert score("y", cheats, right) == Invalid("empty_claim", "it says so")
 
 
 def test_an_argument_that_nobody_has_is_refused_at_once_with_all_names() -> None:

@@ -14,7 +14,7 @@ from k3rl.pipelines.batches import (
     shuffled,
 )
 from k3rl.pipelines.presets import distill, grpo, rl
-from k3rl.types import Branch, Episode, Failed, Group, Invalid, Scored, StopReason, Turn
+from k3rl.types import Branch, Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason, Turn
 
 
 def episode(name: str, score, tokens: int = 3) -> Episode:
@@ -92,6 +92,11 @@ def test_too_many_missing_rewards_stop_the_run_and_name_the_reason():
     check_failures(groups, limit=0.5)
     with pytest.raises(TooManyFailures, match=r"2 of 4 .*\n.*2 x sandbox died"):
         check_failures(groups, limit=0.4)
+
+
+def test_what_the_breaker_left_out_is_no_failure_of_the_batch():
+    left_out = Failed("left out", FailureKind.TRIPPED)
+    check_failures([group("g", left_out, left_out, left_out, Scored(1.0))], limit=0.0)
 
 
 def test_metrics_leave_missing_rewards_out_and_count_them():

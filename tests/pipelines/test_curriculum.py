@@ -70,3 +70,11 @@ def test_a_restored_curriculum_draws_what_the_first_would_have_drawn():
     first.update([Group("g", "t", (episode(0.0, 1), episode(1.0, 2)))])
     second.restore(first.state())
     assert first.jobs(9, 16, 2, "rl") == second.jobs(9, 16, 2, "rl")
+
+
+def test_a_family_that_is_left_out_is_drawn_no_more_unless_it_is_the_last():
+    both = curriculum(families={"list": 0.5, "probe": 0.5}, levels={})
+    both.leave_out({"probe"})
+    assert {job.task.family for job in both.jobs(0, 40, 1, "rl")} == {"list"}
+    both.leave_out({"probe", "list"})
+    assert {job.task.family for job in both.jobs(0, 40, 1, "rl")} == {"list"}

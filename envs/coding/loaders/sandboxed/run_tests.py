@@ -1,8 +1,8 @@
 """Runs in a grading sandbox: named tests, each in a process of its own. Plain standard library, pytest where it is.
 
 Standard input: {"nonce", "tests": [id, ...], "timeout_s"}. Standard output, last line: the nonce and a JSON list with
-one of "passed", "failed", "missing" per test. A test that ends its process early has not passed: the nonce is known
-here and in the process of a test only after the test has run.
+one of "passed", "failed", "missing" per test. The process of a test says its result behind a token of this process, so
+a test that ends early, or prints, has not passed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""The environment actor plays agent programs as it plays environments: in lockstep, each through its own session."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from k3rl.actors.environment import EnvironmentActor
+from k3rl.actors.jobs import EpisodeJob, TaskRef
+from k3rl.envs.harness import files_from
+from k3rl.tokens import Tokenizer, xtml
+from k3rl.types import Completion, Failed, FailureKind, SamplingParams, StopReason
+
+MODULE = '''
+from k3rl.envs import Environment, Message, Rubric, Task
+from k3rl.envs.coding.loaders.rows import OneAnswer
+from k3rl.envs.gateway import ProgramHarness
+from k3rl.envs.harness import WorkspaceSpec
+
+AGENT = """
+import concurrent.futures, json, os, sys, urllib.request
+number = json.loads(os.environ["K3RL_TASK"])["data"]["number"]
+if number == 2:
+    sys.exit("not today")
+def ask(text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    reply = json.load(urllib.request.urlopen(urllib.request.Request(url, body)))
+    return reply["choices"][0]["message"]["content"]
+with concurrent.futures.ThreadPoolExecutor() as pool:
+    heard = list(pool.map(ask, [f"{number}/{n}" for n in range(1 + number)]))
+open("heard.txt", "w").write(" ".join(heard))
+"""
+
+
+class Source:
+    splits = ("train",)
+
+    def length(self, split, *, level=None, family=None):
+        return None
+
+    def get(self, split, index, seed=0, *, level=None, family=None):
+        return Task(f"p/{index}", "programs", (Message("user", "go"),), "f", data={"number": index})
+
+
+def good(answer):
+    return 1.0
+
+
+def environment():
+    return Environment(
+        name="programs",
+        description="agent programs",
+        source=Source(),
+        make_env=OneAnswer,
+        grader=Rubric.of(good),
+        oracle=lambda task: "",
+        make_harness=lambda: ProgramHarness(
+            lambda task: ["python3", "agent.py"], lambda task: WorkspaceSpec({"agent.py": AGENT}, ("heard.txt",))
+        ),
+    )
+'''
+
+
+class Rollout:
+    """Stands where the handle of a rollout actor stands: echoes the last word of each prompt, and counts batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.generate = self
+        self._tokenizer = Tokenizer.builtin()
+
+    async def remote(self, requests: list[Any]) -> list[Completion]:
+        self.batches.append(len(requests))
+        return [self._complete(ids) for ids, _ in requests]
+
+    def _complete(self, prompt: list[int]) -> Completion:
+        text = self._tokenizer.decode(prompt, skip_special=True).split('role="user"')[1].split("message")[0]
+        message = {"role": "assistant", "content": text}
+        whole = xtml.render([message], thinking=False, add_generation_prompt=False)
+        ids = tuple(self._tokenizer.encode_segments(whole[len(xtml.render([], thinking=False)) :]))
+        return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)
+
+
+def test_programs_wait_for_each_other_and_one_that_fails_has_no_reward(tmp_path: Path) -> None:
+    (tmp_path / "programs.py").write_text(MODULE)
+    rollout = Rollout()
+    actor = EnvironmentActor(f"{tmp_path}/programs.py", {}, "bwrap", rollout)
+    jobs = [EpisodeJob(f"e{n}", "g", TaskRef("train", n, 0), n) for n in range(3)]
+    zero, one, two = asyncio.run(actor.play(jobs, SamplingParams(max_tokens=64)))
+    assert files_from(zero.answer) == {"heard.txt": "0/0"}
+    assert files_from(one.answer) == {"heard.txt": "1/0 1/1"}
+    assert [len(episode.branches) for episode in (zero, one)] == [1, 2]
+    assert sum(rollout.batches) == 3
+    assert isinstance(two.score, Failed)
+    assert two.score.kind is FailureKind.RAISED
+    assert "not today" in two.score.reason
