@@ -233,7 +233,8 @@ def test_a_module_that_cannot_be_loaded_elsewhere_is_said(tmp_path: Path) -> Non
     from k3rl.envs import make
 
     (tmp_path / "odd.py").write_text(
-        "import sys\nif sys.argv[0] == '-c':\n    raise OSError('only once')\n"
+        "from pathlib import Path\nseen = Path(__file__).with_suffix('.seen')\n"
+        "if seen.exists():\n    raise OSError('only once')\nseen.touch()\n"
         "from k3rl.envs import Rubric\ndef fine(answer):\n    return 1.0\ngrader = Rubric.of(fine)\n"
         "import dataclasses\nfrom k3rl.envs import make\n"
         "environment = dataclasses.replace(make('coding-lists'), grader=grader)\n"
