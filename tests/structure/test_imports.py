@@ -84,12 +84,27 @@ def test_a_breach_of_the_floors_is_noticed(importer, imported):
     assert breach(importer, imported)
 
 
-def test_relative_imports_are_resolved(tmp_path, monkeypatch):
-    package = tmp_path / "k3rl" / "model"
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A project of its own; what was read of this one is read again afterwards."""
+    caches = (source.python_files, source.package_files, source.module_names)
+    monkeypatch.setattr(source, "ROOT", tmp_path)
+    for cached in caches:
+        cached.cache_clear()
+    yield tmp_path
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_relative_imports_are_resolved(elsewhere):
+    package = elsewhere / "k3rl" / "model"
     package.mkdir(parents=True)
+    (elsewhere / "k3rl" / "parallel").mkdir()
+    (elsewhere / "k3rl" / "parallel" / "mesh.py").touch()
+    (elsewhere / "k3rl" / "engine").mkdir()
+    (elsewhere / "k3rl" / "engine" / "cache.py").touch()
     (package / "__init__.py").write_text("from . import kda\nfrom ..parallel import mesh\n")
     (package / "kda.py").write_text("from ..engine.cache import Slot\n")
-    monkeypatch.setattr(source, "ROOT", tmp_path)
     names = {found.name for path in sorted(package.iterdir()) for found in source.imports_of(path)}
     assert {"k3rl.parallel.mesh", "k3rl.engine.cache"} <= names
 
