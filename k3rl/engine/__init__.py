@@ -8,6 +8,8 @@ to a schema or grammar, `stopping.py` finds stop strings, `weights.py` receives 
 a NaN came from, `counters.py` is what an engine counts. `server.py` serves an engine over HTTP in the dialects of
 `openai.py`, stepped by `driver.py`, counted by `metrics.py`; `gateway.py` serves sessions that record what agent
 programs do. Both are imported by whoever serves, not here. Nothing here trains, and nothing knows of actors.
+`vllm.py` is the same protocol over a vLLM server, with `vllm_client.py` (HTTP), `vllm_wire.py` (payloads),
+`vllm_weights.py` (updates) and `vllm_worker.py`, which runs inside vLLM.
 """
 
 from k3rl.engine.engine import Engine
@@ -22,6 +24,8 @@ from k3rl.engine.protocol import (
     UnknownRequest,
     WeightUpdateError,
 )
+from k3rl.engine.vllm import VLLMEngine
+from k3rl.engine.vllm_client import EngineLost, IncompatibleServer
 from k3rl.types import Completion, Constraint, SamplingParams, StopReason
 
 __all__ = [
@@ -29,6 +33,8 @@ __all__ = [
     "Constraint",
     "Engine",
     "EngineError",
+    "EngineLost",
+    "IncompatibleServer",
     "InvalidRequest",
     "NonFiniteLogits",
     "Outcome",
@@ -38,5 +44,6 @@ __all__ = [
     "SamplingParams",
     "StopReason",
     "UnknownRequest",
+    "VLLMEngine",
     "WeightUpdateError",
 ]
