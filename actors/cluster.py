@@ -11,7 +11,7 @@ from typing import Literal
 import ray
 from pydantic import Field, model_validator
 
-from k3rl.config import Config
+from k3rl.config import NOT_HASHED, Config
 
 
 class EngineConfig(Config):
@@ -38,6 +38,21 @@ class EngineConfig(Config):
         if self.prefix_disk_mb and self.prefix_directory is None:
             raise ValueError(f"prefix_disk_mb is {self.prefix_disk_mb} without prefix_directory; name a folder")
         return self
+
+
+class RolloutConfig(Config):
+    """What samples: the engine inside each rollout actor, or a vLLM server for each (docs/vllm.md)."""
+
+    backend: Literal["k3rl", "vllm"] = "k3rl"
+    url: tuple[str, ...] = Field((), json_schema_extra=NOT_HASHED)
+    """With `vllm`: the address of one server for each rollout actor, `http://host:port`. A run owns its servers: it
+    sends them weights and pauses them."""
+    model: str | None = Field(None, json_schema_extra=NOT_HASHED)
+    """The name under which the servers serve the model; needed when they serve several."""
+    token_variable: str = Field("K3RL_VLLM_TOKEN", json_schema_extra=NOT_HASHED)
+    """Environment variable of the actors that holds the servers' API key, where they ask for one."""
+    transfer_dir: str | None = Field(None, json_schema_extra=NOT_HASHED)
+    """A folder that actors and servers both see, through which weights go as files; None sends them over HTTP."""
 
 
 class ClusterConfig(Config):
@@ -67,6 +82,19 @@ class ClusterConfig(Config):
     """How long one actor call may take before the run ends with the actor's name."""
     object_store_mb: int = Field(512, ge=100)
     engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+
+    @model_validator(mode="after")
+    def _a_server_for_each_actor(self) -> ClusterConfig:
+        urls = self.rollout.url
+        if self.rollout.backend == "vllm" and (len(urls) != self.rollout_actors or len(set(urls)) != len(urls)):
+            raise ValueError(
+                f"rollout.url names {len(set(urls))} servers for {self.rollout_actors} rollout actors; with the vllm "
+                "backend give each actor a server of its own, or set rollout_actors to their number"
+            )
+        if self.rollout.backend == "k3rl" and urls:
+            raise ValueError("rollout.url is of the vllm backend; set rollout.backend to vllm, or leave the url out")
+        return self
 
 
 @contextmanager

@@ -182,9 +182,11 @@ def fleet(
             started += ranks
             members.learner = Learner(ranks, config.call_timeout_s)
         if rollouts:
+            urls = config.rollout.url
+            servers = [(config.rollout, url) for url in urls] if urls else [None] * config.rollout_actors
             engines = [
-                place(f"rollout {i}", RolloutActor, config.rollout_threads, max_running, seed + i, config.engine)
-                for i in range(config.rollout_actors)
+                place(f"rollout {i}", RolloutActor, config.rollout_threads, max_running, seed + i, config.engine, server)
+                for i, server in enumerate(servers)
             ]
             started += engines
 

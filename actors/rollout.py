@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from k3rl.actors.cluster import EngineConfig
+from k3rl.actors.cluster import EngineConfig, RolloutConfig
 from k3rl.actors.publication import Form, Served
 from k3rl.checkpoint import load_checkpoint
+from k3rl.checkpoint.hf import StoredFiles
 from k3rl.checkpoint.manifest import manifest_digest
 from k3rl.config import K3Error
 from k3rl.data.images import ImageError, ImagePatches, preprocess_files
-from k3rl.engine import Engine, PrefixCache
+from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError
+from k3rl.model import K3Config
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
@@ -26,15 +28,26 @@ Request = tuple[Sequence[int], SamplingParams] | tuple[Sequence[int], SamplingPa
 
 
 class RolloutActor:
-    """An asyncio Ray actor. Calls overlap; their requests share the engine's batch."""
+    """An asyncio Ray actor. Calls overlap; their requests share the engine's batch.
 
-    def __init__(self, threads: int, max_running: int, seed: int, config: EngineConfig | None = None) -> None:
+    server: with the vLLM backend, its configuration and the URL of the server that is this actor's engine.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        max_running: int,
+        seed: int,
+        config: EngineConfig | None = None,
+        server: tuple[RolloutConfig, str] | None = None,
+    ) -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
         self._max_running = max_running
         self._seed = seed
         self._config = config or EngineConfig()
-        self._engine: Engine | None = None
+        self._server = server
+        self._engine: Engine | VLLMEngine | None = None
         self._futures: dict[Any, asyncio.Future[Completion]] = {}
         self._wake = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -46,6 +59,8 @@ class RolloutActor:
         """A fresh engine over a checkpoint directory; returns its weight version (0)."""
         if self._futures:
             raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
+        if self._server is not None:
+            return self._load_into_server(*self._server, Path(checkpoint))
         model = load_checkpoint(checkpoint, dtype=getattr(torch, dtype))
         config = self._config
         self._engine = Engine(
@@ -59,8 +74,26 @@ class RolloutActor:
         )
         return self._engine.version
 
+    def _load_into_server(self, config: RolloutConfig, url: str, checkpoint: Path) -> int:
+        """Gives the server these weights; the handshake, which is the first time, tells what it lacks."""
+        if not isinstance(self._engine, VLLMEngine):
+            self._engine = VLLMEngine.for_config(
+                url,
+                K3Config.from_json(checkpoint / "config.json"),
+                model=config.model,
+                token=os.environ.get(config.token_variable),
+                max_running=self._max_running,
+                seed=self._seed,
+                transfer_dir=config.transfer_dir,
+                in_flight=self._config.in_flight,
+            )
+        stored = StoredFiles(checkpoint)
+        self._engine.init_weight_transfer(stored.keys())
+        self._engine.load_weights(stored)
+        return self._engine.version
+
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | VLLMEngine:
         if self._engine is None:
             raise RuntimeError("this rollout actor has no weights yet; call load(checkpoint) first")
         return self._engine
@@ -112,12 +145,19 @@ class RolloutActor:
             raise
 
     async def served(self) -> Served:
-        """The version that samples the next token, and the digest of its manifest."""
+        """The version that samples the next token, and the digest of its manifest.
+
+        A server takes no deltas: it names no digest, so that the learner knows no base and sends it whole versions.
+        """
+        if isinstance(self.engine, VLLMEngine):
+            return self.engine.version, ""
         return self.engine.version, manifest_digest(self.engine.manifest)
 
     async def prepare(self, version: int, manifest: Mapping[str, str], form: Form) -> None:
         """First phase: builds and verifies version `version` beside the one that serves. Buckets come one at a time."""
         if form.kind == "delta":
+            if isinstance(self.engine, VLLMEngine):
+                raise WeightUpdateError(f"weight version {version} came as a delta; a vLLM server takes whole versions")
             self.engine.start_weight_delta(form.header)
             for ref in form.buckets:
                 self.engine.update_weights_by_delta(await ref)

@@ -40,7 +40,7 @@ from k3rl.engine.protocol import (
     UnknownRequest,
     WeightUpdateError,
 )
-from k3rl.engine.vllm_client import Client, Deadlines, EngineLost, Unreachable, handshake
+from k3rl.engine.vllm_client import Client, Deadlines, EngineLost, IncompatibleServer, Unreachable, handshake
 from k3rl.engine.vllm_weights import BACKEND, WeightTransfer
 from k3rl.engine.weights import digest
 from k3rl.model import K3Config
@@ -174,7 +174,14 @@ class VLLMEngine:
         self._version = version
         self._versions[self._labelled(version)] = version
         self._client.call("POST", "/update_weight_version", body={"new_version": self._labelled(version)})
-        self._probe()
+        try:
+            self._probe()
+        except EngineLost:
+            raise
+        except EngineError as error:
+            raise IncompatibleServer(
+                self._client.url, [f"an answer to two tokens as rollouts need it: {error}"]
+            ) from error
         self._gate()
 
     def _labelled(self, version: int) -> str:
@@ -313,7 +320,7 @@ class VLLMEngine:
 
     async def _attempt(self, live: _Live) -> Completion:
         live.version, live.sent = self._version, True
-        salt = f"{self._labelled(live.version)}/{live.params.cache_salt}"
+        salt = vllm_wire.wire_salt(self._labelled(live.version), live.params.cache_salt)
         body = vllm_wire.generate_body(live.name, self.served.model, live.prompt, live.params, live.seed, salt)
         await self._client.stream(body, live.answer.feed, self._moving)
         versions = [self._number(label, live) for label, _, _ in live.answer.spans] or [self._version]
@@ -485,16 +492,18 @@ class VLLMEngine:
         """Drops an open update, if any; the current version stays."""
         self._transfer.abort()
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Replaces the weights whole and starts numbering anew, as a fresh engine over a checkpoint would."""
+    def load_weights(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
+        """Replaces the weights whole and starts numbering anew, as a fresh engine over a checkpoint would.
+
+        Every tensor is read twice, one at a time: for its digest, and to be sent.
+        """
         if self._requests:
             raise EngineError(f"{len(self._requests)} requests are in flight; load weights when none is")
-        tensors = dict(named_tensors)
         before, run = self._version, self._run
         self._version, self._run = version - 1, uuid.uuid4().hex[:12]
         try:
-            self.start_weight_update(version, {name: digest(tensor) for name, tensor in tensors.items()})
-            self.update_weights(tensors.items())
+            self.start_weight_update(version, {name: digest(tensors[name]) for name in tensors})
+            self.update_weights((name, tensors[name]) for name in tensors)
             self.finish_weight_update(version)
         except WeightUpdateError:
             self._version, self._run = before, run

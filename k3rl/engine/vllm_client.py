@@ -86,8 +86,9 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="k3rl-vllm", daemon=True)
         self._thread.start()
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        # Streams of live requests hold connections; control calls must find a free one beside them.
-        limits = httpx.Limits(max_connections=connections + 8, max_keepalive_connections=connections + 8)
+        # Streams of live requests hold connections; control calls must find a free one beside them. None is used
+        # twice: vLLM hangs up after some answers of 500, and a call that meets that end may or may not have been done.
+        limits = httpx.Limits(max_connections=connections + 8, max_keepalive_connections=0)
         timeout = httpx.Timeout(deadlines.call, connect=deadlines.connect)
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
 

@@ -7,6 +7,7 @@ the kept sets of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, 
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -198,6 +199,11 @@ def error_of(status: int, body: Any) -> EngineError:
 def wire_seed(seed: int) -> int:
     """A 64-bit word as vLLM takes it: not negative, since -1 means no seed there."""
     return seed & 0x7FFFFFFFFFFFFFFF
+
+
+def wire_salt(label: str, salt: str) -> str:
+    """The prefix-cache salt of a weight version and a caller's own salt, in characters that vLLM takes."""
+    return f"{label}-{hashlib.sha256(salt.encode()).hexdigest()[:32]}" if salt else label
 
 
 def finite_seconds(name: str, value: float) -> float:

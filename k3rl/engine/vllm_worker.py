@@ -145,7 +145,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    class K3WeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    class K3WeightTransferEngine(WeightTransferEngine[Any, Any]):
         """Stages until `finish_weight_update`, then loads as any backend does that sends checkpoint tensors."""
 
         init_info_cls = InitInfo

@@ -95,6 +95,8 @@ class FakeVLLM:
         if body["model"] != "tiny":
             return error(404, "NotFoundError", f"The model `{body['model']}` does not exist.")
         self.seen.append(body)
+        if len(body["cache_salt"]) > 128 or set(body["cache_salt"]) & set("@/\\\0"):
+            return error(400, "BadRequestError", "Parameter 'cache_salt' must be at most 128 characters ...")
         try:
             params = sampling(body["sampling_params"])
             self.driver.engine.check(body["token_ids"], params)

@@ -103,7 +103,7 @@ def real_subject(url: str) -> Subject:
             return one_pass(ids)
 
     engine = VLLMEngine(url, vocab_size=vocabulary, require=("weights",))
-    engine.load_weights(stored.items())
+    engine.load_weights(stored)
     tolerance = float(os.environ.get("K3RL_VLLM_TOLERANCE", "1e-3"))
     return Subject(engine, logits, changed, tolerance, None, engine.served.sampling_mask)
 

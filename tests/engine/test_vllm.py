@@ -96,13 +96,13 @@ def test_a_server_that_is_paused_or_serves_another_model_is_refused(server, mode
 def test_an_answer_that_breaks_the_promises_of_the_config_fails_the_handshake(server, model) -> None:
     url, fake = server
     fake.scale_out = False
-    with pytest.raises(EngineError, match="403.*Scale-out endpoints are disabled"):
+    with pytest.raises(IncompatibleServer, match="403: Scale-out endpoints are disabled"):
         VLLMEngine.for_config(url, model.config)
     fake.scale_out, fake.raw = True, True  # says processed logprobs, and sends others
-    with pytest.raises(EngineError, match="not the logprobs of the sampling distribution"):
+    with pytest.raises(IncompatibleServer, match="not the logprobs of the sampling distribution"):
         VLLMEngine.for_config(url, model.config)
     fake.raw = False
-    with pytest.raises(InvalidRequest, match="vocabulary"):
+    with pytest.raises(IncompatibleServer, match="outside the vocabulary"):
         VLLMEngine(url, vocab_size=model.config.vocab_size + 1)
 
 
@@ -154,7 +154,6 @@ def test_a_request_says_all_that_was_asked_for(server, engine) -> None:
     body = server[1].seen[-1]
     sampling = body["sampling_params"]
     assert body["token_ids"] == PROMPT
-    assert body["cache_salt"].endswith("-0/tenant")
     assert {key: sampling[key] for key in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")} == {
         "temperature": 0.8,
         "top_p": 0.9,
@@ -164,6 +163,20 @@ def test_a_request_says_all_that_was_asked_for(server, engine) -> None:
         "seed": 11,
     }
     assert (sampling["stop_token_ids"], sampling["logit_bias"], sampling["ignore_eos"]) == ([7, 8], {"2": -1.5}, True)
+
+
+def test_prefix_cache_entries_are_shared_within_one_version_and_one_salt_alone(server, engine, build_model) -> None:
+    def salt(own: str) -> str:
+        engine.generate([PROMPT], SamplingParams(max_tokens=1, cache_salt=own))
+        return server[1].seen[-1]["cache_salt"]
+
+    first = [salt(""), salt("a/b@c"), salt("tenant" * 40)]
+    assert first == [salt(""), salt("a/b@c"), salt("tenant" * 40)]
+    tensors = dict(official_tensors(build_model(7)))
+    engine.start_weight_update(1, manifest_of(tensors.items()))
+    engine.update_weights(tensors.items())
+    engine.finish_weight_update(1)
+    assert len({*first, salt(""), salt("a/b@c")}) == 5
 
 
 def test_a_request_that_the_server_refuses_or_breaks_ends_alone(server, engine) -> None:
@@ -259,7 +272,7 @@ def test_a_new_start_numbers_versions_anew(engine, build_model) -> None:
         engine.start_weight_update(4, manifest_of(tensors.items()))
         engine.update_weights(tensors.items())
         engine.finish_weight_update(4)
-        engine.load_weights(official_tensors(build_model(0)))
+        engine.load_weights(dict(official_tensors(build_model(0))))
         (done,) = engine.generate([PROMPT], SamplingParams(max_tokens=2))
         assert (engine.version, done.weight_version) == (0, 0)
 
@@ -312,7 +325,7 @@ def test_the_worker_stages_until_an_update_is_proved_whole(tmp_path) -> None:
     with pytest.raises(ValueError, match="has digest"):
         staged.receive(UpdateInfo(manifest=manifest | {"a": "0"}))
     for message in (UpdateInfo(cancel=True), UpdateInfo(), UpdateInfo(file=str(tmp_path / "b.safetensors"))):
-        with pytest.raises(ValueError, match="cancelled|neither|twice"):
+        with pytest.raises(ValueError, match=r"cancelled|neither|twice"):
             staged.receive(message)
     check_names(str(tmp_path), ["b"])
     with pytest.raises(ValueError, match="not in the checkpoint: \\['a'\\]"):
