@@ -402,16 +402,26 @@ class VLLMEngine:
         self._gate()
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the server's GPU memory: caches and, to host memory (1) or for good (2), weights. Aborts what runs."""
+        """Frees the server's GPU memory: caches and, to host memory (1) or for good (2), weights. Aborts what runs.
+
+        Needs a server started with --enable-sleep-mode.
+        """
         if level not in (1, 2):
             raise ValueError(f"sleep level is {level}; 1 keeps the weights in host memory, 2 drops them")
         if self._pause is None:
             self.pause("abort")
             self.resume()
         self._canary = self._greedy()
-        self._asleep, self._dropped = True, level == 2
+        self._asleep = True
         self._gate()
-        self._client.call("POST", "/sleep", query={"level": level, "mode": "abort"}, deadline_s=self._deadlines.update)
+        query = {"level": level, "mode": "abort"}
+        try:
+            self._client.call("POST", "/sleep", query=query, deadline_s=self._deadlines.update)
+        except EngineError:
+            self._asleep = self._client.call("GET", "/is_sleeping").get("is_sleeping", True)
+            self._gate()
+            raise
+        self._dropped = level == 2
 
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Takes the memory back, all of it or that of `tags` ("weights", "kv_cache").

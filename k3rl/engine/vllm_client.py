@@ -1,8 +1,8 @@
 """HTTP to one vLLM server: calls with deadlines, one streamed answer, and what a server must have.
 
 All traffic runs on an event loop in a thread of its own, so that answers are read while the caller does other things.
-A call is sent again only when nothing of it can have been done: the connection was refused, or the server said 503
-or 429, as vLLM does while it is paused or full. A call that broke off later is never repeated.
+A call is sent again only when nothing of it can have been done: it only asks, the connection was refused, or the
+server said 503 or 429, as vLLM does while it is paused or full. A call that broke off later is never repeated.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ class Client:
             except (self._httpx.ConnectError, self._httpx.ConnectTimeout, self._httpx.PoolTimeout) as error:
                 reason = f"{type(error).__name__}: {error}"
             except (self._httpx.HTTPError, TimeoutError) as error:
-                detail = f"{type(error).__name__} {error}".strip()
-                raise EngineError(
-                    f"{method} {path} of {self.url} broke off ({detail}); it may have been done"
-                ) from error
+                reason = f"{type(error).__name__} {error}".strip()
+                if method != "GET":
+                    message = f"{method} {path} of {self.url} broke off ({reason}); it may have been done"
+                    raise EngineError(message) from error
             else:
                 if answer.status_code not in _BUSY:
                     return answer.status_code, _json_or_text(answer)
@@ -275,7 +275,11 @@ async def _handshake(client: Client, model: str | None, require: Collection[str]
     if status == 200 and settings.get("logprobs_mode") != "processed_logprobs":
         found = settings.get("logprobs_mode")
         missing.append(f"logprobs of the sampling distribution: --logprobs-mode processed_logprobs (it has {found})")
-    mask, routes = bool(settings.get("return_sampling_mask")), bool(settings.get("enable_return_routed_experts"))
+    if settings.get("skip_tokenizer_init"):
+        # Only with a tokenizer does vLLM look whether its model has a token id; without one a wrong id ends the server.
+        missing.append("a check of token ids: leave out --skip-tokenizer-init and --tokens-only")
+    mask = bool(settings.get("return_sampling_mask"))
+    routes = bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts"))
     if "kept" in require and not mask:
         missing.append("kept sets of top-p, top-k and min-p: --return-sampling-mask")
     if "routes" in require and not routes:

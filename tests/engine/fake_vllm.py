@@ -36,11 +36,8 @@ from k3rl.types import Completion, SamplingParams, StopReason
 
 FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}
 CONFIG = {
-    "model_config": {
-        "logprobs_mode": "processed_logprobs",
-        "return_sampling_mask": True,
-        "enable_return_routed_experts": True,
-    },
+    "model_config": {"skip_tokenizer_init": False, "logprobs_mode": "processed_logprobs", "return_sampling_mask": True},
+    "aux_output_config": {"enable_return_routed_experts": True},
     "weight_transfer_config": {"backend": BACKEND},
 }
 Errors = dict[str, dict[str, Any]]
@@ -141,7 +138,7 @@ class FakeVLLM:
     def ending(self, stream: Stream, done: Completion) -> dict[str, Any]:
         """What the last chunk carries beyond tokens."""
         ending: dict[str, Any] = {"finish_reason": FINISH[done.stop_reason], "stop_reason": done.stop_string}
-        if self.config["model_config"]["enable_return_routed_experts"] and done.routes is not None:
+        if self.config["aux_output_config"]["enable_return_routed_experts"] and done.routes is not None:
             every_layer = np.insert(done.routes, 0, 0, axis=1).astype(np.uint8)  # the dense layer has a row, too
             file = io.BytesIO()
             np.save(file, every_layer)

@@ -73,11 +73,19 @@ def started(engine: VLLMEngine, tokens: int = 2, **options: Any) -> int:
 def test_a_handshake_names_everything_that_is_missing(server, model) -> None:
     url, fake = server
     fake.version = "0.30.2"
-    fake.config["model_config"] = {"logprobs_mode": "raw_logprobs"}
+    fake.config["model_config"] = {"logprobs_mode": "raw_logprobs", "skip_tokenizer_init": True}
+    fake.config["aux_output_config"] = {}
     fake.config["weight_transfer_config"] = {"backend": "nccl"}
     with pytest.raises(IncompatibleServer) as caught:
         VLLMEngine.for_config(url, model.config, require=("kept", "routes", "weights"))
-    flags = ("0.30.2", "--logprobs-mode", "--return-sampling-mask", "--enable-return-routed-experts", "'nccl'")
+    flags = (
+        "0.30.2",
+        "--logprobs-mode",
+        "--skip-tokenizer-init",
+        "--return-sampling-mask",
+        "--enable-return-routed-experts",
+        "'nccl'",
+    )
     assert len(caught.value.missing) == len(flags)
     for flag, item in zip(flags, caught.value.missing, strict=True):
         assert flag in item
@@ -129,7 +137,8 @@ def test_httpx_is_asked_for_by_its_extra(monkeypatch) -> None:
 
 def test_what_vllm_would_change_without_a_word_is_refused(server, model) -> None:
     url, fake = server
-    fake.config["model_config"] |= {"return_sampling_mask": False, "enable_return_routed_experts": False}
+    fake.config["model_config"]["return_sampling_mask"] = False
+    fake.config["aux_output_config"]["enable_return_routed_experts"] = False
     refused = [
         (dict(temperature=0.005), "temperature"),
         (dict(temperature=2.5), "temperature"),
