@@ -185,7 +185,9 @@ def fleet(
             urls = config.rollout.url
             servers = [(config.rollout, url) for url in urls] if urls else [None] * config.rollout_actors
             engines = [
-                place(f"rollout {i}", RolloutActor, config.rollout_threads, max_running, seed + i, config.engine, server)
+                place(
+                    f"rollout {i}", RolloutActor, config.rollout_threads, max_running, seed + i, config.engine, server
+                )
                 for i, server in enumerate(servers)
             ]
             started += engines

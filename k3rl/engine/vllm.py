@@ -7,8 +7,9 @@ weights. The server is started with (one line):
         --logprobs-mode processed_logprobs --return-sampling-mask --enable-return-routed-experts
         --worker-extension-cls vllm_worker.Worker --weight-transfer-config '{"backend": "k3rl"}'
 
-State across a weight update: requests in flight keep their caches, computed by the old weights, and go on under the
-new ones, as in `Engine`. The prefix cache is salted with the version, so no later request reads an old entry.
+State across a weight update: the caches of requests in flight are dropped and computed again from their tokens by the
+new weights or, with `in_flight="carry"`, go on as the old ones computed them; both as in `Engine`. The prefix cache is
+salted with the version, so no later request reads an old entry.
 Draws are vLLM's own: a seed repeats a sample there, and is not the sample that `Engine` draws from it.
 What was exercised against a real server, and what only against the fake of the tests, is in docs/vllm.md.
 """
@@ -25,7 +26,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 from torch import Tensor
@@ -74,7 +75,8 @@ class VLLMEngine:
     several. token: the server's API key. max_running: requests in flight; more wait here. version: number of the
     weights that the server holds now. require: of "kept" (top-p, top-k, min-p), "routes" and "weights" (updates), what
     the handshake insists on. transfer_dir: a folder that both sides see, through which weights go as safetensors
-    files; None sends them inside the HTTP messages, `chunk_bytes` at most in each.
+    files; None sends them inside the HTTP messages, `chunk_bytes` at most in each. in_flight: what running requests do
+    when the weights change.
 
     Drive it from one thread, as `Engine`; use it as a context manager or call `close`.
     """
@@ -95,6 +97,7 @@ class VLLMEngine:
         transfer_dir: str | os.PathLike[str] | None = None,
         chunk_bytes: int = 64 << 20,
         deadlines: Deadlines | None = None,
+        in_flight: Literal["recompute", "carry"] = "recompute",
     ) -> None:
         if unknown := set(require) - {"kept", "routes", "weights"}:
             raise ValueError(f"require names {sorted(unknown)}; it may hold 'kept', 'routes' and 'weights'")
@@ -103,7 +106,7 @@ class VLLMEngine:
         self.vocab_size, self.seed = vocab_size, seed
         self._moe_layers, self._experts_per_token = tuple(moe_layers), experts_per_token
         self._model_name, self._require = model, tuple(require)
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines, self._in_flight = deadlines or Deadlines(), in_flight
         self._requests: dict[int, _Live] = {}
         self._submitted = 0
         self._ended: collections.deque[tuple[int, Outcome]] = collections.deque()
@@ -173,6 +176,8 @@ class VLLMEngine:
         self._versions: dict[str, int] = {}
         self._version = version
         self._versions[self._labelled(version)] = version
+        if "weights" in self._require:
+            self._transfer.cancel()
         self._client.call("POST", "/update_weight_version", body={"new_version": self._labelled(version)})
         try:
             self._probe()
@@ -356,11 +361,12 @@ class VLLMEngine:
         if names:
             try:
                 await self._client.fetch("POST", "/abort_requests", body={"request_ids": names})
-            finally:
                 await self._finished(lives, self._deadlines.call)
-                for live in lives:
-                    if not live.done.is_set() and live.task is not None:
-                        live.task.cancel()
+            except EngineError:
+                pass  # hanging up, which comes next, ends a request as well
+            for live in lives:
+                if not live.done.is_set() and live.task is not None:
+                    live.task.cancel()
         await self._finished(lives, self._deadlines.call)
 
     async def _finished(self, lives: Iterable[_Live], deadline_s: float) -> bool:
@@ -408,14 +414,14 @@ class VLLMEngine:
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level is {level}; 1 keeps the weights in host memory, 2 drops them")
-        if self._pause is None:
-            self.pause("abort")
-            self.resume()
-        self._canary = self._greedy()
-        self._asleep = True
-        self._gate()
+        if self._pause is not None:
+            raise EngineError(f"the engine is paused ({self._pause}); call resume before sleep")
+        self._asleep = True  # from here on requests wait
         query = {"level": level, "mode": "abort"}
         try:
+            self.pause("abort")
+            self.resume()
+            self._canary = self._greedy()
             self._client.call("POST", "/sleep", query=query, deadline_s=self._deadlines.update)
         except EngineError:
             self._asleep = self._client.call("GET", "/is_sleeping").get("is_sleeping", True)
@@ -491,12 +497,20 @@ class VLLMEngine:
                 self._client.call("POST", "/pause", query={"mode": "keep"})
             self._versions[label] = version
             self._transfer.finish(label)
+            if self._in_flight == "recompute":
+                self._drop_caches()
             self._version, self._dropped = version, False
             if not frozen:
                 self._client.call("POST", "/resume")
         except EngineError as error:
             self._lose(f"it failed while it switched to version {version}, and what it holds is unknown: {error}")
         self._gate()
+
+    def _drop_caches(self) -> None:
+        """Running requests are preempted, and their tokens are read again when they go on."""
+        answer = self._client.call("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"})
+        if not (isinstance(answer, Mapping) and answer.get("success")):
+            raise EngineError(f"the caches of the version before could not be dropped: {answer}")
 
     def abort_weight_update(self) -> None:
         """Drops an open update, if any; the current version stays."""

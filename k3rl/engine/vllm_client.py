@@ -26,7 +26,13 @@ T = TypeVar("T")
 
 OLDEST = "0.32.0"  # the first whose answers name the weight version of every token
 _POSTS = ("/pause", "/resume", "/abort_requests", "/update_weight_version", GENERATE)
-_UPDATE_POSTS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
+_UPDATE_POSTS = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+)
 _BUSY = (429, 503)
 
 

@@ -123,9 +123,12 @@ class WeightTransfer:
 
     def abort(self) -> None:
         """Drops an open update, if any."""
-        if self._update is None:
-            return
-        self.forget()
+        if self._update is not None:
+            self.forget()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the server's session, if one is open: of this client, or left by one that died."""
         try:
             self._client.call("POST", "/update_weights", body={"update_info": {"cancel": True}})
         except Unreachable as error:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from safetensors.torch import save
 
 from k3rl.actors.cluster import ClusterConfig, RolloutConfig
+from k3rl.actors.publication import Form
 from k3rl.actors.rollout import RolloutActor
 from k3rl.checkpoint import load_checkpoint, save_checkpoint
 from k3rl.checkpoint.hf import official_tensors
@@ -51,28 +52,36 @@ def test_an_actor_gives_its_server_weights_in_two_phases(tmp_path) -> None:
     prompt = Tokenizer.builtin().encode("hello")
     greedy = SamplingParams(temperature=0.0, max_tokens=4)
 
+    def whole() -> Form:
+        bucket: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        bucket.set_result(message)
+        return Form("whole", b"", (bucket,), len(message))
+
     async def work(url: str) -> list[Any]:
-        actor = RolloutActor(1, 4, 0, RolloutConfig(backend="vllm", url=(url,)), url)
+        actor = RolloutActor(1, 4, 0, server=(RolloutConfig(backend="vllm", url=(url,)), url))
         seen: list[Any] = [await actor.load(str(first))]
         seen += await actor.generate([(prompt, greedy), ([10**6], greedy)])
-        await actor.prepare(1, manifest, message)
+        seen.append(await actor.served())
+        await actor.prepare(1, manifest, whole())
         seen += await actor.generate([(prompt, greedy)])
         await actor.rollback()
-        await actor.prepare(2, manifest, message)
+        await actor.prepare(2, manifest, whole())
         seen.append(await actor.commit(2))
         seen += await actor.generate([(prompt, greedy)])
         with pytest.raises(WeightUpdateError, match="not the one that was prepared"):  # noqa: PT012
-            await actor.prepare(3, manifest, message)
+            await actor.prepare(3, manifest, whole())
             await actor.commit(4)
         seen.append(await actor.load(str(first)))
         seen += await actor.generate([(prompt, greedy)])
+        with pytest.raises(WeightUpdateError, match="takes whole versions"):
+            await actor.prepare(1, {}, Form("delta", b"", (), 0))
         actor.engine.close()
         return seen
 
     started = load_checkpoint(second, dtype=torch.float32)  # a server that begins with other weights
     with load_fake().serving(lambda: Engine(started, max_running=4)) as (url, _):
-        loaded, one, refused, still, committed, two, again, third = asyncio.run(work(url))
-    assert (loaded, committed, again) == (0, 2, 0)
+        loaded, one, refused, served, still, committed, two, again, third = asyncio.run(work(url))
+    assert (loaded, served, committed, again) == (0, (0, ""), 2, 0)
     assert isinstance(refused, InvalidRequest)
     assert [done.weight_version for done in (one, still, two, third)] == [0, 0, 2, 0]
     for done, folder in ((one, first), (still, first), (two, second), (third, first)):

@@ -64,6 +64,7 @@ class FakeVLLM:
         self.staged: StagedUpdate | None = None
         self.names: list[str] | None = None
         self.sleeping = 0
+        self.resets = 0
         self.fail_next: str | None = None  # a path whose next call answers 500
         self.seen: list[dict[str, Any]] = []  # bodies of generate requests
         self.corrupt = False  # makes one sampled logprob no logprob
@@ -254,6 +255,11 @@ class FakeVLLM:
         self.staged, self.label = None, label
         return JSONResponse({"message": "Weight update finished"})
 
+    async def reset_cache(self, request: Request) -> Any:
+        """The engine behind recomputes what runs at every switch by itself; this only says so."""
+        self.resets += 1
+        return JSONResponse({"success": request.query_params["reset_running_requests"] == "true"})
+
     async def set_label(self, request: Request) -> Any:
         self.label = (await request.json())["new_version"]
         self.labels[self.driver.engine.version] = self.label
@@ -298,6 +304,7 @@ def create_app(fake: FakeVLLM) -> Starlette:
         "/update_weights": fake.update,
         "/finish_weight_update": fake.finish,
         "/update_weight_version": fake.set_label,
+        "/reset_prefix_cache": fake.reset_cache,
     }
     gets: dict[str, Callable[[], Any]] = {
         "/version": lambda: {"version": fake.version},

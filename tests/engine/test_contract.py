@@ -319,6 +319,13 @@ def test_an_update_is_served_whole_and_names_the_versions_of_each_sample(subject
     outcome = dict(early + engine.drain())[across]
     assert (outcome.first_version, outcome.weight_version) == (0, 5)
     assert len(outcome.token_ids) == 60
+    ids = [*PROMPT, *outcome.token_ids]
+    places = torch.tensor(outcome.token_ids)[:, None]
+    by_version = [
+        distribution(subject.logits(ids, new)[len(PROMPT) - 1 : -1], long).gather(-1, places) for new in (False, True)
+    ]
+    old, new = (np.abs(logprobs[:, 0].numpy() - outcome.logprobs) <= subject.tolerance for logprobs in by_version)
+    assert any(old[:count].all() and new[count:].all() for count in range(3, 60)), "the rest is of the new weights"
 
 
 def test_an_update_that_is_not_whole_leaves_the_old_version(subject) -> None:

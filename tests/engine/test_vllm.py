@@ -24,7 +24,7 @@ from k3rl.engine.vllm_weights import BACKEND
 from k3rl.engine.vllm_worker import StagedUpdate, UpdateInfo, check_names, digest
 from k3rl.engine.weights import digest as engine_digest
 from k3rl.engine.weights import manifest_of
-from k3rl.types import Completion, SamplingParams, StopReason
+from k3rl.types import Completion, Constraint, SamplingParams, StopReason
 
 HERE = Path(__file__).parent
 PROMPT = [3, 1, 4, 1, 5]
@@ -148,6 +148,7 @@ def test_what_vllm_would_change_without_a_word_is_refused(server, model) -> None
         (dict(logit_bias=((1, float("-inf")),)), "logit_bias"),
         (dict(logit_bias=((1, 101.0),)), "logit_bias"),
         (dict(return_routes=True), "--enable-return-routed-experts"),
+        (dict(constraint=Constraint("regex", "a+"), stop_ids=(0,)), "schemas or grammars"),
     ]
     with VLLMEngine.for_config(url, model.config, require=()) as engine:
         for options, message in refused:
@@ -254,6 +255,17 @@ def test_a_server_that_fails_while_it_switches_is_lost_until_it_is_connected_aga
     assert done.weight_version == 3
 
 
+def test_an_update_that_a_dead_client_left_open_is_ended_by_the_next(server, engine, model, build_model) -> None:
+    tensors = dict(official_tensors(build_model(7)))
+    engine.start_weight_update(1, manifest_of(tensors.items()))
+    with VLLMEngine.for_config(server[0], model.config, deadlines=QUICK) as following:
+        following.start_weight_update(1, manifest_of(tensors.items()))
+        following.update_weights(tensors.items())
+        following.finish_weight_update(1)
+        (done,) = following.generate([PROMPT], SamplingParams(max_tokens=2))
+        assert done.weight_version == 1
+
+
 def test_a_server_that_came_back_with_other_weights_is_not_believed(server, engine) -> None:
     fake = server[1]
     fake.label = "default"
@@ -273,6 +285,7 @@ def test_weights_go_through_a_shared_folder_in_parts(server, model, build_model,
         assert not list(tmp_path.iterdir())
         served = dict(official_tensors(server[1].driver.engine.model))
         assert all(torch.equal(served[name], tensor) for name, tensor in tensors.items())
+        assert server[1].resets == 1  # running requests read their tokens again
 
 
 def test_a_new_start_numbers_versions_anew(engine, build_model) -> None:
@@ -288,6 +301,10 @@ def test_a_new_start_numbers_versions_anew(engine, build_model) -> None:
 
 def test_a_sleeping_engine_holds_requests_and_dropped_weights_must_come_again(engine, build_model) -> None:
     (before,) = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=4))
+    engine.pause("keep")
+    with pytest.raises(EngineError, match="resume before sleep"):
+        engine.sleep()
+    engine.resume()
     engine.sleep(1)
     waits = engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=4))
     with pytest.raises(EngineError, match="sleeps"):
