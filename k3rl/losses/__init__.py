@@ -5,12 +5,14 @@ cross_entropy.py  CrossEntropy
 policy.py         K3Policy, GRPO
 distill.py        OnPolicyDistill
 advantage.py      group_advantages
+logprob.py        target_logprobs, without the table of all logits
 """
 
 from k3rl.losses.advantage import group_advantages
 from k3rl.losses.base import LossError, LossInputs, LossOutput
 from k3rl.losses.cross_entropy import CrossEntropy
 from k3rl.losses.distill import OnPolicyDistill
+from k3rl.losses.logprob import target_logprobs
 from k3rl.losses.policy import GRPO, K3Policy
 
 __all__ = [
@@ -22,4 +24,5 @@ __all__ = [
     "LossOutput",
     "OnPolicyDistill",
     "group_advantages",
+    "target_logprobs",
 ]
