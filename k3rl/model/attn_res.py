@@ -6,6 +6,7 @@ The values are un-normalised; there is no 1 / sqrt(d) and no temperature.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,17 @@ class ResidualStream:
         self._bank: list[Tensor] = []
         self._inverses: list[Tensor] = []
         self._dtype = embedding.dtype
+
+    def apart(self) -> tuple[ResidualStream, list[Tensor]]:
+        """A stream that reads what this one reads now, and the tensors with gradients that it reads: `sources`."""
+        other = ResidualStream(self._running(), self.eps)
+        other._inverses, other._dtype = list(self._inverses), self._dtype
+        other._bank = list(self._bank)
+        return other, [self._running(), *self._bank]
+
+    def give(self, sources: Sequence[Tensor]) -> None:
+        """Replaces what `apart` returned, in its order."""
+        self.prefix, self._bank = sources[0], list(sources[1:])
 
     def read(self, norm: Tensor, proj: Tensor) -> Tensor:
         """What a sublayer sees [N, H]. norm [H] and proj [1, H] act as one pseudo-query."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from k3rl.model.layout import Layout, packed_lengths
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
+from k3rl.model.recompute import PARTS, recomputed
 from k3rl.model.vision import Projector, VisionTower, check_grids
 from k3rl.types import Communicator, ContextCommunicator, ForwardObserver
 
@@ -93,6 +94,7 @@ class DecoderLayer(nn.Module):
             self.block_sparse_moe = LatentMoE(config, layer, experts, **kind)
         else:
             self.mlp = MLP(config, config.intermediate_size, **kind)
+        self.recompute: frozenset[str] = frozenset()
         self.mixes = mixes
         self.starts_block = mixes and layer % config.attn_res_block_size == 0  # without blocks the stream is a sum
 
@@ -100,15 +102,27 @@ class DecoderLayer(nn.Module):
         self, stream: ResidualStream, parts: list[_Part], routes: Tensor | None, observer: ForwardObserver | None
     ) -> Tensor | None:
         """Reads and extends the stream; returns the expert ids [N, k], or None for a dense layer."""
-        seen = self._read(stream, "self_attention")
+
+        def attention(at: ResidualStream, watching: ForwardObserver | None) -> Tensor:
+            return self._attend(self.input_layernorm(self._read(at, "self_attention")), parts, watching)
+
+        def experts(at: ResidualStream, watching: ForwardObserver | None) -> tuple[Tensor, Tensor]:
+            seen = self.post_attention_layernorm(self._read(at, "mlp"))
+            out, ids = self.block_sparse_moe(seen, routes, watching)
+            return out, ids
+
+        def dense(at: ResidualStream, _: ForwardObserver | None) -> Tensor:
+            return self.mlp(self.post_attention_layernorm(self._read(at, "mlp")))
+
+        again = self.recompute
+        attended = recomputed(attention, stream, observer) if "attention" in again else attention(stream, observer)
         if self.starts_block:
             stream.push()
-        stream.add(self._attend(self.input_layernorm(seen), parts, observer))
-        x = self.post_attention_layernorm(self._read(stream, "mlp"))
+        stream.add(attended)
         if not self.is_moe:
-            stream.add(self.mlp(x))
+            stream.add(recomputed(dense, stream, None) if "mlp" in again else dense(stream, None))
             return None
-        out, ids = self.block_sparse_moe(x, routes, observer)
+        out, ids = recomputed(experts, stream, observer) if "mlp" in again else experts(stream, observer)
         stream.add(out)
         return ids
 
@@ -260,6 +274,16 @@ class K3ForCausalLM(nn.Module):
         for part in self.moe_parts():
             rows = part.bank(rows, weights, ids)
         return rows.sum()
+
+    def recompute(self, parts: Collection[str]) -> None:
+        """Which parts of every layer keep only their inputs in training: "attention", "mlp", both or none.
+
+        Their forward then runs twice. Raises InputError for another name.
+        """
+        if unknown := set(parts) - set(PARTS):
+            raise InputError(f"there is no part {min(unknown)!r} to recompute; there are {', '.join(PARTS)}")
+        for layer in self.language_model.model.layers:
+            layer.recompute = frozenset(parts)  # type: ignore[assignment]
 
     def new_cache(self, batch: int) -> Cache:
         """An empty cache of `batch` rows for this model."""

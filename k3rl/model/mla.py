@@ -23,6 +23,8 @@ from k3rl.model.norm import RMSNorm, wide
 from k3rl.types import ForwardObserver
 
 ROPE_BASE = 10000.0
+KEPT_PROBABILITIES = 1 << 24  # of one grid; more (64 MiB in float32) are made again in the backward
+LEAST_RUN = 64  # queries
 
 
 def _to_grid(x: Tensor, grid: Grid) -> Tensor:
@@ -47,10 +49,11 @@ def _from_grids(results: list[Tensor], grids: list[Grid], like: Tensor) -> Tenso
     return out
 
 
-def _largest(logits: Tensor, grid: Grid, heads: int) -> Tensor:
-    """Logits [b * h, t, s] -> the largest of each head [h], padding left out."""
-    b, t = grid.rows.shape
-    rows = logits.view(b, heads, t, -1).amax(-1).masked_fill(~grid.valid.view(b, 1, t), float("-inf"))
+def _largest(logits: Tensor, grid: Grid, heads: int, run: slice) -> Tensor:
+    """Logits [b * h, t, s] of a run of a grid's columns -> the largest of each head [h], padding left out."""
+    valid = grid.valid[:, run]
+    b, t = valid.shape
+    rows = logits.view(b, heads, t, -1).amax(-1).masked_fill(~valid.view(b, 1, t), float("-inf"))
     return rows.amax((0, 2))
 
 
@@ -67,9 +70,10 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
 class _CausalAttention(torch.autograd.Function):
     """q [N, h, D], k [P, h, D], v [P, h, V] -> softmax(q k' scale) v [N, h, V] in each segment, largest logit [h].
 
-    P = N, or N and the rows before them on other ranks. Saves the probabilities of each grid; softmax in float32 or
-    wider. Padding comes last in a sequence of a grid, so the causal mask hides it from every token; queries are the
-    last rows of what they attend to.
+    P = N, or N and the rows before them on other ranks. Saves the probabilities of each grid where they are few, else
+    the log of each row's normalizer, and then makes them again by runs of queries; softmax in float32 or wider. Padding
+    comes last in a sequence of a grid, so the causal mask hides it from every token; queries are the last rows of what
+    they attend to.
     """
 
     @staticmethod
@@ -80,15 +84,22 @@ class _CausalAttention(torch.autograd.Function):
         results, saved = [], []
         largest = torch.full((h,), float("-inf"), dtype=kind, device=q.device)
         for grid in grids:
-            t, seen = grid.rows.shape[1], grid.keys.rows.shape[1]
             qg, kg, vg = _to_grid(q, grid), _to_grid(k, grid.keys), _to_grid(v, grid.keys)
-            future = torch.full((t, seen), float("-inf"), dtype=kind, device=q.device).triu_(1 + seen - t)
-            logits = torch.baddbmm(future, qg, kg.mT, alpha=scale)
-            if watch:
-                largest = torch.maximum(largest, _largest(logits, grid, h))
-            p = torch.softmax(logits, -1)
-            results.append(torch.bmm(p, vg))
-            saved += [qg, kg, vg, p]
+            runs = _runs(qg, kg)
+            kept, pieces = [], []
+            for start, stop, seen in runs:
+                logits = _masked(qg[:, start:stop], kg[:, :seen], scale)
+                if watch:
+                    largest = torch.maximum(largest, _largest(logits, grid, h, slice(start, stop)))
+                if len(runs) > 1:
+                    kept.append(torch.logsumexp(logits, -1, keepdim=True))
+                    p = logits.sub_(kept[-1]).exp_()
+                else:
+                    p = torch.softmax(logits, -1)
+                    kept.append(p)
+                pieces.append(torch.bmm(p, vg[:, :seen]))
+            results.append(torch.cat(pieces, 1) if len(runs) > 1 else pieces[0])
+            saved += [qg, kg, vg, torch.cat(kept, 1) if len(runs) > 1 else kept[0]]
         ctx.save_for_backward(*saved)
         ctx.grids, ctx.scale = grids, scale
         ctx.mark_non_differentiable(largest)
@@ -96,18 +107,57 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_q, grad_k, grad_v = [], [], []
+        grad_q: list[Tensor] = []
+        grad_k: list[Tensor] = []
+        grad_v: list[Tensor] = []
+        saved = ctx.saved_tensors  # read once: recomputation makes them anew at each reading
         for number, grid in enumerate(ctx.grids):
-            qg, kg, vg, p = ctx.saved_tensors[4 * number : 4 * number + 4]
+            qg, kg, vg, kept = saved[4 * number : 4 * number + 4]
             d_out = _to_grid(grad, grid)
             d_out.view(-1, d_out.shape[-1]).index_fill_(0, grid.by_head(grad.shape[1]).padding, 0.0)
-            grad_v.append(torch.bmm(p.mT, d_out))
-            d_logits = torch.ops.aten._softmax_backward_data(torch.bmm(d_out, vg.mT), p, -1, p.dtype)
-            grad_q.append(torch.bmm(d_logits, kg).mul_(ctx.scale))
-            grad_k.append(torch.bmm(d_logits.mT, qg).mul_(ctx.scale))
+            parts = _grid_backward(qg, kg, vg, kept, d_out, ctx.scale)
+            for gathered, part in zip((grad_q, grad_k, grad_v), parts, strict=True):
+                gathered.append(part)
         keys = [grid.keys for grid in ctx.grids]
-        gathered = (_from_grids(grad_q, ctx.grids, grad), *(_from_grids(x, keys, grad) for x in (grad_k, grad_v)))
-        return (*gathered, None, None, None)
+        rows = (_from_grids(grad_q, ctx.grids, grad), *(_from_grids(x, keys, grad) for x in (grad_k, grad_v)))
+        return (*rows, None, None, None)
+
+
+def _runs(q: Tensor, k: Tensor) -> list[tuple[int, int, int]]:
+    """Runs of queries (first, end, keys they may see) of a grid q [bh, t, D], k [bh, s, D]; one if logits are few."""
+    t, seen = q.shape[1], k.shape[1]
+    rows = t
+    if q.shape[0] * t * seen > KEPT_PROBABILITIES:
+        rows = min(t, max(LEAST_RUN, KEPT_PROBABILITIES // (q.shape[0] * seen)))
+    return [(start, min(start + rows, t), seen - t + min(start + rows, t)) for start in range(0, t, rows)]
+
+
+def _masked(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Logits [bh, t, s] of queries that are the last t of s rows; -inf for what comes after a query."""
+    t, seen = q.shape[1], k.shape[1]
+    future = torch.full((t, seen), float("-inf"), dtype=q.dtype, device=q.device).triu_(1 + seen - t)
+    return torch.baddbmm(future, q, k.mT, alpha=scale)
+
+
+def _grid_backward(
+    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, d_out: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the queries, keys and values of one grid. kept: probabilities, or log normalizers [bh, t, 1]."""
+    runs = _runs(q, k)
+    if len(runs) == 1:
+        grad_v = torch.bmm(kept.mT, d_out)
+        d_logits = torch.ops.aten._softmax_backward_data(torch.bmm(d_out, v.mT), kept, -1, kept.dtype)
+        return torch.bmm(d_logits, k).mul_(scale), torch.bmm(d_logits.mT, q).mul_(scale), grad_v
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for start, stop, seen in runs:
+        here = slice(start, stop)
+        p = _masked(q[:, here], k[:, :seen], scale).sub_(kept[:, here]).exp_()
+        grad_v[:, :seen].baddbmm_(p.mT, d_out[:, here])
+        d_p = torch.bmm(d_out[:, here], v[:, :seen].mT)
+        d_logits = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype)
+        torch.bmm(d_logits, k[:, :seen], out=grad_q[:, here]).mul_(scale)
+        grad_k[:, :seen].baddbmm_(d_logits.mT, q[:, here], alpha=scale)
+    return grad_q, grad_k, grad_v
 
 
 class GatedMLA(nn.Module):

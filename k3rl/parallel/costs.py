@@ -13,7 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from k3rl.losses.logprob import TABLE_ELEMENTS
 from k3rl.model import K3Config
+from k3rl.model.mla import KEPT_PROBABILITIES
 from k3rl.model.table import TensorEntry, tensor_table
 from k3rl.optim.buckets import BUCKET_ELEMENTS
 from k3rl.optim.classify import ParamInfo, classify
@@ -161,7 +163,9 @@ def _mla_flops(config: K3Config, mix: Mix) -> float:
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     projections = hidden * (config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + 2 * h * value)
     projections += config.q_lora_rank * h * key + config.kv_lora_rank * h * (config.qk_nope_head_dim + value)
-    return 2.0 * projections + 2.0 * h * mix.length * (key + value)  # the torch path computes the masked half too
+    # With all logits at once the masked half is computed too; by runs of queries it is left out.
+    seen = mix.length if h * mix.tokens * mix.length <= KEPT_PROBABILITIES else mix.length / 2
+    return 2.0 * projections + 2.0 * h * seen * (key + value)
 
 
 def _moe_flops(config: K3Config) -> dict[str, float]:
@@ -229,12 +233,13 @@ def _kda_final(config: K3Config, mix: Mix) -> float:
 
 
 def _mla_saved(config: K3Config, mix: Mix) -> float:
-    """Bytes a token; the probabilities [h, length] are the part that grows with the sequence."""
+    """Bytes a token; probabilities [h, length] where all of them are few, else a number for each head."""
     e, w, h, hidden = mix.bytes_each, mix.wide, config.num_attention_heads, config.hidden_size
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
     rows = e * (hidden + joint + config.q_lora_rank + config.kv_lora_rank + 3 * h * value) + 2 * w
-    return rows + w * h * (2 * key + value + mix.length)
+    kept = mix.length if h * mix.tokens * mix.length <= KEPT_PROBABILITIES else 1
+    return rows + w * h * (2 * key + value + kept)
 
 
 def _moe_saved(config: K3Config, mix: Mix) -> dict[str, float]:
@@ -263,7 +268,9 @@ def _residual_saved(config: K3Config, mix: Mix) -> float:
 
 
 def _head_saved(config: K3Config, mix: Mix) -> float:
-    """Rows of the targets and their table of log probabilities."""
+    """Rows of the targets, and their table of log probabilities or, where it is large, a number for each."""
+    if mix.targets * config.vocab_size > TABLE_ELEMENTS:
+        return mix.targets * (mix.bytes_each * config.hidden_size + mix.wide)
     wide_rows = (mix.wide if mix.bytes_each < mix.wide else 0) + mix.bytes_each
     return mix.targets * (wide_rows * config.hidden_size + mix.wide * config.vocab_size)
 

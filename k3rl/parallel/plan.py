@@ -14,6 +14,7 @@ from functools import cache
 from typing import Literal
 
 from k3rl.config import ConfigError
+from k3rl.losses.logprob import TABLE_ELEMENTS
 from k3rl.model import K3Config
 from k3rl.optim.buckets import BUCKET_ELEMENTS
 from k3rl.parallel import costs
@@ -296,17 +297,20 @@ def learner_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -
 def activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -> dict[str, float]:
     """Bytes of one pass at its peak, by part: saved tensors of all layers, or the stream and one layer."""
     saved = _saved(config, mix)
-    head = saved["head"] + 2.0 * mix.targets * config.vocab_size * mix.wide  # the table's gradient and the logits'
+    table = min(mix.targets * config.vocab_size, TABLE_ELEMENTS)
+    head = saved["head"] + 2.0 * table * mix.wide  # the table's gradient and the logits'
     layers = sum(value for name, value in saved.items() if name != "head")
     count = model_counts(config).layers
     share = math.ceil(count / layout.pipeline) / count
-    one = layers / count  # what a layer keeps, and about what its gradients take besides
+    during = 0.5 * layers / count  # what the last layer's gradients take besides what it kept
     if method.recompute == "layer":
         bank = math.ceil(count / config.attn_res_block_size) + 1
-        layers = mix.tokens * config.hidden_size * (count * mix.bytes_each + bank * mix.wide)
+        layers = mix.tokens * config.hidden_size * (2 * count * mix.bytes_each + bank * mix.wide)
+        during = 1.5 * _largest_site(config, saved)
+        head = max(0.0, head - during)  # the head is done before the first site runs again
     passes = layout.pipeline  # the first stage holds as many passes as there are stages
     found = {
-        "activations": layers * share * passes + one * (1.5 if method.recompute == "layer" else 0.5),
+        "activations": layers * share * passes + during,
         "logits": head,
         "working": _layer_gradient(config, layout, method),
     }
@@ -314,6 +318,19 @@ def activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix
         rows = mix.tokens * config.num_experts_per_token * config.expert_hidden_size * mix.bytes_each
         found["all_to_all"] = 4.0 * rows
     return found
+
+
+def _largest_site(config: K3Config, saved: dict[str, float]) -> float:
+    """Bytes that the attention or the MLP of one layer keeps, whichever is more."""
+    counts = model_counts(config)
+    experts = sum(saved.get(part, 0.0) for part in (ROUTED, "router", "shared_experts", "latent_projections"))
+    sites = (
+        (saved.get("kda", 0.0), counts.kda),
+        (saved.get("mla", 0.0), counts.mla),
+        (experts, counts.moe),
+        (saved.get("dense_mlp", 0.0), counts.layers - counts.moe),
+    )
+    return max(total / count for total, count in sites if count)
 
 
 def _layer_gradient(config: K3Config, layout: Layout, method: Method) -> float:

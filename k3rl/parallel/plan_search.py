@@ -172,7 +172,7 @@ def assumptions(cluster: Cluster, workload: Workload, method: Method, efficiency
         f"weights take {method.weight_bytes} bytes a number, gradients {method.gradient_bytes}, masters 4, momentum "
         f"{8 if method.optimizer == 'adamw' else method.momentum_bytes}; masters and momentum are "
         f"{'sharded over' if method.shard_optimizer else 'repeated on'} the ranks that share a weight",
-        "activations are those of the torch code, attention probabilities included; experts get equal loads",
+        "activations are those of the torch code, KDA states at every 16 tokens included; experts get equal loads",
         "links and arithmetic do not overlap; sampling overlaps training, one step ahead",
     ]
     if workload.kind != "sft":

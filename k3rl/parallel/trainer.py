@@ -18,7 +18,7 @@ from pydantic import Field
 from k3rl.config import Config, ConfigError, K3Error
 from k3rl.data.batch import TrainBatch
 from k3rl.data.images import stack
-from k3rl.losses import LossInputs, LossOutput
+from k3rl.losses import LossInputs, LossOutput, target_logprobs
 from k3rl.model import K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
@@ -66,6 +66,8 @@ class TrainerConfig(Config):
     """Ranks that share the routed experts; each still has sequences of its own."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share each sequence. Data parallelism is what is left of the learner's ranks."""
+    recompute: tuple[Literal["attention", "mlp"], ...] = ()
+    """Parts of each layer that keep only their inputs and run their forward again before their backward."""
     shard_optimizer: bool = True
     """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
 
@@ -107,6 +109,7 @@ class Trainer:
         if self.mesh.expert.size > 1:
             self.experts = ExpertParallel(self.mesh, model.config.num_experts)
             model.connect(self.experts)
+        model.recompute(config.recompute)
         self.context = ContextParallel(self.mesh.context, self.mesh.world, pair=pair_cost(model.config))
         # Ranks that meet inside a forward take each micro-batch together.
         self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1
@@ -158,6 +161,15 @@ class Trainer:
                 key="expert_parallel",
             )
 
+        meets = self.mesh.expert.size > 1 or self.mesh.context.size > 1
+        if self.config.recompute and (meets or self.config.balance_by == "auxiliary_loss"):
+            raise ConfigError(
+                "recompute runs parts of a forward a second time; ranks that meet inside a forward (expert or context "
+                "parallelism) and the auxiliary loss on the router do not take part in that. Leave it empty, or train "
+                "with data parallelism and another balance_by",
+                key="recompute",
+            )
+
     def share(self, batch: TrainBatch) -> ContextShare:
         """What this rank does of a packed micro-batch; all of it without context parallelism."""
         return self.context.split(batch, self.model.config.media_placeholder_token_id)
@@ -182,13 +194,9 @@ class Trainer:
             images=self._images(share),
             context=share.communicator,
         )
-        logits = self.model.logits(out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device)))
-        if temperature not in (0.0, 1.0):
-            logits = logits / temperature
-        table = torch.log_softmax(logits, dim=-1)
-        logprobs = table.gather(1, ids[targets][:, None])[:, 0]
-        with torch.no_grad():
-            entropy = -(table.exp() * table).sum(-1)
+        before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
+        head = self.model.language_model.lm_head.weight
+        logprobs, entropy = target_logprobs(before, head, ids[targets], temperature)
 
         def at_targets(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values)[targets.cpu()].to(device, logprobs.dtype)

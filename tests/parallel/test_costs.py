@@ -7,6 +7,7 @@ import torch
 
 from k3rl.engine import Engine
 from k3rl.model import K3Config
+from k3rl.model.recompute import PARTS
 from k3rl.parallel import Trainer, TrainerConfig, costs
 from k3rl.parallel.costs import Mix
 from k3rl.parallel.plan import Layout, Method, activation_memory, learner_memory
@@ -31,10 +32,14 @@ def test_saved_bytes_and_work_are_those_of_a_real_forward(name, dtype, tokens, l
     assert sum(costs.flops(K3Config.named(name), mix).values()) == pytest.approx(flops, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "tokens", "length"), [("k3-nano", 1024, 128), ("k3-mini", 256, 64)])
-def test_the_peak_of_a_pass_is_within_15_percent(name, tokens, length) -> None:
+@pytest.mark.parametrize(
+    ("name", "tokens", "length", "recompute"),
+    [("k3-nano", 1024, 128, "none"), ("k3-mini", 256, 64, "none"), ("k3-nano", 1024, 64, "layer")],
+)
+def test_the_peak_of_a_pass_is_within_15_percent(name, tokens, length, recompute) -> None:
     model = measured.model_of(name, torch.float32)
-    method = Method(weight_bytes=4, gradient_bytes=4)
+    model.recompute(PARTS if recompute == "layer" else ())
+    method = Method(weight_bytes=4, gradient_bytes=4, recompute=recompute)
     gradients = 4 * sum(parameter.numel() for _, parameter in model.official_parameters())
     working = activation_memory(model.config, Layout(), method, Mix(tokens, length, tokens, 4))
     planned = gradients + sum(working.values())

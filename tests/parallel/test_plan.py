@@ -33,7 +33,7 @@ def test_what_does_not_fit_names_the_part_and_what_would() -> None:
     assert "GiB on a learner's device" in found.why_not[0]
     rows = plan_search.suggestions(K3, Cluster(256), Workload(), Method())
     fewest = {row["method"]: row["gpus"] for row in rows}
-    assert fewest["full weights"] is None  # attention probabilities of 8,192 tokens alone fill a device
+    assert fewest["full weights"] is None  # what 8,192 tokens leave for their backward fills a device
     lora = next(count for name, count in fewest.items() if name.startswith("LoRA"))
     others = [count for name, count in fewest.items() if count is not None and not name.startswith("LoRA")]
     assert lora is not None
