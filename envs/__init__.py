@@ -9,6 +9,7 @@ sandbox/  where programs that a model wrote run
 harness/  an agent with tools in a workspace: context, budgets, sub-agents, memory, skills
 gateway/  agent programs that own their loop; judge/: answers of a group compared by a model
 faults    retries, honest scores, the circuit breaker; guard: code of an environment under a watch
+adapters/ environments of other systems: Gymnasium, OpenEnv, reasoning-gym, SkyRL-gym, TextArena, verifiers
 coding/   coding-lists, the environment of the quickstart, and coding-repair; chip/, compiler/,
           kernel/: the long tasks
 """

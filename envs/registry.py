@@ -1,5 +1,6 @@
 """Environments by name, by `pkg.module:Object`, by a `.py` file, by a folder, or by entry point of `k3rl.envs`;
-and collections of tasks of a known form by `LOADER:PATH`, such as `humaneval:tasks.jsonl`.
+collections of tasks of a known form by `LOADER:PATH`, such as `humaneval:tasks.jsonl`; and environments of other
+systems by `SYSTEM:NAME`, such as `gymnasium:FrozenLake-v1`.
 
 What is found is a factory: called with the caller's keyword arguments it gives an `Environment`.
 """
@@ -39,6 +40,14 @@ _LOADERS = {
     "humaneval": "k3rl.envs.shipped:humaneval",
     "swe": "k3rl.envs.shipped:swe",
 }
+_ADAPTERS = {
+    "gymnasium": "k3rl.envs.adapters:gymnasium",
+    "openenv": "k3rl.envs.adapters:openenv",
+    "reasoning-gym": "k3rl.envs.adapters:reasoning_gym",
+    "skyrl-gym": "k3rl.envs.adapters:skyrl_gym",
+    "textarena": "k3rl.envs.adapters:textarena",
+    "verifiers": "k3rl.envs.adapters:verifiers",
+}
 _registered: dict[str, Factory] = {}
 
 
@@ -63,8 +72,13 @@ def shipped() -> list[str]:
     return sorted(_BUILTIN)
 
 
+def adapters() -> list[str]:
+    """The systems whose environments `make` takes as `SYSTEM:NAME`."""
+    return sorted(_ADAPTERS)
+
+
 def make(name: str, **options: Any) -> Environment:
-    """The environment of a name, `pkg.module:Object`, `file.py[:Object]`, folder or `LOADER:PATH`, made with `options`.
+    """The environment of a name, `pkg.module:Object`, `file.py[:Object]`, folder, `LOADER:PATH` or `SYSTEM:NAME`.
 
     A shipped name wins over a registered one, that over an installed one, and all of them over a folder of that
     name. A folder is a project with an entry point in its pyproject.toml, or a package; a file or package without
@@ -90,6 +104,8 @@ def _find(name: str) -> Factory:
     place, _, attribute = name.partition(":")
     if place in _LOADERS and attribute:
         return partial(_imported(_LOADERS[place]), attribute)
+    if place in _ADAPTERS:
+        return partial(_imported(_ADAPTERS[place]), attribute)
     if place.endswith(".py") or os.sep in place or Path(place).is_dir():
         return _from_path(Path(place), attribute)
     if ":" in name:
@@ -99,8 +115,9 @@ def _find(name: str) -> Factory:
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownEnvironment(
         f"no environment is named {name!r}{hint} Known: {', '.join(known)}. Others: `pkg.module:Object`, a .py file, "
-        f"a folder, a package with an entry point in the group {GROUP!r}, or a collection of tasks by "
-        f"{', '.join(f'`{loader}:PATH`' for loader in _LOADERS)}"
+        f"a folder, a package with an entry point in the group {GROUP!r}, a collection of tasks by "
+        f"{', '.join(f'`{loader}:PATH`' for loader in _LOADERS)}, or an environment of another system by "
+        f"{', '.join(f'`{system}:NAME`' for system in adapters())}"
     )
 
 

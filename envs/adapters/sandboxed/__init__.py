@@ -1,0 +1,1 @@
+"""Files that run under the Python of a foreign environment; they import nothing of k3rl."""
