@@ -10,14 +10,18 @@ hacks       submissions that must not pay
 
 from __future__ import annotations
 
-from k3rl.envs.base import Environment
-from k3rl.envs.chip.env import ChipEnv
+from collections.abc import Mapping
+from typing import Any
+
+from k3rl.envs.base import Env, Environment
+from k3rl.envs.chip.env import AGENTIC, ChipEnv
 from k3rl.envs.chip.flow import INSTALL, PACKAGES, ToolsMissing, check_tools
 from k3rl.envs.chip.grader import ChipRubric, Report
 from k3rl.envs.chip.hacks import hacks, null, oracle
 from k3rl.envs.chip.problems import LADDER
 from k3rl.envs.chip.reward import ORACLE as ORACLE_REWARD
-from k3rl.envs.chip.tasks import NAME, ChipLadder, practice
+from k3rl.envs.chip.tasks import NAME, ChipLadder, practice, with_workspace
+from k3rl.envs.harness import AnyHarness, ChangedTasks, HarnessEnv, harness_of
 
 __all__ = [
     "INSTALL",
@@ -38,13 +42,21 @@ __all__ = [
 ]
 
 
-def environment() -> Environment:
-    """The environment. Its grader raises ToolsMissing where the Debian packages of PACKAGES are not installed."""
+def environment(*, harness: AnyHarness | Mapping[str, Any] | None = None) -> Environment:
+    """The environment. Its grader raises ToolsMissing where the Debian packages of PACKAGES are not installed.
+
+    harness: how an agent works on it with tools, as a config or its fields; None: the first reply is the design.
+    """
+    config = None if harness is None else harness_of(harness)
+
+    def make_env() -> Env:
+        return ChipEnv() if config is None else HarnessEnv(AGENTIC, config)
+
     return Environment(
         name=NAME,
         description="hardware in Verilog, adder to inference chip; judged by simulated gates, area, slack, throughput",
-        source=ChipLadder(),
-        make_env=ChipEnv,
+        source=ChipLadder() if config is None else ChangedTasks(ChipLadder(), with_workspace),
+        make_env=make_env,
         grader=ChipRubric,
         oracle=oracle,
         domain="hardware",

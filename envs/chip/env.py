@@ -1,9 +1,21 @@
-"""The rules of `chip`: one answer, which is the design."""
+"""The rules of `chip`: one answer, which is the design; or work with tools, at whose end files are handed in."""
 
 from __future__ import annotations
 
 from k3rl.envs.base import Action, Env, EpisodeContext, Observation, StepResult
+from k3rl.envs.harness import Agentic, WorkspaceSpec
 from k3rl.types import StopReason, Task
+
+# Plain names only, as the grader wants them: `*` would match folders too.
+ARTIFACTS = tuple("[!/]" * length + end for length in range(1, 33) for end in (".v", ".sv"))
+
+
+def workspace(task: Task) -> WorkspaceSpec:
+    """An empty folder: all that a design needs to know is in the request."""
+    return WorkspaceSpec({}, ARTIFACTS)
+
+
+AGENTIC = Agentic(workspace)
 
 
 class ChipEnv(Env):

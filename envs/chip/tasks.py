@@ -22,6 +22,9 @@ SPLITS = ("train", "heldout")
 REPEATS = 2
 WALL_S = 48 * 3600.0
 
+ANSWER = 'Answer with the Verilog in one ```verilog block, or with JSON {"files": {"name.v": "text"}}.'
+HAND_IN = "Write the design to files that end in .v or .sv at the top of the workspace, for example dut.v, then submit."
+
 
 class ChipLadder:
     """The task source. `family` and `level` narrow a split."""
@@ -89,6 +92,13 @@ def to_task(problem: Problem, parameters: Parameters, name: str, seed: int) -> T
     )
 
 
+def with_workspace(task: Task) -> Task:
+    """The same task for an agent with tools, who hands in files."""
+    asked = task.messages[-1]
+    text = str(asked.content).removesuffix(ANSWER) + HAND_IN
+    return dataclasses.replace(task, messages=(*task.messages[:-1], dataclasses.replace(asked, content=text)))
+
+
 def problem_of(task: Task) -> tuple[Problem, Parameters]:
     """The rung and the parameters of a task. Raises ValueError for a task of another environment."""
     if task.env != NAME or task.family not in BY_FAMILY:
@@ -132,7 +142,7 @@ Inputs arrive {INPUT_DELAY:.0%} of the period after the edge, outputs must be th
 next, and flip-flops need {SETUP_NS} ns. Areas, for stronger gates 1.35 times as much:
 {gates}.
 
-Answer with the Verilog in one ```verilog block, or with JSON {{"files": {{"name.v": "text"}}}}."""
+{ANSWER}"""
 
 
 def _handshake(interface: Interface) -> str:

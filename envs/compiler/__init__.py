@@ -9,12 +9,16 @@ grader             scores; oracles: the reference, the null submission and the h
 reference/         a complete compiler, the oracle's submission
 """
 
-from k3rl.envs.base import Environment
-from k3rl.envs.compiler.env import CompilerEnv
+from collections.abc import Mapping
+from typing import Any
+
+from k3rl.envs.base import Env, Environment
+from k3rl.envs.compiler.env import AGENTIC, CompilerEnv
 from k3rl.envs.compiler.grader import CompilerRubric
 from k3rl.envs.compiler.oracles import hacks, null, oracle, oracle_expected
-from k3rl.envs.compiler.tasks import NAME, CompilerTasks
+from k3rl.envs.compiler.tasks import NAME, CompilerTasks, with_workspace
 from k3rl.envs.compiler.toolchain import DEBIAN_PACKAGES, CompilerUnavailable
+from k3rl.envs.harness import AnyHarness, ChangedTasks, HarnessEnv, harness_of
 
 __all__ = [
     "DEBIAN_PACKAGES",
@@ -30,13 +34,21 @@ __all__ = [
 ]
 
 
-def environment(*, gpu: bool = False) -> Environment:
-    """The environment. gpu: with the PTX milestone, which is graded on a machine with a CUDA GPU only."""
+def environment(*, gpu: bool = False, harness: AnyHarness | Mapping[str, Any] | None = None) -> Environment:
+    """The environment. gpu: with the PTX milestone, which is graded on a machine with a CUDA GPU only.
+
+    harness: how an agent works on it with tools, as a config or its fields; None: the first reply is the submission.
+    """
+    config = None if harness is None else harness_of(harness)
+
+    def make_env() -> Env:
+        return CompilerEnv() if config is None else HarnessEnv(AGENTIC, config)
+
     return Environment(
         name=NAME,
         description="MiniTriton: a compiler for a tile language in milestones, judged on hidden programs and by speed",
-        source=CompilerTasks(gpu=gpu),
-        make_env=CompilerEnv,
+        source=CompilerTasks(gpu=gpu) if config is None else ChangedTasks(CompilerTasks(gpu=gpu), with_workspace),
+        make_env=make_env,
         grader=CompilerRubric,
         oracle=oracle,
         domain="code",

@@ -1,9 +1,19 @@
-"""The rules of `compiler`: one turn, whose text is the submission."""
+"""The rules of `compiler`: one turn, whose text is the submission; or work with tools, at whose end files are."""
 
 from __future__ import annotations
 
 from k3rl.envs.base import Action, Env, EpisodeContext, Observation, StepResult
+from k3rl.envs.compiler.tasks import specification
+from k3rl.envs.harness import Agentic, WorkspaceSpec
 from k3rl.types import StopReason, Task
+
+
+def workspace(task: Task) -> WorkspaceSpec:
+    """The specification and the example of the request as files; the package `minitriton` is what is handed in."""
+    return WorkspaceSpec({"SPEC.md": specification(), **task.data["files"]}, ("minitriton/*",))
+
+
+AGENTIC = Agentic(workspace)
 
 
 class CompilerEnv(Env):

@@ -7,6 +7,7 @@ training never shows.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Mapping
@@ -24,6 +25,9 @@ from k3rl.types import Budgets, Message, Task
 NAME = "compiler"
 SPLITS = ("train", "heldout")
 EACH = 8
+SHOWN = ("lex", "parse", "types", "ir", "interpret")  # commands whose requests show an answer, too
+ANSWER = "Answer with the one JSON object of the submission."
+WALL_S = 24 * 3600.0  # for an agent with tools
 _SPEC = Path(__file__).with_name("spec.md")
 _MAKERS = {**RUNNABLE, **KERNELS, **texts.TEXTS, "gpt": gpt.training}
 _BREAK = {"lex": texts.break_lexing, "parse": texts.break_syntax, "types": texts.break_types}
@@ -55,11 +59,36 @@ def prompt(rung: Milestone, example: Mapping[str, Any]) -> str:
         parts.append(SPEED_RULE)
     parts.append(f"Judged on {rung.hidden} hidden programs. Only the command of this milestone is run.")
     parts.append(f"Example request:\n```json\n{json.dumps(request)}\n```")
-    if rung.command in ("lex", "parse", "types", "ir", "interpret"):
+    if rung.command in SHOWN:
         answer = reference_answer(rung.command, request)
         parts.append(f"Example answer:\n```json\n{json.dumps(answer)}\n```")
-    parts.append("Answer with the one JSON object of the submission.")
+    parts.append(ANSWER)
     return "\n".join(parts)
+
+
+def with_workspace(task: Task) -> Task:
+    """The same task for an agent with tools, who hands in files and finds the example as files too."""
+    if task.hidden is None:
+        raise ValueError(f"task {task.id} came without its hidden part; get it from the task source")
+    rung = milestone(task.level)
+    request = request_of(rung, task.hidden["example"], 0)
+    files = {"example.json": json.dumps(request)}
+    if rung.command in SHOWN:
+        files["example_answer.json"] = json.dumps(reference_answer(rung.command, request))
+    told = [
+        f"Milestone {rung.level} of the compiler that SPEC.md describes: {rung.name}.",
+        f"Command `{rung.command}`. {rung.ask}",
+        *([SPEED_RULE] if rung.judged == SPEED else []),
+        f"Judged on {rung.hidden} hidden programs. Only the command of this milestone is run.",
+        f"{' and '.join(files)} show a request{' and its answer' if len(files) > 1 else ''}.",
+        "Write the package to minitriton/ in the workspace, then submit.",
+    ]
+    return dataclasses.replace(
+        task,
+        messages=(Message("user", "\n".join(told)),),
+        budgets=Budgets(wall_s=WALL_S),
+        data={**task.data, "files": files},
+    )
 
 
 class CompilerTasks:
