@@ -157,41 +157,40 @@ class Bridge:
                     await process.stdin.drain()
                 answer = await process.stdout.readline()
         except TimeoutError:
-            await self.close()
+            await self.close(grace_s=0.0)
             raise ForeignHung(f"{self.spec.package}: {method} took more than {limit:g} s{self._said()}") from None
         except ValueError:
-            await self.close()
+            await self.close(grace_s=0.0)
             raise ForeignLied(f"{self.spec.package}: {method} answered more than {MAX_LINE} bytes") from None
         except BaseException:  # cancelled: the answer that is on its way belongs to nobody
-            await self.close()
+            await self.close(grace_s=0.0)
             raise
         if not answer.endswith(b"\n"):
             code = await self.close()
             raise ForeignDied(f"{self.spec.package}: the process ended ({code}) during {method}{self._said()}")
         return await self._read(method, answer)
 
-    async def close(self) -> int | None:
-        """End the process and all that it started in its group; its exit status. Idempotent."""
+    async def close(self, grace_s: float = CLOSE_S) -> int | None:
+        """End the process and all that it started in its group; its exit status. Idempotent.
+
+        grace_s: how long it may take to end by itself.
+        """
         process, self._process = self._process, None
         if process is None:
             return None
         if process.stdin is not None:
             process.stdin.close()
         finished = asyncio.ensure_future(process.wait())
-        await asyncio.wait([finished], timeout=CLOSE_S if process.returncode is None and not self._cut() else 0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            await asyncio.wait([finished], timeout=grace_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         code = await finished
         if self._errors is not None:
             await asyncio.wait([self._errors], timeout=1.0)
             self._errors.cancel()
         return code
-
-    @staticmethod
-    def _cut() -> bool:
-        """Whether the caller is being cancelled, so that there is no time for a quiet end."""
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
 
     async def _read(self, method: str, line: bytes) -> Any:
         try:
@@ -202,7 +201,7 @@ class Bridge:
                 return answer["result"]
             kind, name, message = (str(answer["error"][key]) for key in ("kind", "type", "message"))
         except (ValueError, KeyError, TypeError) as error:
-            await self.close()
+            await self.close(grace_s=0.0)
             raise ForeignLied(f"{self.spec.package}: {method} answered {line[:200]!r}: {error}") from None
         if kind == "missing":
             where = self.spec.python or "this Python"

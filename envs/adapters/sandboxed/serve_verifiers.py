@@ -72,7 +72,8 @@ class Serve:
             loaders = package("verifiers.v1.utils.loaders", "verifiers")
             taskset = {**self._options["taskset"], "id": self._options["id"]}
             kind = loaders.environment_class(self._options["id"], self._options["env"])
-            config = loaders.concrete_type(kind, self._vf.EnvConfig, origin=self._vf.Env)
+            generic = package("verifiers.v1.utils.generic", "verifiers")
+            config = generic.concrete_type(kind, self._vf.EnvConfig, origin=self._vf.Env) or self._vf.EnvConfig
             values: dict[str, Any] = {"taskset": taskset, **self._options["config"]}
             if "agent" in config.model_fields and "agent" not in values:
                 values["agent"] = {"harness": {"id": self._options["harness"]}, "runtime": {"type": "subprocess"}}

@@ -1,0 +1,1 @@
+"""Where the stand-in keeps its loaders."""
