@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -61,7 +62,8 @@ class InvalidAction(BridgeError):
 class BridgeSpec:
     """What to start.
 
-    kind: which serve_KIND; options: plain JSON values for it; package: what pip installs. python: the interpreter of
+    kind: which serve_KIND; options: plain JSON values for it; package: what pip installs, `-` in it being `_` where it
+    is imported. python: the interpreter of
     the virtual environment that has it, "" for this one. paths: folders of the user's own modules. variables: names of
     environment variables to pass on; besides the usual few, none are. start_s, call_s: deadlines in seconds.
     """
@@ -86,6 +88,28 @@ class BridgeSpec:
                 f"{self.package} is installed"
             )
         return found
+
+    def check(self) -> None:
+        """Raises MissingResource when the package is not there. Looks for it and does not import it."""
+        program = "import sys; from importlib.util import find_spec; sys.exit(find_spec(sys.argv[1]) is None)"
+        words = [self.interpreter(), "-c", program, self.package.replace("-", "_")]
+        try:
+            done = subprocess.run(
+                words, env=self.environment(), timeout=self.start_s, capture_output=True, text=True, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ForeignHung(f"{words[0]} did not start within {self.start_s:g} s") from None
+        if done.returncode == 1 and not done.stderr:
+            raise self.missing(self.package)
+        if done.returncode != 0:
+            raise ForeignDied(f"{words[0]} does not run: {done.stderr.strip()[-500:]}")
+
+    def missing(self, package: str) -> MissingResource:
+        """The error for a package that is not installed."""
+        return MissingResource(
+            f"{package} is not installed in {self.python or 'this Python'}; install it (pip install {package}), or "
+            "give python = the bin/python of a virtual environment that has it"
+        )
 
     def environment(self) -> dict[str, str]:
         """Its environment variables: this interpreter finds its modules again, another one its own programs first."""
@@ -204,11 +228,7 @@ class Bridge:
             await self.close(grace_s=0.0)
             raise ForeignLied(f"{self.spec.package}: {method} answered {line[:200]!r}: {error}") from None
         if kind == "missing":
-            where = self.spec.python or "this Python"
-            raise MissingResource(
-                f"{message} is not installed in {where}; install it (pip install {message}), or give python = "
-                "the bin/python of a virtual environment that has it"
-            )
+            raise self.spec.missing(message)
         if kind == "invalid":
             raise InvalidAction(message)
         raise ForeignRaised(f"{self.spec.package}: {method} raised {name}: {message}")

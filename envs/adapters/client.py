@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -55,6 +57,22 @@ def address(target: str) -> str:
         )
     base = f"{_SCHEMES[scheme]}://{rest.rstrip('/')}"
     return base if base.endswith("/ws") else f"{base}/ws"
+
+
+def reach(url: str, timeout_s: float) -> None:
+    """Raises MissingResource when nobody listens at an address."""
+    parts = urlsplit(url)
+    try:
+        place = parts.hostname or "", parts.port or (443 if parts.scheme == "wss" else 80)
+        with socket.create_connection(place, timeout_s):
+            pass
+    except (OSError, ValueError) as error:
+        raise unreachable(url, str(error)) from None
+
+
+def unreachable(url: str, why: str) -> MissingResource:
+    """The error for a server that is not there."""
+    return MissingResource(f"no OpenEnv server at {url}: {why}; start it, or correct the address")
 
 
 class OpenEnvClient(RewardedEnv):
@@ -111,9 +129,7 @@ class OpenEnvClient(RewardedEnv):
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             await self.close()
             why = f"no answer within {self._own.connect_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise MissingResource(
-                f"no OpenEnv server at {self._url}: {why}; start it, or correct the address"
-            ) from None
+            raise unreachable(self._url, why) from None
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """One request and its observation."""
@@ -178,5 +194,5 @@ def openenv(target: str, **options: Any) -> Environment:
     config = from_tree(OpenEnvConfig, options)
     url = address(target)
     name = f"openenv:{target}"
-    source = SeededTasks(name, config, family="openenv")
+    source = SeededTasks(name, config, family="openenv", ready=lambda: reach(url, config.connect_s))
     return played(name, f"the OpenEnv server at {target}", source, config, lambda: OpenEnvClient(config, url))

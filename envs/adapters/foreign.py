@@ -80,12 +80,22 @@ def seed_of(*parts: object) -> int:
 class SeededTasks:
     """Tasks that are seeds of one foreign environment: `train` without end, `heldout` with `count` others.
 
-    The environment itself says what is asked when an episode begins. row: what it is given beside the seed, of a task
-    number; length: where tasks are rows of data, how many a split has.
+    The environment itself says what is asked when an episode begins. ready: called before the first task is given, and
+    raises MissingResource when episodes could not begin.
     """
 
-    def __init__(self, name: str, config: ForeignConfig, *, family: str, splits: Sequence[str] = SPLITS) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ForeignConfig,
+        *,
+        family: str,
+        ready: Callable[[], None],
+        splits: Sequence[str] = SPLITS,
+    ) -> None:
         self._name = name
+        self._ready = ready
+        self._is_ready = False
         self._config = config
         self._family = family
         self._splits = tuple(splits)
@@ -106,6 +116,9 @@ class SeededTasks:
         length = self.length(split, level=level, family=family)
         if index < 0 or (length is not None and index >= length):
             raise IndexError(f"{self._name} {split} has {length} tasks; there is no number {index}")
+        if not self._is_ready:
+            self._ready()
+            self._is_ready = True
         return self.task(split, index, seed)
 
     def task(self, split: str, index: int, seed: int) -> Task:

@@ -73,7 +73,7 @@ def gymnasium(target: str, **options: Any) -> Environment:
     own = {name: getattr(config, name) for name in ("observe", "act", "instructions", "kwargs", "reset_options")}
     spec = config.spec("gymnasium", "gymnasium", {"id": named(target, "gymnasium:ID"), **own})
     name = f"gymnasium:{target}"
-    source = SeededTasks(name, config, family=target)
+    source = SeededTasks(name, config, family=target, ready=spec.check)
     return played(name, f"Gymnasium's {target}, in text", source, config, lambda: BridgedEnv(config, spec, no_row))
 
 
@@ -98,7 +98,7 @@ def textarena(target: str, **options: Any) -> Environment:
     own = {name: getattr(config, name) for name in ("players", "player", "opponent", "kwargs")}
     spec = config.spec("textarena", "textarena", {"id": named(target, "textarena:ID"), **own})
     name = f"textarena:{target}"
-    source = SeededTasks(name, config, family=target)
+    source = SeededTasks(name, config, family=target, ready=spec.check)
     return played(name, f"TextArena's {target}", source, config, lambda: BridgedEnv(config, spec, no_row))
 
 
@@ -116,8 +116,8 @@ class SkyRLGymConfig(ProcessConfig):
 class RowTasks(SeededTasks):
     """Tasks that are rows of files. What a row holds beside its prompt stays with the environment."""
 
-    def __init__(self, name: str, config: SkyRLGymConfig, family: str) -> None:
-        super().__init__(name, config, family=family, splits=tuple(config.data))
+    def __init__(self, name: str, config: SkyRLGymConfig, family: str, spec: BridgeSpec) -> None:
+        super().__init__(name, config, family=family, ready=spec.check, splits=tuple(config.data))
         self._files = config.data
 
     @cached_property
@@ -161,7 +161,7 @@ def skyrl_gym(target: str, **options: Any) -> Environment:
     own = {"entry_point": config.entry_point, "env_config": config.env_config}
     spec = config.spec("skyrl_gym", "skyrl-gym", {"id": named(target, "skyrl-gym:ID"), **own})
     name = f"skyrl-gym:{target}"
-    source = RowTasks(name, config, target)
+    source = RowTasks(name, config, target, spec)
     return played(name, f"SkyRL-gym's {target}", source, config, lambda: BridgedEnv(config, spec, source.row))
 
 
@@ -184,7 +184,7 @@ class VerifiersTasks(SeededTasks):
     """The tasks of a taskset, in its own order; verifiers has one split."""
 
     def __init__(self, name: str, config: VerifiersConfig, family: str, spec: BridgeSpec) -> None:
-        super().__init__(name, config, family=family, splits=("train",))
+        super().__init__(name, config, family=family, ready=spec.check, splits=("train",))
         self._spec = spec
 
     @cached_property

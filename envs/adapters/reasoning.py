@@ -32,7 +32,7 @@ class ReasoningTasks(SeededTasks):
     """Questions with their answers hidden. The process that makes them starts with the first one."""
 
     def __init__(self, name: str, config: ReasoningConfig, family: str, spec: BridgeSpec) -> None:
-        super().__init__(name, config, family=family)
+        super().__init__(name, config, family=family, ready=spec.check)
         self._size, self._tag = config.size, config.tag
         self._bridge = BlockingBridge(spec)
 

@@ -17,7 +17,7 @@ from k3rl.envs.check import check
 from k3rl.types import Failed, Message, Scored, StopReason, ToolCall
 
 FAKES = Path(__file__).with_name("fakes")
-TASK = make("gymnasium:X").source.get("train", 0)
+TASK = make("gymnasium:X", paths=(str(FAKES),)).source.get("train", 0)
 MISBEHAVING = "gymnasium:Misbehaving-v0"
 
 
@@ -341,7 +341,7 @@ def test_a_text_that_is_no_record_is_no_score(text):
 
 
 def test_a_record_of_another_task_is_no_score():
-    source = make("gymnasium:X").source
+    source = make("gymnasium:X", paths=(str(FAKES),)).source
     text = Record(source.get("train", 1).id, (1.0,), "environment").text()
     (score,) = RecordRubric(ForeignConfig()).score_batch([(source.get("train", 0), text)])
     assert isinstance(score, Failed)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from k3rl.config import MissingResource
+from k3rl.envs import make
 from k3rl.envs.adapters.bridge import BlockingBridge, Bridge, BridgeSpec, ForeignDied, ForeignHung, ForeignRaised
 
 FAKES = Path(__file__).with_name("fakes")
@@ -146,6 +147,8 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(tmp_path):
 
     with pytest.raises(MissingResource, match="pip install textarena"):
         asyncio.run(work())
+    with pytest.raises(MissingResource, match="pip install textarena"):  # before a run has begun
+        make("textarena:Guess-v0").source.get("train", 0)
     with pytest.raises(MissingResource, match="is no program"):
         spec(python=str(tmp_path / "bin" / "python")).interpreter()
 

@@ -12,7 +12,9 @@ from aiohttp import WSMsgType, web
 from k3rl.config import MissingResource
 from k3rl.envs import EpisodeContext, make
 from k3rl.envs.base import Action
-from k3rl.types import Failed, Message, Scored
+from k3rl.types import Failed, Message, Scored, Task
+
+TASK = Task("t", "e", (Message("user", "play"),), "f", data={"seed": 1})
 
 
 class Server:
@@ -165,3 +167,5 @@ async def test_no_server_is_a_missing_resource():
         pass
     with pytest.raises(MissingResource, match="no OpenEnv server at ws://127"):
         await said(make(name, connect_s=2.0), "1")
+    with pytest.raises(MissingResource, match="no OpenEnv server at ws://127"):
+        await make(name, connect_s=2.0).make_env().reset(TASK, EpisodeContext())
