@@ -44,6 +44,10 @@ class ModelConfig(Config):
     """Used for fresh weights; a checkpoint brings its own."""
 
 
+_LISTS_FAMILIES: dict[str, float] = {"list": 0.9, "probe": 0.1}
+_LISTS_LEVELS: dict[str, tuple[int, ...]] = {"list": (1, 2, 3), "probe": (1, 2)}
+
+
 class EnvConfig(Config):
     """The environment and the mixture of its tasks."""
 
@@ -53,13 +57,23 @@ class EnvConfig(Config):
     """Keyword arguments of the environment's factory."""
     sandbox: Literal["bwrap", "subprocess"] = "bwrap"
     """Where programs of the policy run. `subprocess` is no sandbox and is meant for code that you trust."""
-    families: dict[str, float] = {"list": 0.9, "probe": 0.1}
-    """Share of each family among training tasks; empty leaves the mixture to the environment."""
-    levels: dict[str, tuple[int, ...]] = {"list": (1, 2, 3), "probe": (1, 2)}
+    families: dict[str, float] = _LISTS_FAMILIES
+    """Share of each family among training tasks; empty leaves the mixture to the environment. This default is meant
+    for coding-lists; for any other environment it is the same as empty."""
+    levels: dict[str, tuple[int, ...]] = _LISTS_LEVELS
     """The ladder of a family, drawn in proportion to p(1 - p) of each level's recent pass rate p. A family that is
-    not named leaves its levels to the environment."""
+    not named leaves its levels to the environment, and this default too is meant for coding-lists."""
     faults: FaultConfig = FaultConfig()
     """What becomes of episodes whose environment misbehaves."""
+
+    @model_validator(mode="after")
+    def _defaults_are_of_one_environment(self) -> EnvConfig:
+        """Tables merge, so a file or a flag that names another environment cannot take the default's entries away."""
+        if self.name != "coding-lists":
+            for field, default in (("families", _LISTS_FAMILIES), ("levels", _LISTS_LEVELS)):
+                if getattr(self, field) == default:
+                    self.__dict__[field] = {}  # of an object that nobody has seen yet
+        return self
 
     @model_validator(mode="after")
     def _shares_are_positive(self) -> EnvConfig:
