@@ -30,6 +30,9 @@ class EngineConfig(Config):
     """Room in files for what leaves memory."""
     prefix_directory: str | None = None
     """Where those files go."""
+    exact: bool = False
+    """Compute every token by itself, so that logprobs are bit-equal to those of a learner with `trainer.exact`. Many
+    times slower."""
 
     @model_validator(mode="after")
     def _tiers_fit(self) -> EngineConfig:

@@ -89,7 +89,7 @@ class LearnerActor:
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
         """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
-        trainer = trainer.replace(expert_parallel=1, context_parallel=1)
+        trainer = trainer.replace(expert_parallel=1, context_parallel=1, exact=False)
         shared = {
             path: Trainer(load_checkpoint(path, dtype=torch.float32), trainer) for path in set(checkpoints.values())
         }

@@ -71,6 +71,7 @@ class RolloutActor:
             in_flight=config.in_flight,
             memory_bytes="auto" if config.memory_mb is None else config.memory_mb << 20,
             prefix_cache=_prefix_cache(config),
+            exact=config.exact,
         )
         return self._engine.version
 

@@ -32,6 +32,7 @@ def serve(words: Sequence[str]) -> int:
     parser.add_argument("--prefix-disk-mb", type=int, default=0, help="room in files for what leaves memory")
     parser.add_argument("--prefix-directory", type=Path, help="where those files go")
     parser.add_argument("--memory-mb", type=int, help="memory of states; by default a share of what is free")
+    parser.add_argument("--exact", action="store_true", help="bits that depend on the request alone; slow")
     arguments = parser.read(words)
     if arguments is None:
         return 0
@@ -72,5 +73,6 @@ def serve(words: Sequence[str]) -> int:
             else None
         ),
         memory_bytes="auto" if arguments.memory_mb is None else arguments.memory_mb << 20,
+        exact=arguments.exact,
     )
     return 0

@@ -16,14 +16,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from k3rl.data.images import ImagePatches
-from k3rl.engine import diagnose, sampler
+from k3rl.engine import diagnose, exact, sampler
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.counters import EngineCounters
 from k3rl.engine.grammar import DeadEnd, Grammars, constrain
@@ -83,6 +83,7 @@ class Engine:
     often that happened (`throttle.py`). "auto": a share of what the machine has free, when `max_running` requests of
     `max_context` tokens could take more than that. None: `max_running` is the only limit.
     in_flight: what running requests do when the weights change: recompute their states, or carry them on.
+    exact: computes every row by itself, so that logprobs are the bits of `k3rl.model.exact`; many times slower.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class Engine:
         memory_bytes: int | Literal["auto"] | None = "auto",
         page_tokens: int = 64,
         in_flight: InFlight = "recompute",
+        exact: bool = False,
     ) -> None:
         config = model.config
-        self._in_flight = in_flight
+        self._in_flight, self._exact = in_flight, exact
         self.model, self.max_context = model, max_context or config.max_position_embeddings
         if self.max_context > config.max_position_embeddings:
             raise ValueError(f"max_context is {max_context}; the model allows {config.max_position_embeddings}")
@@ -305,13 +307,24 @@ class Engine:
         self._compute([segment for segment in segments if segment.stop > segment.start])
         complete = [segment for segment in segments if segment.starts]
         hidden = [last for segment in complete if (last := self._prompts[segment.row].hidden) is not None]
-        logits = self.model.logits(torch.cat(hidden)) if hidden else torch.empty(0, self.model.config.vocab_size)
+        if self._exact:
+            logits = exact.logits(self.model, hidden, [segment.stop for segment in complete])
+        else:
+            logits = self.model.logits(torch.cat(hidden)) if hidden else torch.empty(0, self.model.config.vocab_size)
         self.counters.prefill_s += time.perf_counter() - began
         return self._start_groups(complete, logits)
 
     def _compute(self, segments: list[Segment]) -> None:
         """Runs prompt tokens through the model; their routes and last hidden rows go to the rows' prompts."""
         if not segments:
+            return
+        if self._exact:
+            for s in segments:
+                request, own = self._requests[s.request], self._prompts[s.row]
+                given = (request.ids[: s.stop], s.start, request.images, own.features)
+                own.hidden, routes = exact.compute(self.model, self._pool, s.row, *given)
+                own.routes.append(routes)
+                self.counters.prefilled_tokens += s.stop - s.start
             return
         ids = np.concatenate([self._requests[s.request].ids[s.start : s.stop] for s in segments])
         counts = [s.stop - s.start for s in segments]
@@ -325,8 +338,8 @@ class Engine:
             images=image_inputs(self.model, read),
         )
         self.counters.prefilled_tokens += len(ids)
-        routes = np.split(out.routes[0].cpu().numpy(), bounds[1:-1])
-        for segment, part, end in zip(segments, routes, bounds[1:].tolist(), strict=True):
+        pieces = np.split(out.routes[0].cpu().numpy(), bounds[1:-1])
+        for segment, part, end in zip(segments, pieces, bounds[1:].tolist(), strict=True):
             prompt = self._prompts[segment.row]
             prompt.routes.append(part)
             prompt.hidden = out.hidden[0, end - 1 : end]
@@ -364,8 +377,16 @@ class Engine:
         """Gives the state at the end of a prompt to the prefix cache; a broken one is of no use to anyone."""
         request = self._requests[segment.request]
         if prompt.logits is not None and prompt.logits.isfinite().all():
-            source = self._pool.source(segment.row, prompt.routes[0], prompt.hidden)
-            prefix.put(request.ids, self._version, request.params.cache_salt, source)
+            self._keep(prefix, request, segment.row, request.ids, prompt.routes[0], prompt.hidden)
+
+    def _keep(
+        self, prefix: PrefixCache, request: Request, row: int, ids: np.ndarray, routes: Any, hidden: Any
+    ) -> None:
+        length = exact.whole_blocks(len(ids)) if self._exact else len(ids)
+        if length < len(ids):
+            ids, routes, hidden = ids[:length], None if routes is None else routes[:length], None
+        if length:
+            prefix.put(ids, self._version, request.params.cache_salt, self._pool.source(row, routes, hidden))
 
     def _keep_turns(self, prefix: PrefixCache, ended: list[tuple[int, Outcome]]) -> None:
         """Gives the states of rows that end well to the prefix cache: all tokens but the last, which was not read.
@@ -380,18 +401,20 @@ class Engine:
                 continue
             request = self._requests[number]
             ids = np.concatenate([request.prompt, self._table.tokens[row, : self._table.count[row] - 1]])
-            source = self._pool.source(row, self._table.routes_of(row), None)
-            prefix.put(ids, self._version, request.params.cache_salt, source)
+            self._keep(prefix, request, row, ids, self._table.routes_of(row), None)
 
     def _decode(self, rows: list[int]) -> tuple[np.ndarray, Tensor]:
         """Feeds every running row its last sampled token."""
         began = time.perf_counter()
         index = np.array(rows)
-        self._pool.claim(rows, [1] * len(rows))
-        out = self.model.hidden(self._tensor(self._table.token[index])[:, None], cache=self._pool.view(rows))
-        logits = self.model.logits(out.hidden[:, 0])
+        if self._exact:
+            logits, routes = exact.decode(self.model, self._pool, self._table, self._requests, rows)
+        else:
+            self._pool.claim(rows, [1] * len(rows))
+            out = self.model.hidden(self._tensor(self._table.token[index])[:, None], cache=self._pool.view(rows))
+            logits, routes = self.model.logits(out.hidden[:, 0]), out.routes[:, 0].cpu().numpy()
         self.counters.decode_s += time.perf_counter() - began
-        self._table.add_routes(index, out.routes[:, 0].cpu().numpy())
+        self._table.add_routes(index, routes)
         return index, logits
 
     def _sample(self, rows: np.ndarray, logits: Tensor) -> None:
@@ -401,7 +424,7 @@ class Engine:
             reason = "its constraint and its forbidden tokens leave nothing to sample"
             ended.append((number, DeadEnd(f"request {number}: {reason}")))
         rows = free.rows
-        draws = sampler.sample(
+        draws = (exact.sample if self._exact else sampler.sample)(
             free.logits,
             table.temperature[rows],
             table.top_p[rows],

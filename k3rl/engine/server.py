@@ -106,6 +106,7 @@ def serve_checkpoint(
     threads: int = 1,
     prefix_cache: Callable[[], PrefixCache | None] = lambda: None,
     memory_bytes: int | Literal["auto"] | None = "auto",
+    exact: bool = False,
 ) -> None:
     """Serves a checkpoint in the official layout until interrupted. Raises CheckpointError when it cannot be read."""
     tokenizer = Tokenizer.load(directory)
@@ -119,6 +120,7 @@ def serve_checkpoint(
             tokenizer=tokenizer,
             prefix_cache=prefix_cache(),
             memory_bytes=memory_bytes,
+            exact=exact,
         )
 
     serve(create_app(load, tokenizer, model_name=directory.resolve().name, token=token), host, port)

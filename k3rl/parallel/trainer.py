@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from k3rl.config import Config, ConfigError, K3Error
 from k3rl.data.batch import TrainBatch
@@ -24,6 +24,7 @@ from k3rl.numerics import project, stored_dtype
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
 from k3rl.parallel.agree import agree_on_start, agree_on_step
 from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
+from k3rl.parallel.exact import ValueOf, exact_target_logprobs
 from k3rl.parallel.expert import ExpertParallel
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.world import PeerFailed
@@ -70,6 +71,18 @@ class TrainerConfig(Config):
     """Parts of each layer that keep only their inputs and run their forward again before their backward."""
     shard_optimizer: bool = True
     """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
+    exact: bool = False
+    """Logprobs have the values of the exact forward, bit-equal to those of an engine with `exact`, and the gradients of
+    the usual one. Many times slower."""
+
+    @model_validator(mode="after")
+    def _exact_sequences_are_whole(self) -> TrainerConfig:
+        if self.exact and self.expert_parallel * self.context_parallel > 1:
+            raise ValueError(
+                f"exact computes a sequence on one rank; expert_parallel is {self.expert_parallel} and "
+                f"context_parallel {self.context_parallel}: set both to 1, or exact to false"
+            )
+        return self
 
 
 class _Statistics:
@@ -197,6 +210,9 @@ class Trainer:
         before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
         head = self.model.language_model.lm_head.weight
         logprobs, entropy = target_logprobs(before, head, ids[targets], temperature)
+        if self.config.exact:
+            value = exact_target_logprobs(self.model, batch, temperature)
+            logprobs = ValueOf.apply(logprobs, value.to(device))
 
         def at_targets(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values)[targets.cpu()].to(device, logprobs.dtype)
@@ -445,7 +461,11 @@ class Trainer:
         starts = {sid: int(start) for sid, start in zip(batch.sequence_ids, batch.cu_seqlens[:-1], strict=True)}
         for micro in self._forwards(batch):
             share = self.share(micro)
-            values, positions = self.target_inputs(micro, temperature, share).logprobs.float().cpu(), share.targets
+            if self.config.exact:
+                found = exact_target_logprobs(self.model, micro, temperature)
+            else:
+                found = self.target_inputs(micro, temperature, share).logprobs
+            values, positions = found.float().cpu(), share.targets
             owner = np.searchsorted(micro.cu_seqlens, positions, side="right") - 1
             origin = np.array([starts[sid] for sid in micro.sequence_ids], np.int64)
             out[origin[owner] + positions - micro.cu_seqlens[owner]] = values
