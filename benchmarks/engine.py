@@ -1,13 +1,18 @@
 """The rollout engine: tokens per second by batch, time to the first token of cached prefixes, memory per request.
 
-    python benchmarks/engine.py [--json] [--threads N] [--model k3-nano] [--repeats 3] [--sampled 256] [--out FILE]
+    python benchmarks/engine.py [--json] [--threads N] [--models k3-nano k3-30m] [--batches 1 16 64] [--sampled 256]
+                                [--prefixes 1024 4096 16384 65536] [--repeats 3] [--parts decode prefix memory exact]
+                                [--out FILE]
 
 `decode` rows: as many requests as the shape says, 128 prompt tokens and `--sampled` sampled ones each; `ours_ms` is
 one decode step, `tokens_per_s` counts sampled tokens over the whole run, prefill included. The peer is `generate` of
-transformers (when it is installed) on a dense Llama with the same active parameters. `first_token` rows: a prompt
-whose prefix is cached against the same prompt cold. `prefix_cache` row: single-turn groups with the cache on against
-off. Contenders take turns; a figure is the fastest of the repeats. Floor of a decode step: parameters read once,
-KDA states read and written, latents read, at the rate of a copy timed here.
+transformers (when it is installed) on a dense Llama with the same active parameters, sampling from everything as the
+engine does. `first_token` rows: a prompt whose prefix is cached against the same prompt cold; `cached_token_us` is the
+time that is not the new tokens' own, by cached token, `fresh_token_us` the cold time by token, `cached_share` their
+ratio. `prefix_cache` row: single-turn groups with the cache on against off. `memory` rows: bytes that one request owns
+in an engine's pool after so many tokens, no time. `exact` row: the exact mode against the usual one. Contenders take
+turns; a figure is the fastest of the repeats. Floor of a decode step: parameters read once, KDA states read and
+written, latents read, at the rate of a copy timed here. k3-30m is defined here.
 """
 
 from __future__ import annotations
@@ -27,9 +32,13 @@ import numpy as np
 import torch
 
 from k3rl.engine import Engine, PrefixCache, SamplingParams
-from k3rl.model import K3Config, K3ForCausalLM, QuantizationConfig
+from k3rl.engine.cache import MemoryPlan, StatePool
+from k3rl.engine.paged import PagedCache
+from k3rl.engine.prefix import FixedState, Hit
+from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, QuantizationConfig
 
 PROMPT_TOKENS = 128
+PARTS = ("decode", "prefix", "memory", "exact")
 
 
 def seconds(call: Callable[..., Any], *arguments: Any, **options: Any) -> float:
@@ -55,8 +64,32 @@ def row(
     }
 
 
+def configured(name: str) -> K3Config:
+    """A named model, or k3-30m: k3-nano's shape with more of everything, 30 M parameters."""
+    if name != "k3-30m":
+        return K3Config.named(name)
+    linear = LinearAttnConfig(num_heads=4, head_dim=64, kda_layers=(1, 2, 3, 5, 6, 7), full_attn_layers=(4, 8, 9))
+    return K3Config.named("k3-nano").replace(
+        hidden_size=256,
+        num_hidden_layers=9,
+        num_attention_heads=4,
+        q_lora_rank=128,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        intermediate_size=512,
+        moe_intermediate_size=192,
+        num_experts=40,
+        num_experts_per_token=4,
+        routed_expert_hidden_size=128,
+        attn_res_block_size=3,
+        linear_attn_config=linear,
+    )
+
+
 def build(name: str, activations: str, context: int | None = None) -> K3ForCausalLM:
-    config = K3Config.named(name).replace(quantization=QuantizationConfig(weights="mxfp4", activations=activations))
+    config = configured(name).replace(quantization=QuantizationConfig(weights="mxfp4", activations=activations))
     if context is not None:
         config = config.replace(max_position_embeddings=context)
     model = K3ForCausalLM(config)
@@ -131,7 +164,7 @@ def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> li
     rows, rate = [], copy_rate()
     models = {kind: build(name, kind) for kind in ("none", "mxfp8")}
     peer = dense_peer(active_parameters(models["none"]), models["none"].config.vocab_size)
-    peer_name = "none" if peer is None else f"transformers {version('transformers')} Llama, same active parameters"
+    peer_name = "absent: transformers is not installed" if peer is None else f"transformers {version('transformers')} Llama, same active parameters"
     for batch in batches:
         given = prompts(models["none"], batch, PROMPT_TOKENS)
         own = SamplingParams(max_tokens=sampled)
@@ -144,7 +177,7 @@ def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> li
                 step[kind].append(engine.counters.decode_s / max(engine.counters.steps - 1, 1))
             if peer is not None:
                 ids = torch.tensor(given)
-                options = {"max_new_tokens": sampled, "min_new_tokens": sampled, "do_sample": True, "pad_token_id": 0}
+                options = {"max_new_tokens": sampled, "min_new_tokens": sampled, "do_sample": True, "pad_token_id": 0, "top_k": 0}
                 whole["peer"].append(seconds(peer.generate, ids, **options))
         for kind, model in models.items():
             took, theirs = min(whole[kind]), min(whole["peer"], default=None)
@@ -173,6 +206,7 @@ def first_token_rows(name: str, lengths: list[int], repeats: int) -> list[dict[s
         model = build(name, "mxfp8", context=max(lengths) + 1024)
         one, fresh = SamplingParams(max_tokens=1, seed=0), 16
         (prefix,) = prompts(model, 1, length)
+        new_s = min(seconds(Engine(model, max_running=1).generate, prompts(model, 1, fresh), one) for _ in range(3))
         warm = Engine(model, max_running=1, prefill_tokens=1024, prefix_cache=PrefixCache.of_bytes(1 << 30))
         warm.generate([prefix], one)
         cold_s, warm_s = [], []
@@ -193,9 +227,16 @@ def first_token_rows(name: str, lengths: list[int], repeats: int) -> list[dict[s
                 min(cold_s),
                 None,
                 share_of_cold=round(min(warm_s) / min(cold_s), 4),
+                **token_costs(min(warm_s) - new_s, length, min(cold_s), length + fresh),
             )
         )
     return rows
+
+
+def token_costs(cached_s: float, cached: int, fresh_s: float, fresh: int) -> dict[str, float]:
+    """Microseconds of a cached and of a fresh input token, and their ratio."""
+    one, other = 1e6 * max(cached_s, 0.0) / cached, 1e6 * fresh_s / fresh
+    return {"cached_token_us": round(one, 3), "fresh_token_us": round(other, 3), "cached_share": round(one / other, 4)}
 
 
 def single_turn_row(name: str, repeats: int) -> dict[str, Any]:
@@ -213,6 +254,60 @@ def single_turn_row(name: str, repeats: int) -> dict[str, Any]:
     )
 
 
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+def memory_rows(lengths: tuple[int, ...] = (1_000, 10_000, 100_000), page: int = 64) -> list[dict[str, Any]]:
+    """What one request owns in a pool, counted from its tensors; a nano model with K3's latent of 512 + 64 values."""
+    config = K3Config.named("k3-nano").replace(kv_lora_rank=512, qk_rope_head_dim=64, max_position_embeddings=1 << 17)
+    model = K3ForCausalLM(config)
+    kda, mla = sorted(config.kda_layers), sorted(config.mla_layers)
+    fixed, per_token = state_bytes(model)
+    plan = MemoryPlan.of(model, 3 * fixed + 2 * max(lengths) * per_token, 1, max(lengths), page)
+    rows = []
+    for length in lengths:
+        pool = StatePool(model, 1, False, plan)
+        if pool.paged is None:
+            raise SystemExit("a pool with a memory plan has no pages; the bytes would be of something else")
+        held = held_bytes(pool.paged)
+        view = pool.view([0])
+        states = [torch.cat([read(layer) for layer in kda]) for read in (view.recurrent, view.conv)]
+        latent = torch.zeros(len(mla), length, 512 + 64)
+        pool.restore(0, Hit(length, FixedState(*states, None), latent, None))
+        store = pool.paged._store
+        owned = sum(storage[0].nbytes * store.owned[0] for storage in store.latent.values())
+        entry = row("memory", f"{length} tokens, {len(kda)} KDA and {len(mla)} MLA layers", "none", 0.0, None, None)
+        entry |= {
+            "kda_bytes": sum(state.nbytes for state in states),
+            "mla_bytes": owned,
+            "mla_values_per_token_and_layer": round(owned / 4 / len(mla) / length, 2),
+            "page_table_bytes": store.table[0, : store.owned[0]].nbytes,
+            "other_growth_bytes": held_bytes(pool.paged) - held - store.table.nbytes + 8 * store.table.itemsize * 2,
+        }
+        rows.append(entry)
+    return rows
+
+
+def held_bytes(cache: PagedCache) -> int:
+    """All that a paged cache holds, used or free."""
+    held = 0
+    for value in vars(cache._store).values():
+        tensors = value.values() if isinstance(value, dict) else [value]
+        held += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return held
+
+
+def exact_row(name: str, batch: int, sampled: int, repeats: int) -> dict[str, Any]:
+    model = build(name, "mxfp8")
+    given, own = prompts(model, batch, PROMPT_TOKENS), SamplingParams(max_tokens=sampled)
+    took: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(repeats):
+        for exact in took:
+            took[exact].append(seconds(Engine(model, max_running=batch, exact=exact).generate, given, own))
+    shape = f"{name}, {batch} requests, {PROMPT_TOKENS} in, {sampled} out"
+    return row("exact", shape, "the usual mode", min(took[True]), min(took[False]), None)
+
+
 # ---------------------------------------------------------------------------------------------------- report
 
 
@@ -226,24 +321,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--model", default="k3-nano")
+    parser.add_argument("--models", nargs="+", default=["k3-nano", "k3-30m"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sampled", type=int, default=256, help="tokens per request of the decode rows")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prefixes", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    fixed, per_token = state_bytes(build(arguments.model, "none"))
+    first, rows = arguments.models[0], list[dict[str, Any]]()
+    fixed, per_token = state_bytes(build(first, "none"))
+    if "decode" in arguments.parts:
+        for model in arguments.models:
+            rows += decode_rows(model, arguments.batches, arguments.sampled, arguments.repeats)
+    if "prefix" in arguments.parts:
+        rows += first_token_rows(first, arguments.prefixes, arguments.repeats)
+        rows.append(single_turn_row(first, arguments.repeats))
+    if "memory" in arguments.parts:
+        rows += memory_rows()
+    if "exact" in arguments.parts:
+        rows.append(exact_row(first, 64, 32, arguments.repeats))
     report: dict[str, Any] = {
         "machine": machine(),
         "versions": {name: version(name) for name in ("torch", "numpy")} | {"python": platform.python_version()},
         "memory": {"bytes_per_request": fixed, "bytes_per_token": per_token},
-        "results": [
-            *decode_rows(arguments.model, arguments.batches, arguments.sampled, arguments.repeats),
-            *first_token_rows(arguments.model, arguments.prefixes, arguments.repeats),
-            single_turn_row(arguments.model, arguments.repeats),
-        ],
+        "results": rows,
     }
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -253,6 +356,8 @@ def main() -> None:
     for entry in report["results"]:
         peer = "-" if entry["peer_ms"] is None else f"{entry['peer_ms']:.3f} ms ({entry['ratio']:.2f}x)"
         speed = f"{entry['tokens_per_s']:.0f} tokens/s" if "tokens_per_s" in entry else ""
+        kept = ("share_of_cold", "cached_share", "kda_bytes", "mla_bytes", "page_table_bytes", "other_growth_bytes")
+        speed += "  ".join(f"{key} {entry[key]}" for key in kept if key in entry)
         print(f"{entry['name']:26} {entry['shape']:46} {entry['ours_ms']:9.3f} ms  peer {peer} {speed}")
 
 

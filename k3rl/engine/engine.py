@@ -379,9 +379,7 @@ class Engine:
         if prompt.logits is not None and prompt.logits.isfinite().all():
             self._keep(prefix, request, segment.row, request.ids, prompt.routes[0], prompt.hidden)
 
-    def _keep(
-        self, prefix: PrefixCache, request: Request, row: int, ids: np.ndarray, routes: Any, hidden: Any
-    ) -> None:
+    def _keep(self, prefix: PrefixCache, request: Request, row: int, ids: np.ndarray, routes: Any, hidden: Any) -> None:
         length = exact.whole_blocks(len(ids)) if self._exact else len(ids)
         if length < len(ids):
             ids, routes, hidden = ids[:length], None if routes is None else routes[:length], None

@@ -254,7 +254,9 @@ def exact_logprob(logits: Tensor, token: int, temperature: float = 1.0, kept: Te
             z /= temperature
         mass = z.exp()
         if kept is not None:
-            mask = kept if kept.dtype == torch.bool else torch.zeros(z.shape, dtype=torch.bool).index_fill_(0, kept, True)
+            mask = (
+                kept if kept.dtype == torch.bool else torch.zeros(z.shape, dtype=torch.bool).index_fill_(0, kept, True)
+            )
             mass *= mask
         return float(z[token] - mass.sum().log())
 
