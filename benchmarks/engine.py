@@ -164,7 +164,11 @@ def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> li
     rows, rate = [], copy_rate()
     models = {kind: build(name, kind) for kind in ("none", "mxfp8")}
     peer = dense_peer(active_parameters(models["none"]), models["none"].config.vocab_size)
-    peer_name = "absent: transformers is not installed" if peer is None else f"transformers {version('transformers')} Llama, same active parameters"
+    peer_name = (
+        "absent: transformers is not installed"
+        if peer is None
+        else f"transformers {version('transformers')} Llama, same active parameters"
+    )
     for batch in batches:
         given = prompts(models["none"], batch, PROMPT_TOKENS)
         own = SamplingParams(max_tokens=sampled)
@@ -177,7 +181,13 @@ def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> li
                 step[kind].append(engine.counters.decode_s / max(engine.counters.steps - 1, 1))
             if peer is not None:
                 ids = torch.tensor(given)
-                options = {"max_new_tokens": sampled, "min_new_tokens": sampled, "do_sample": True, "pad_token_id": 0, "top_k": 0}
+                options = {
+                    "max_new_tokens": sampled,
+                    "min_new_tokens": sampled,
+                    "do_sample": True,
+                    "pad_token_id": 0,
+                    "top_k": 0,
+                }
                 whole["peer"].append(seconds(peer.generate, ids, **options))
         for kind, model in models.items():
             took, theirs = min(whole[kind]), min(whole["peer"], default=None)
