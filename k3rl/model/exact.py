@@ -249,16 +249,14 @@ def exact_logprob(logits: Tensor, token: int, temperature: float = 1.0, kept: Te
     """
     z = logits.to("cpu", torch.float64, copy=True)
     with fixed_arithmetic():
+        if kept is not None:
+            if kept.dtype != torch.bool:
+                kept = torch.zeros(z.shape, dtype=torch.bool).index_fill_(0, kept, True)
+            z.masked_fill_(~kept, float("-inf"))
         z -= z.amax()
         if temperature not in (0.0, 1.0):
             z /= temperature
-        mass = z.exp()
-        if kept is not None:
-            mask = (
-                kept if kept.dtype == torch.bool else torch.zeros(z.shape, dtype=torch.bool).index_fill_(0, kept, True)
-            )
-            mass *= mask
-        return float(z[token] - mass.sum().log())
+        return float(z[token] - z.exp().sum().log())
 
 
 @torch.no_grad()

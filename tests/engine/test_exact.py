@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.data.images import ImagePatches
-from k3rl.engine import Engine, PrefixCache
+from k3rl.engine import Engine, PrefixCache, exact, sampler
 from k3rl.engine.cache import state_bytes
 from k3rl.losses import K3Policy
 from k3rl.model import AblationConfig, VisionConfig
@@ -140,8 +138,8 @@ def test_gradients_are_those_of_the_usual_forward(build_model):
     model = build_model()
     batch = packed(PROMPTS, Engine(model).generate(PROMPTS, params()))
     found = []
-    for exact in (False, True):
-        trainer = Trainer(model, TrainerConfig(exact=exact))
+    for on in (False, True):
+        trainer = Trainer(model, TrainerConfig(exact=on))
         K3Policy(0.5, 2.0, 0.02)(trainer.target_inputs(batch)).loss.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
@@ -208,6 +206,31 @@ def test_images_have_the_bits_of_the_learner_too(build_model):
     assert found == [value for answer in done for value in answer.logprobs]
 
 
+def test_drawing_row_by_row_is_drawing_together_with_biases_and_constraints():
+    rng = np.random.default_rng(0)
+    rows, size = 6, 24
+    logits = torch.from_numpy(rng.normal(size=(rows, size)) * 3)
+    logits[3, :12] += 2000.0  # the constraint leaves what has no mass beside the others
+    mask = np.zeros((2, size), bool)
+    mask[0, 3:9], mask[1, 12:15] = True, True
+    biases = sampler.Biases(
+        np.array([0, 0, 3]), np.array([4, 5, 13]), np.array([2.5, -np.inf, 1.0]), np.array([1, 0, 0, 0, 0, 0], bool)
+    )
+    given = (
+        np.array([1.0, 0.0, 0.7, 1.0, 1.3, 1.0]),
+        np.array([1.0, 1.0, 0.8, 1.0, 1.0, 0.6]),
+        np.array([0, 0, 0, 0, 5, 0]),
+        rng.random(rows),
+        np.array([0.0, 0.0, 0.0, 0.0, 0.05, 0.0]),
+        biases,
+        sampler.Allowed(np.array([1, 3]), mask),
+    )
+    together, apart = sampler.sample(logits, *given), exact.sample(logits, *given)
+    for name in ("ids", "finite", "cut_rows", "kept"):
+        assert np.array_equal(getattr(apart, name), getattr(together, name)), name
+    np.testing.assert_allclose(apart.logprobs, together.logprobs, rtol=0, atol=1e-12)  # float64 sums in another order
+
+
 def test_routes_given_back_are_used(single):
     ids = torch.arange(1, 38)
     _, routes = exact_hidden(single, ids, single.new_cache(1))
@@ -215,10 +238,10 @@ def test_routes_given_back_are_used(single):
     assert torch.equal(exact_hidden(single, ids, single.new_cache(1), routes=other)[1], other)
 
 
-def test_an_exact_engine_samples_under_constraints_of_bias_alone_as_the_usual_one(model):
+def test_an_exact_engine_samples_with_biases_as_the_usual_one(model):
     own = params(max_tokens=12, logit_bias=((3, 2.0), (5, float("-inf"))), top_k=6)
     (usual,) = Engine(model).generate([PROMPTS[1]], own)
-    (exact,) = Engine(model, exact=True).generate([PROMPTS[1]], dataclasses.replace(own))
-    assert exact.token_ids == usual.token_ids
-    np.testing.assert_allclose(exact.logprobs, usual.logprobs, rtol=0, atol=1e-9)  # order of sums only
-    assert all(np.array_equal(a, b) for a, b in zip(exact.kept, usual.kept, strict=True))
+    (mine,) = Engine(model, exact=True).generate([PROMPTS[1]], own)
+    assert mine.token_ids == usual.token_ids
+    np.testing.assert_allclose(mine.logprobs, usual.logprobs, rtol=0, atol=1e-9)  # order of sums only
+    assert all(np.array_equal(a, b) for a, b in zip(mine.kept, usual.kept, strict=True))
