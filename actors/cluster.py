@@ -83,6 +83,8 @@ class ClusterConfig(Config):
     """How long to wait for resources before saying what is missing."""
     call_timeout_s: float = Field(900.0, gt=0)
     """How long one actor call may take before the run ends with the actor's name."""
+    restarts: int = Field(2, ge=0)
+    """How often a run may start its actors again, from its last training state, after one died or hung."""
     object_store_mb: int = Field(512, ge=100)
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from k3rl.config import K3Error
 from k3rl.types import Failed, FailureKind
@@ -16,20 +23,26 @@ class ActorFailure(K3Error):
     """An actor died, hung, or raised what no one is meant to handle."""
 
 
+class ActorLost(ActorFailure):
+    """An actor died or hung. Fresh actors may well get through the same work."""
+
+
 def wait(ref: Any, timeout_s: float, what: str) -> Any:
     """The value of a Ray reference. A typed error of k3rl comes through as itself; others become ActorFailure."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise ActorFailure(
+        raise ActorLost(
             f"{what} gave no answer within {timeout_s:g} s; raise --cluster.call-timeout-s if that is normal"
         ) from error
     except RayTaskError as error:
         if isinstance(error.cause, K3Error):
             raise error.cause from None
+        if isinstance(error.cause, RayActorError):  # one actor found another one dead
+            raise ActorLost(f"an actor that {what} needs died:\n{error}") from error
         raise ActorFailure(f"{what} failed:\n{error}") from error
-    except RayActorError as error:
-        raise ActorFailure(f"the actor of {what} died:\n{error}") from error
+    except (RayActorError, OutOfMemoryError, WorkerCrashedError) as error:
+        raise ActorLost(f"the actor of {what} died:\n{error}") from error
 
 
 def outcome(ref: Any, timeout_s: float, what: str) -> Any:

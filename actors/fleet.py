@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -12,7 +14,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.crew import Crew, wait
+from k3rl.actors.crew import ActorLost, Crew, wait
 from k3rl.actors.environment import EnvironmentActor
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.placement import reserve
@@ -23,8 +25,11 @@ from k3rl.actors.weights import WeightPublisher
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch
 from k3rl.envs.faults import FaultConfig
-from k3rl.parallel import Loss, PeerFailed, TrainerConfig, deal
+from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, deal
 from k3rl.run.metrics import Accumulator
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 
 class Learner:
@@ -32,19 +37,20 @@ class Learner:
 
     def __init__(self, actors: list[Any], timeout_s: float) -> None:
         self.actors = actors
+        self.notes: list[str] = []  # about steps, for a person; who shows them clears them
         self._timeout_s = timeout_s
         self._context = 1  # ranks that share each sequence
         if len(actors) > 1:
             address = wait(actors[0].address.remote(), timeout_s, "learner.address")
             self._every("join", [(address, rank, len(actors), timeout_s) for rank in range(len(actors))])
 
-    def create(self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int) -> int:
+    def create(self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int, learner: LearnerConfig) -> int:
         self._context = trainer.context_parallel
-        return self._every("create", [(config, trainer, seed)] * len(self.actors))[0]
+        return self._every("create", [(config, trainer, seed, learner)] * len(self.actors))[0]
 
-    def load(self, checkpoint: str, trainer: TrainerConfig) -> int:
+    def load(self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig) -> int:
         self._context = trainer.context_parallel
-        return self._every("load", [(checkpoint, trainer)] * len(self.actors))[0]
+        return self._every("load", [(checkpoint, trainer, learner)] * len(self.actors))[0]
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
         self._every("load_teachers", [(checkpoints, trainer)] * len(self.actors))
@@ -59,7 +65,12 @@ class Learner:
         return self._every("save_checkpoint", [(directory, card)] * len(self.actors))[0]
 
     def save_state(self, directory: str, extra: Mapping[str, Any]) -> None:
-        self._every("save_state", [(directory, extra)] * len(self.actors))
+        """Returns once the state is copied; it is written while training goes on, and `state_saved` waits for that."""
+        save_id = secrets.token_hex(4)
+        self._every("save_state", [(directory, extra, save_id)] * len(self.actors))
+
+    def state_saved(self) -> None:
+        self._every("state_saved", [()] * len(self.actors))
 
     def start_training(
         self, batches: Sequence[TrainBatch], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
@@ -76,6 +87,8 @@ class Learner:
         metrics = Accumulator()
         for part in self._results("learner.train", started):
             metrics.merge(part)
+        if "optim/nonfinite_steps" in metrics.pairs():
+            self.notes += self._every("notes", [()] * len(self.actors))[0]  # those of the others say the same
         return metrics
 
     def evaluate(self, batch: TrainBatch, loss: Loss) -> Accumulator:
@@ -111,7 +124,7 @@ class Learner:
         return self._results(f"learner.{method}", calls)
 
     def _results(self, what: str, calls: list[Any]) -> list[Any]:
-        """All ranks' answers; where several fail, the error of the rank that failed by itself."""
+        """All ranks' answers; where several fail, a lost rank's error first, then that of one that failed by itself."""
         answers: list[Any] = []
         errors: list[K3Error] = []
         for rank, call in enumerate(calls):
@@ -120,22 +133,118 @@ class Learner:
             except K3Error as error:
                 errors.append(error)
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, PeerFailed))
+            raise min(errors, key=lambda error: (not isinstance(error, ActorLost), isinstance(error, PeerFailed)))
         return answers
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a fleet is made of."""
+
+    env: str
+    env_args: Mapping[str, Any]
+    sandbox: str
+    max_running: int
+    seed: int
+    faults: FaultConfig
+    canary_prompt: list[int] | None
+    canary_tolerance: float
+    learner: bool
+    rollouts: bool
 
 
 class Fleet:
     """The actors of one run. Use `fleet(...)`; members that a pipeline did not ask for are absent."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, parts: _Parts, group: PlacementGroup) -> None:
         self.config = config
         self.learner: Learner
         self.rollouts: Rollouts
+        self.restarts_left = config.restarts
+        self._parts = parts
+        self._group = group
         self._publisher: Any = None
+        self._started: list[Any] = []
+        self._crews: list[Crew] = []
 
     def publish(self) -> dict[str, float]:
         """The learner's weights to every engine, two-phase, with the canary."""
         return wait(self._publisher.publish.remote(), self.config.call_timeout_s, "publishing weights")
+
+    def start(self) -> None:
+        """Makes the actors, each in its part of the reservation."""
+        config, parts = self.config, self._parts
+        places = {name: (index, bundle) for index, (name, bundle) in enumerate(_roles(config, parts))}
+
+        def place(role: str, cls: type, *args: Any, **options: Any) -> Any:
+            index, bundle = places[role]
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            where: dict[str, Any] = {"num_cpus": bundle["CPU"], "scheduling_strategy": strategy}
+            return ray.remote(cls).options(**where, **options).remote(*args)
+
+        if parts.learner:
+            for i in range(config.learner_actors):
+                self._started.append(place(f"learner {i}", LearnerActor, config.learner_threads))
+            self.learner = Learner(list(self._started), config.call_timeout_s)
+        if parts.rollouts:
+            urls = config.rollout.url
+            servers = [(config.rollout, url) for url in urls] if urls else [None] * config.rollout_actors
+            sampling = config.rollout_threads, parts.max_running
+            engines = [
+                place(f"rollout {i}", RolloutActor, *sampling, parts.seed + i, config.engine, server)
+                for i, server in enumerate(servers)
+            ]
+            self._started += engines
+            played = parts.env, dict(parts.env_args), parts.sandbox
+
+            def player(i: int) -> Any:
+                engine = engines[i % len(engines)]
+                return place(f"environment {i}", EnvironmentActor, *played, engine, parts.faults, max_concurrency=8)
+
+            def judge(i: int) -> Any:
+                return place(f"reward {i}", RewardActor, *played)
+
+            for make, count in ((player, config.environment_actors), (judge, config.reward_actors)):
+                self._crews.append(Crew([make(i) for i in range(count)], make))
+            self.rollouts = Rollouts(config, engines, *self._crews, faults=parts.faults, env=parts.env)
+        if parts.learner and parts.rollouts and parts.canary_prompt:
+            publisher = self.learner.actors, self.rollouts.actors, parts.canary_prompt, parts.canary_tolerance
+            make_publisher = ray.remote(WeightPublisher).options(num_cpus=0)
+            self._publisher = make_publisher.remote(*publisher, config.call_timeout_s)
+            self._started.append(self._publisher)
+
+    def restart(self) -> None:
+        """Ends all actors, what they were doing included, and makes new ones in the same reservation."""
+        self.restarts_left -= 1
+        self.stop()
+        self.start()
+
+    def settle(self) -> None:
+        """Waits for a training state that is being written; its error gives way to the one under way."""
+        if self._started and self._parts.learner:
+            with suppress(K3Error):
+                self.learner.state_saved()
+
+    def stop(self) -> None:
+        """Ends all actors."""
+        for crew in self._crews:
+            crew.end()
+        for actor in self._started:
+            ray.kill(actor)
+        self._crews.clear()
+        self._started.clear()
+
+
+def _roles(config: ClusterConfig, parts: _Parts) -> list[tuple[str, dict[str, float]]]:
+    """(name, resources) of every actor that needs any, in the order in which `start` places them."""
+    roles: list[tuple[str, dict[str, float]]] = []
+    if parts.learner:
+        roles += [(f"learner {i}", {"CPU": config.learner_cpus}) for i in range(config.learner_actors)]
+    if parts.rollouts:
+        roles += [(f"rollout {i}", {"CPU": config.rollout_cpus}) for i in range(config.rollout_actors)]
+        roles += [(f"environment {i}", {"CPU": config.environment_cpus}) for i in range(config.environment_actors)]
+        roles += [(f"reward {i}", {"CPU": config.reward_cpus}) for i in range(config.reward_actors)]
+    return roles
 
 
 @contextmanager
@@ -155,71 +264,31 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Starts the actors in one placement group and ends them, reservation included, with the block.
 
+    A training state that is being written when the block fails is waited for, where its learner still lives.
     Raises MissingResource with a table when the cluster cannot place them in time.
     """
-    roles: list[tuple[str, dict[str, float]]] = []
-    if learner:
-        roles += [(f"learner {i}", {"CPU": config.learner_cpus}) for i in range(config.learner_actors)]
-    if rollouts:
-        roles += [(f"rollout {i}", {"CPU": config.rollout_cpus}) for i in range(config.rollout_actors)]
-        roles += [(f"environment {i}", {"CPU": config.environment_cpus}) for i in range(config.environment_actors)]
-        roles += [(f"reward {i}", {"CPU": config.reward_cpus}) for i in range(config.reward_actors)]
-    group = reserve(roles, deadline_s=config.placement_deadline_s)
-    places = {name: (index, bundle) for index, (name, bundle) in enumerate(roles)}
-    faults = faults or FaultConfig()
-
-    def place(role: str, cls: type, *args: Any, **options: Any) -> Any:
-        index, bundle = places[role]
-        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-        return ray.remote(cls).options(num_cpus=bundle["CPU"], scheduling_strategy=strategy, **options).remote(*args)
-
-    started: list[Any] = []
-    crews: list[Crew] = []
+    parts = _Parts(
+        env,
+        env_args,
+        sandbox,
+        max_running,
+        seed,
+        faults or FaultConfig(),
+        canary_prompt,
+        canary_tolerance,
+        learner=learner,
+        rollouts=rollouts,
+    )
+    group = reserve(_roles(config, parts), deadline_s=config.placement_deadline_s)
+    members = Fleet(config, parts, group)
     try:
-        members = Fleet(config)
-        if learner:
-            ranks = [place(f"learner {i}", LearnerActor, config.learner_threads) for i in range(config.learner_actors)]
-            started += ranks
-            members.learner = Learner(ranks, config.call_timeout_s)
-        if rollouts:
-            urls = config.rollout.url
-            servers = [(config.rollout, url) for url in urls] if urls else [None] * config.rollout_actors
-            engines = [
-                place(
-                    f"rollout {i}", RolloutActor, config.rollout_threads, max_running, seed + i, config.engine, server
-                )
-                for i, server in enumerate(servers)
-            ]
-            started += engines
-
-            def player(i: int) -> Any:
-                engine = engines[i % len(engines)]
-                arguments = (env, dict(env_args), sandbox, engine, faults)
-                return place(f"environment {i}", EnvironmentActor, *arguments, max_concurrency=8)
-
-            def judge(i: int) -> Any:
-                return place(f"reward {i}", RewardActor, env, dict(env_args), sandbox)
-
-            for make, count in ((player, config.environment_actors), (judge, config.reward_actors)):
-                crews.append(Crew([make(i) for i in range(count)], make))
-            members.rollouts = Rollouts(config, engines, *crews, faults=faults, env=env)
-        if learner and rollouts and canary_prompt:
-            members._publisher = (
-                ray.remote(WeightPublisher)
-                .options(num_cpus=0)
-                .remote(
-                    members.learner.actors,
-                    members.rollouts.actors,
-                    canary_prompt,
-                    canary_tolerance,
-                    config.call_timeout_s,
-                )
-            )
-            started.append(members._publisher)
+        members.start()
         yield members
+    except ActorLost:
+        raise
+    except Exception:
+        members.settle()
+        raise
     finally:
-        for crew in crews:
-            crew.end()
-        for actor in started:
-            ray.kill(actor)
+        members.stop()
         remove_placement_group(group)

@@ -17,13 +17,16 @@ from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 from k3rl.checkpoint.sharded import collected_tensors
-from k3rl.checkpoint.train_state import load_train_state, save_train_state
+from k3rl.checkpoint.state_writer import StateWriter, restore
+from k3rl.checkpoint.train_state import TrainState
 from k3rl.data.batch import TrainBatch
 from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.parallel import Loss, Mesh, Trainer, TrainerConfig, World
+from k3rl.parallel import LearnerConfig, Loss, Mesh, Trainer, TrainerConfig, World, make_trainer
 from k3rl.run.metrics import Accumulator
 from k3rl.tokens import Tokenizer
 from k3rl.types import WeightVersion
+
+_NATIVE = LearnerConfig()
 
 
 class LearnerActor:
@@ -36,8 +39,10 @@ class LearnerActor:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
+        torch.manual_seed(0)  # draws of k3rl have seeds of their own; this is for libraries, and part of a state
         self._world = World.alone()
         self._meshes: dict[tuple[int, int], Mesh] = {}
+        self._writer = StateWriter()
         self._trainer: Trainer | None = None
         self._teachers: dict[str, Trainer] = {}
         self._tokenizer: Tokenizer | None = None
@@ -53,6 +58,7 @@ class LearnerActor:
     def join(self, address: str, rank: int, size: int, timeout_s: float) -> None:
         """Becomes rank `rank` of `size`; returns when all are there."""
         self._world = World(rank, size, address, timeout_s=timeout_s)
+        self._writer = StateWriter(rank, size, timeout_s=timeout_s)
         self._meshes.clear()
 
     def _mesh(self, config: TrainerConfig) -> Mesh:
@@ -68,24 +74,27 @@ class LearnerActor:
             raise RuntimeError("this learner has no model yet; call create(...) or load(...) first")
         return self._trainer
 
-    def create(self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int) -> int:
+    def create(
+        self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int, learner: LearnerConfig = _NATIVE
+    ) -> int:
         """A freshly initialised model from an official-layout config; returns its number of parameters."""
         self._tokenizer = Tokenizer.builtin()
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
         model = K3ForCausalLM(built, experts=mesh.experts(built.num_experts))
         model.init_weights(seed)
-        return self._adopt(model, trainer, mesh)
+        return self._adopt(model, trainer, mesh, learner)
 
-    def load(self, checkpoint: str, trainer: TrainerConfig) -> int:
+    def load(self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig = _NATIVE) -> int:
         """A model from an official-layout directory, with fresh optimizer state."""
         self._tokenizer = Tokenizer.load(checkpoint)
         mesh = self._mesh(trainer)
-        return self._adopt(load_checkpoint(checkpoint, dtype=torch.float32, mesh=mesh), trainer, mesh)
+        return self._adopt(load_checkpoint(checkpoint, dtype=torch.float32, mesh=mesh), trainer, mesh, learner)
 
-    def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh) -> int:
-        self._trainer = Trainer(model, config, mesh)  # which also ships every parameter
+    def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh, learner: LearnerConfig) -> int:
+        size = model.parameter_count()  # before a backend may cut parameters over the ranks
+        self._trainer = make_trainer(model, config, learner, mesh)  # which also ships every parameter
         self._teachers.clear()
-        return model.parameter_count()
+        return size
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
         """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
@@ -98,7 +107,11 @@ class LearnerActor:
     def train(
         self, batches: Sequence[TrainBatch | None], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
     ) -> Accumulator:
-        """One optimizer step for each batch, of which this rank gets its share; together they are one rollout batch."""
+        """One optimizer step for each batch, of which this rank gets its share; together they are one rollout batch.
+
+        Raises TrainStateError when a state that was being written meanwhile could not be.
+        """
+        self._writer.check()
         metrics = Accumulator()
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
@@ -106,6 +119,11 @@ class LearnerActor:
                 self.trainer.train(batch, loss, lr_scale=lr_scale, temperature=temperature, last_of_batch=last)
             )
         return metrics
+
+    def notes(self) -> list[str]:
+        """What a person should read about the last steps; each is given once."""
+        notes, self.trainer.notes = self.trainer.notes, []
+        return notes
 
     def evaluate(self, batch: TrainBatch | None, loss: Loss) -> Accumulator:
         """The loss's metrics on this rank's share."""
@@ -127,20 +145,19 @@ class LearnerActor:
             out[rows] = self._teachers[domain].logprobs(batch.select(members), temperature)
         return out
 
-    def publish(self, served: Sequence[Served]) -> Publication:
+    def publish(self, served: Sequence[Served]) -> Publication | None:
         """The next weight version, in the forms that engines which serve `served` need.
 
         A delta where an engine serves the version before this one, everything where it does not. Messages lie in the
         object store, in buckets of bounded size: hundreds of small tensors pickled one by one cost more than their
         bytes. The stored tensors of a version are kept until the next one, for the delta. Rank 0 gives them out, with
-        the experts of the others; other ranks give the version with nothing in it.
+        the experts of the others; other ranks give None.
         """
-        tensors = self._stored()
-        if self._world.rank:
-            self._version += 1
-            return Publication(WeightVersion(self._version, {}), {}, 0)
-        manifest = manifest_of(tensors.items())
         base, self._version = self._published, self._version + 1
+        tensors = self._stored()
+        if tensors is None:
+            return None
+        manifest = manifest_of(tensors.items())
         forms: dict[Served, Form] = {}
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         for known in set(served):
@@ -155,32 +172,39 @@ class LearnerActor:
 
     def set_version(self, number: int) -> None:
         """Continues the numbering of versions, after engines were loaded afresh with the weights that are held now."""
-        tensors = self._stored()
-        self._version = number
-        self._published = None if self._world.rank else (number, manifest_of(tensors.items()), tensors)
+        self._version, tensors = number, self._stored()
+        self._published = None if tensors is None else (number, manifest_of(tensors.items()), tensors)
 
-    def _stored(self) -> dict[str, torch.Tensor]:
-        """On rank 0 all tensors as a checkpoint stores them, on the host; nothing on the others. A collective."""
-        model, mesh = self.trainer.model, self.trainer.mesh
-        collected = collected_tensors(official_tensors(model), model, mesh, lambda name: 0)
-        return {name: tensor.cpu() for name, tensor in collected}
+    def _stored(self) -> dict[str, torch.Tensor] | None:
+        """On rank 0 all tensors as a checkpoint stores them, on the host; None on the others. A collective."""
+        mesh = self.trainer.mesh
+        with self.trainer.whole() as model:
+            collected = collected_tensors(official_tensors(model), model, mesh, lambda name: 0)
+            tensors = {name: tensor.cpu() for name, tensor in collected}
+        return None if self._world.rank else tensors
 
     def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
         """Writes the official layout, each rank its files; returns the directory."""
-        trainer = self.trainer
-        save_checkpoint(trainer.model, directory, tokenizer=self._tokenizer, card=dict(card), mesh=trainer.mesh)
+        with self.trainer.whole() as model:
+            save_checkpoint(model, directory, tokenizer=self._tokenizer, card=dict(card), mesh=self.trainer.mesh)
         return directory
 
-    def save_state(self, directory: str, extra: Mapping[str, Any]) -> None:
-        """Writes all that a bit-equal continuation needs; `extra` is the pipeline's own JSON."""
-        tensors = self.trainer.state_tensors()
-        if self._world.rank == 0:
-            save_train_state(Path(directory), tensors, {**extra, "weight_version": self._version})
+    def save_state(self, directory: str, extra: Mapping[str, Any], save_id: str) -> None:
+        """Begins to write this rank's part of all that a bit-equal continuation needs; `state_saved` waits for it.
+
+        extra: the pipeline's own JSON.
+        """
+        extra = {**extra, "weight_version": self._version}
+        self._writer.save(Path(directory), self.trainer.owned_state(), extra, save_id=save_id)
+
+    def state_saved(self) -> None:
+        """Returns when the state of the last `save_state` is on the disk. Raises TrainStateError."""
+        self._writer.wait()
 
     def load_state(self, directory: str) -> dict[str, Any]:
-        """Restores `save_state`; returns its `extra`."""
-        tensors, extra = load_train_state(Path(directory))
-        self.trainer.load_state_tensors(tensors)
+        """Restores `save_state`, written by any number of ranks; returns its `extra`."""
+        extra = restore(self.trainer, TrainState(Path(directory)), self._writer.rank)
+        self._version = extra["weight_version"]
         return extra
 
 

@@ -33,6 +33,7 @@ class WeightPublisher:
     def __init__(
         self, learners: list[Any], rollouts: list[Any], canary_prompt: list[int], tolerance: float, timeout_s: float
     ) -> None:
+        """learners: all ranks of one learner; they compute together, and the first one answers."""
         self._learners = learners
         self._rollouts = rollouts
         self._prompt = canary_prompt
@@ -55,8 +56,7 @@ class WeightPublisher:
 
     def _publish(self) -> dict[str, float]:
         served = ray.get([actor.served.remote() for actor in self._rollouts], timeout=self._timeout_s)
-        calls = [learner.publish.remote(served) for learner in self._learners]
-        publication: Publication = ray.get(calls, timeout=self._timeout_s)[0]
+        publication: Publication = self._learn("publish", served)
         version, forms = publication.version, [publication.forms[known] for known in served]
         number = version.number
         deltas = sum(form.kind == "delta" for form in forms)
@@ -77,6 +77,10 @@ class WeightPublisher:
             "bytes_full": float(publication.bytes_full),
             "deltas": float(deltas),
         }
+
+    def _learn(self, method: str, *args: Any) -> Any:
+        """The first rank's answer to what all ranks are asked."""
+        return ray.get([getattr(rank, method).remote(*args) for rank in self._learners], timeout=self._timeout_s)[0]
 
     def _all(self, phase: str, number: int, args: list[tuple[Any, ...]]) -> None:
         """One phase on every engine, each with its own arguments."""
@@ -115,7 +119,7 @@ class WeightPublisher:
                 raise CanaryMismatch(f"rollout actor {i} answered with version {served} after a switch to {number}")
             ids = completion.token_ids
             if ids not in learned:
-                learned[ids] = self._scores(ids)[len(self._prompt) :]
+                learned[ids] = self._learn("logprobs", _scoring_batch(self._prompt, ids))[len(self._prompt) :]
             differences = np.abs(learned[ids] - np.asarray(completion.logprobs, np.float32))
             worst = max(worst, float(np.median(differences)))
         if not worst <= self._tolerance:
@@ -124,12 +128,6 @@ class WeightPublisher:
                 f"{self._tolerance:g}; the engine does not run the weights that were published"
             )
         return worst
-
-    def _scores(self, sampled: tuple[int, ...]) -> np.ndarray:
-        """float32 [N]: the learner's logprobs of the prompt and what follows it; all ranks take part."""
-        batch = _scoring_batch(self._prompt, sampled)
-        calls = [learner.logprobs.remote(batch) for learner in self._learners]
-        return ray.get(calls, timeout=self._timeout_s)[0]
 
 
 def _scoring_batch(prompt: list[int], sampled: tuple[int, ...]) -> TrainBatch:

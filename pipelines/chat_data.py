@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import datasets
@@ -41,6 +42,23 @@ class ChatBatches:
         epoch, place = divmod(step, per_epoch)
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
         return self.pack(order[place * self._size : (place + 1) * self._size])
+
+    def cursor(self, step: int) -> dict[str, int]:
+        """Where the batch of `step` stands in the data, for a training state."""
+        epoch, place = divmod(step, len(self._rows) // self._size)
+        return {"rows": len(self._rows), "batch_size": self._size, "seed": self._seed, "epoch": epoch, "place": place}
+
+    def check(self, cursor: Mapping[str, int], step: int) -> None:
+        """Raises ConfigError unless `cursor` was taken at `step` of this order of these data."""
+        here = self.cursor(step)
+        if changed := [
+            f"{key} was {cursor.get(key)} and is {value}" for key, value in here.items() if cursor.get(key) != value
+        ]:
+            raise ConfigError(
+                f"the data are not those that the run has read so far: {', '.join(changed)}; resume with the same "
+                "data, seed and batch size, or start a new run from its export",
+                key="data",
+            )
 
     def pack(self, indices: np.ndarray) -> TrainBatch:
         """These rows as one batch."""

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.config import Config
+from k3rl.config import NOT_HASHED, Config, ConfigError
 from k3rl.envs.faults import FaultConfig
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill
 from k3rl.optim import Schedule
-from k3rl.parallel import TrainerConfig
+from k3rl.parallel import LearnerConfig, TrainerConfig, check_backend
 
 
 class QuantizationConfig(Config):
@@ -129,12 +129,23 @@ class StageConfig(Config):
     cluster: ClusterConfig = ClusterConfig()
     evaluation: EvalConfig = EvalConfig()
     trainer: TrainerConfig = TrainerConfig()
+    learner: LearnerConfig = LearnerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     save_every: int = Field(20, ge=1)
     """Steps between training states. The last whole step is saved too when a run is interrupted."""
     keep_states: int = Field(2, ge=1)
+    resume_from: str = Field("latest", pattern=r"^(latest|previous|step_\d+)$", json_schema_extra=NOT_HASHED)
+    """Where `--resume` goes on: the latest training state, the one before it, or the named one."""
     max_seconds: float | None = Field(None, gt=0)
     """Ends the stage after this long even if steps are left."""
+
+    @model_validator(mode="after")
+    def _the_backend_can_train_it(self) -> StageConfig:
+        try:
+            check_backend(self.learner, self.trainer)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 class SFTConfig(StageConfig):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from k3rl.pipelines.batches import add_published, check_failures, distill_batches, rollout_metrics
 from k3rl.pipelines.configs import DistillConfig
 from k3rl.pipelines.curriculum import Curriculum
+from k3rl.pipelines.in_flight import InFlight
 from k3rl.pipelines.record import record
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
@@ -31,18 +31,20 @@ def train(session: Session, config: DistillConfig, *, name: str = "distill") -> 
     temperature = config.sampling.temperature
     published: dict[str, float] = {}
 
-    def next_rollouts(step: int) -> Any:
+    def next_rollouts(step: int) -> InFlight:
         """Publishes the student so far and starts the rollouts of `step` with it."""
         with stage.clock("publish"):
             published.update(session.fleet.publish())
         curriculum.leave_out(rollouts.left_out)
         jobs = curriculum.jobs(step, config.batch_size // config.group_size, config.group_size, name)
-        return rollouts.start(jobs, sampling)
+        started = rollouts.start(jobs, sampling)
+        return InFlight(lambda: rollouts.result(started), published)
 
-    pending = next_rollouts(stage.step)
+    pending = stage.in_flight() or next_rollouts(stage.step)
+    published.update(pending.published)
     for step in stage.steps():
         with stage.clock("wait_for_batch"):
-            groups = rollouts.result(pending)
+            groups = pending.groups()
         more = stage.more()
         check_failures(groups, config.failure_limit)
         metrics = rollout_metrics(groups, config.env.name, published["version"])
@@ -66,6 +68,7 @@ def train(session: Session, config: DistillConfig, *, name: str = "distill") -> 
         stage.done(
             metrics,
             curriculum.state(),
+            pending=pending if more else None,
             reward=values[f"reward/{config.env.name}/mean"],
             KL=values.get("distill/kl_reverse", float("nan")),
         )

@@ -22,6 +22,7 @@ from k3rl.pipelines.configs import (
     StageConfig,
 )
 from k3rl.pipelines.evaluation import evaluate as evaluate_on
+from k3rl.pipelines.recovery import with_restarts
 from k3rl.pipelines.session import Session, session
 from k3rl.pipelines.stage import StageResult, resolve_start
 from k3rl.pipelines.weights import check_start
@@ -65,11 +66,11 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
 def _train(job: Session, config: StageConfig) -> StageResult:
     match config:
         case SFTConfig():
-            return sft.train(job, config)
+            return with_restarts(job, lambda session: sft.train(session, config))
         case RLConfig():
-            return rl.train(job, config)
+            return with_restarts(job, lambda session: rl.train(session, config))
         case DistillConfig():
-            return distill.train(job, config)
+            return with_restarts(job, lambda session: distill.train(session, config))
     raise ConfigError(f"no loop for {type(config).__name__}")
 
 

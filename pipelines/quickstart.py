@@ -12,6 +12,7 @@ from k3rl.checkpoint import add_to_card
 from k3rl.pipelines import distill, rl, sft
 from k3rl.pipelines.configs import QuickstartConfig, StageConfig
 from k3rl.pipelines.evaluation import Evaluation, evaluate
+from k3rl.pipelines.recovery import with_restarts
 from k3rl.pipelines.session import Session, session
 from k3rl.pipelines.stage import StageResult
 from k3rl.pipelines.weights import check_layout
@@ -55,13 +56,13 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
         add_to_card(result.checkpoint, measured[result.name].facts(config.rl.env.name))
         return result.checkpoint
 
-    warm = keep(sft.train(job, _seeded(config.sft, config)))
-    policy = keep(rl.train(job, _starting(config.rl, config, warm)))
+    warm = keep(with_restarts(job, lambda session: sft.train(session, _seeded(config.sft, config))))
+    policy = keep(with_restarts(job, lambda session: rl.train(session, _starting(config.rl, config, warm))))
     if config.more_sft:
-        more = _starting(config.sft, config, warm)
-        keep(sft.train(job, more, name="more_sft", compute=stages["rl"].compute))
-    student = _starting(config.distill, config, warm)
-    keep(distill.train(job, student.replace(teachers={"*": policy})))
+        more, compute = _starting(config.sft, config, warm), stages["rl"].compute
+        keep(with_restarts(job, lambda session: sft.train(session, more, name="more_sft", compute=compute)))
+    student = _starting(config.distill, config, warm).replace(teachers={"*": policy})
+    keep(with_restarts(job, lambda session: distill.train(session, student)))
     return stages, measured
 
 

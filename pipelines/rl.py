@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from k3rl.pipelines.batches import add_published, check_failures, policy_batches, rollout_metrics, shuffled
 from k3rl.pipelines.configs import RLConfig
 from k3rl.pipelines.curriculum import Curriculum
+from k3rl.pipelines.in_flight import InFlight
 from k3rl.pipelines.record import record
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
@@ -30,18 +29,20 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
     temperature = config.sampling.temperature
     published: dict[str, float] = {}
 
-    def next_rollouts(step: int) -> Any:
+    def next_rollouts(step: int) -> InFlight:
         """Publishes what has been learned so far and starts the rollouts of `step` with it."""
         with stage.clock("publish"):
             published.update(session.fleet.publish())
         curriculum.leave_out(rollouts.left_out)
         jobs = curriculum.jobs(step, config.batch_size // config.group_size, config.group_size, name)
-        return rollouts.start(jobs, sampling)
+        started = rollouts.start(jobs, sampling)
+        return InFlight(lambda: rollouts.result(started), published)
 
-    pending = next_rollouts(stage.step)
+    pending = stage.in_flight() or next_rollouts(stage.step)
+    published.update(pending.published)
     for step in stage.steps():
         with stage.clock("wait_for_batch"):
-            groups = rollouts.result(pending)
+            groups = pending.groups()
         more = stage.more()
         check_failures(groups, config.failure_limit)
         metrics = rollout_metrics(groups, config.env.name, published["version"])
@@ -59,7 +60,8 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
             pending = next_rollouts(step + 1)
         add_published(metrics, published)
         reward = metrics.values()[f"reward/{config.env.name}/mean"]
-        stage.done(metrics, curriculum.state(), reward=reward, **_shown(metrics))
+        in_flight = pending if more else None
+        stage.done(metrics, curriculum.state(), pending=in_flight, reward=reward, **_shown(metrics))
         if not more:
             break
     return stage.finish(curriculum.state(), {"pass_rates": curriculum.pass_rates})

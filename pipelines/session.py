@@ -6,7 +6,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,18 @@ class Session:
     tokenizer: Tokenizer
     trajectories: TrajectoryWriter
     resume: bool
+
+    def restarted(self) -> Session:
+        """The same run as its next attempt, with fresh actors, to go on from the last training state."""
+        self.fleet.restart()
+        self.run.next_attempt()
+        self.metrics.attempt = self.recorder.attempt = self.run.info.attempt
+        return replace(self, trajectories=_trajectories(self.run, self.tokenizer), resume=True)
+
+
+def _trajectories(run: RunDirectory, tokenizer: Tokenizer) -> TrajectoryWriter:
+    folder = run.traces_dir / "trajectories"
+    return TrajectoryWriter(folder, actor=f"driver{run.info.attempt}", tokenizer_hash=tokenizer.hash)
 
 
 @contextmanager
@@ -80,8 +92,7 @@ def session(
             )
         )
         tokenizer = Tokenizer.builtin()
-        folder = run.traces_dir / "trajectories"
-        writer = TrajectoryWriter(folder, actor=f"driver{run.info.attempt}", tokenizer_hash=tokenizer.hash)
+        writer = _trajectories(run, tokenizer)
         yield Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, writer, options.resume)
 
 

@@ -46,6 +46,7 @@ def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: fl
     losses: list[tuple[int, float]] = []
     if (state := stage.restore()) is not None:
         plateau, flat_at, losses = Plateau(**state["plateau"]), state["flat_at"], state["losses"]
+        data.check(state["data"], stage.step)
 
     batch = data.batch(stage.step)
     for step in stage.steps():
@@ -61,11 +62,15 @@ def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: fl
             losses.append((step + 1, heldout_loss))
             if plateau.update(heldout_loss) and flat_at is None and compute is None:
                 flat_at = step + 1
-        shown = {"loss": metrics.values()["loss/mean"], "held-out": losses[-1][1] if losses else float("nan")}
-        stage.done(metrics, {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses}, **shown)
+        shown = {
+            "loss": metrics.values().get("loss/mean", float("nan")),
+            "held-out": losses[-1][1] if losses else float("nan"),
+        }
+        state = {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses, "data": data.cursor(step + 1)}
+        stage.done(metrics, state, reward=None, pending=None, **shown)
         if last:
             break
-    state = {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses}
+    state = {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses, "data": data.cursor(stage.step)}
     return stage.finish(state, {"heldout_losses": losses, "flat_at": flat_at})
 
 

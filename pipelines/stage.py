@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from k3rl.checkpoint.train_state import latest_train_state, prune_train_states
+from k3rl.checkpoint.train_state import chosen_train_state, clear_unfinished, prune_train_states
 from k3rl.pipelines.configs import StageConfig
+from k3rl.pipelines.in_flight import InFlight
 from k3rl.pipelines.session import Session
 from k3rl.run.files import write_atomic
 from k3rl.run.metrics import Accumulator
@@ -58,6 +61,7 @@ class Stage:
         self._clocks: dict[str, float] = {}
         self._loop_began = self._step_began = time.monotonic()
         self._first_step = 0
+        self._in_flight: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------------------------------------- going on
 
@@ -68,14 +72,23 @@ class Stage:
         return StageResult(**json.loads(self._result.read_text()))
 
     def restore(self) -> dict[str, Any] | None:
-        """Loads the newest state into the learner and returns the loop's own part, or None to start afresh."""
-        newest = latest_train_state(self._states) if self.session.resume else None
-        if newest is None:
+        """Loads the newest state into the learner and returns the loop's own part, or None to start afresh.
+
+        With `resume_from` another state than the newest. Raises TrainStateError for one that is torn or altered.
+        """
+        clear_unfinished(self._states)
+        chosen = chosen_train_state(self._states, self._config.resume_from) if self.session.resume else None
+        if chosen is None:
             return None
-        extra = self.session.fleet.learner.load_state(str(newest))
+        extra = self.session.fleet.learner.load_state(str(chosen))
         self.step, self._spent_s, self.totals = extra["step"], extra["seconds"], extra["totals"]
+        self._in_flight = extra["in_flight"]
         self.session.progress.note(f"{self.name}: going on after step {self.step}")
         return extra["loop"]
+
+    def in_flight(self) -> InFlight | None:
+        """The rollouts that were under way when the restored state was saved; they are trained on, not played again."""
+        return None if self._in_flight is None else InFlight.load(self._states, self._in_flight)
 
     def steps(self) -> Iterator[int]:
         """The steps still to do. Ends early on `max_seconds`; raises Interrupted after saving when asked to end."""
@@ -120,11 +133,18 @@ class Stage:
     # ----------------------------------------------------------------------------------------------- writing
 
     def done(
-        self, metrics: Accumulator, loop_state: Mapping[str, Any], *, reward: float | None = None, **shown: float
+        self,
+        metrics: Accumulator,
+        loop_state: Mapping[str, Any],
+        *,
+        pending: InFlight | None = None,
+        reward: float | None = None,
+        **shown: float,
     ) -> None:
         """Ends the current step: writes its metrics, saves a state when due or asked to end, moves the bar.
 
-        `reward` and `shown` are what the bar says. Raises Interrupted once the state is durable.
+        pending: rollouts of the next step that are under way; a state waits for them and holds them. `reward` and
+        `shown` are what the bar says. Raises Interrupted once the state is durable.
         """
         now = time.monotonic()
         self._clocks["step"], self._step_began = now - self._step_began, now
@@ -135,23 +155,45 @@ class Stage:
         trained, sampled = (metrics.pairs().get(f"perf/{kind}_tokens", (0.0, 0.0))[0] for kind in ("train", "sampled"))
         self.totals["trained_tokens"] += trained
         self.totals["sampled_tokens"] += sampled
+        notes, self.session.fleet.learner.notes = self.session.fleet.learner.notes, []
+        for note in notes:
+            self.session.progress.note(f"{self.name}, step {self.step}: {note}")
         self.step += 1
         self._bar.step(self.step, tokens=int(trained + sampled), reward=reward, **shown)
         asked = self.session.interrupts.requested
         if asked or self.step % self._config.save_every == 0:
-            self.save(loop_state)
+            self.save(loop_state, pending)
         if asked:
+            self._saved()
             raise Interrupted(f"{self.name} ended after step {self.step}; --resume goes on from there")
 
-    def save(self, loop_state: Mapping[str, Any]) -> None:
-        """A training state of the steps so far, durable when this returns."""
+    def save(self, loop_state: Mapping[str, Any], pending: InFlight | None = None) -> None:
+        """Begins to write a training state of the steps so far; it is durable before the next one begins."""
+        name, rollouts = f"step_{self.step}", None
+        if pending is not None:
+            folder = self._states / f"in_flight-{name}-{secrets.token_hex(4)}"
+            rollouts = pending.save(folder, self.step, self.session.tokenizer.hash)
         extra = {"step": self.step, "seconds": self.seconds(), "totals": self.totals, "loop": dict(loop_state)}
-        self.session.fleet.learner.save_state(str(self._states / f"step_{self.step}"), extra)
+        self.session.fleet.learner.save_state(str(self._states / name), extra | {"in_flight": rollouts})
+        self._prune()
+
+    def _saved(self) -> None:
+        """Waits until the last state is on the disk."""
+        self.session.fleet.learner.state_saved()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Removes older states than are kept, and rollouts whose state is gone; that of this step may be on its way."""
         prune_train_states(self._states, self._config.keep_states)
+        for folder in self._states.glob("in_flight-*"):
+            state = folder.name.split("-")[1]
+            if state != f"step_{self.step}" and not (self._states / state).exists():
+                shutil.rmtree(folder)
 
     def finish(self, loop_state: Mapping[str, Any], notes: Mapping[str, Any]) -> StageResult:
         """Saves the last state and an official-layout checkpoint, and writes the result that a resume reads."""
         self.save(loop_state)
+        self._saved()
         checkpoint = self.session.run.root / "export" / self.name
         self.session.fleet.learner.save_checkpoint(
             str(checkpoint),

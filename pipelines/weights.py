@@ -15,9 +15,9 @@ def start_learner(learner: Learner, config: StageConfig) -> None:
     """Fresh weights of a named size, or a checkpoint's, with fresh optimizer state."""
     directory = resolve_start(config.model.start)
     if directory is not None:
-        learner.load(str(directory), config.trainer)
+        learner.load(str(directory), config.trainer, config.learner)
         return
-    learner.create(model_config(config).to_dict(), config.trainer, config.seed)
+    learner.create(model_config(config).to_dict(), config.trainer, config.seed, config.learner)
 
 
 def check_start(config: StageConfig) -> None:
@@ -49,7 +49,7 @@ def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
 
 def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
     """The checkpoint that a rollout stage starts from, in the learner and in every engine."""
-    fleet.learner.load(config.model.start, config.trainer)
+    fleet.learner.load(config.model.start, config.trainer, config.learner)
     fleet.learner.set_version(0)
     fleet.rollouts.load(config.model.start)
 

@@ -1,7 +1,7 @@
 """Checkpoints: the official layout in and out, what a model consists of, and training state for resuming.
 
 hf.py       official tensors, load, save      replace.py      directories replaced at once
-inspect.py  parameters and bytes of a model   train_state.py  resume
+inspect.py  parameters and bytes of a model   train_state.py, state_writer.py  resume
 manifest.py digests of stored tensors         delta.py        a version as its difference from another
 partial.py  single tensors, read and replaced
 sharded.py  experts spread over ranks         card.py         facts about a checkpoint

@@ -12,14 +12,15 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from k3rl.config import K3Error
 from k3rl.data.images import ImagePatches, preprocess_files, rows_per_token
-from k3rl.data.packing import best_fit
+from k3rl.data.packing import SequenceTooLong, best_fit
 from k3rl.types import Branch, EncodedImage, Episode, Failed
 
 WeightMode: TypeAlias = Literal["token", "sequence"]
 
 
-class BatchError(ValueError):
+class BatchError(K3Error, ValueError):
     """Training data that do not fit together; the message names the sequence and what is wrong with it."""
 
 
@@ -172,7 +173,11 @@ class TrainBatch:
 
         Deterministic. Raises SequenceTooLong when one sequence alone is longer than the budget.
         """
-        return [self.select(chosen) for chosen in best_fit(self.row_lengths.tolist(), token_budget)]
+        try:
+            return [self.select(chosen) for chosen in best_fit(self.row_lengths.tolist(), token_budget)]
+        except SequenceTooLong as error:
+            name = self.sequence_ids[error.index]
+            raise SequenceTooLong(error.index, error.length, error.budget, name) from None
 
     def reweighted(self, mode: WeightMode) -> TrainBatch:
         """The same batch with weights that sum to 1 over its own sequences."""

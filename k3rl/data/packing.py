@@ -5,18 +5,24 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
+from k3rl.config import K3Error
 
-class SequenceTooLong(ValueError):
-    """A sequence that fits into no bin: `index` of the sequence, its `length` and the `budget`, in tokens."""
 
-    def __init__(self, index: int, length: int, budget: int) -> None:
+class SequenceTooLong(K3Error, ValueError):
+    """A sequence that fits into no bin: its `index` and `name`, its `length` and the `budget`, in tokens."""
+
+    def __init__(self, index: int, length: int, budget: int, name: str | None = None) -> None:
         super().__init__(
-            f"sequence {index} has {length} tokens, more than the budget of {budget} tokens of one micro-batch; "
-            "raise the budget or limit the length of sequences"
+            f"sequence {index if name is None else name} has {length} tokens, more than the budget of {budget} tokens "
+            "of one micro-batch; raise the budget (--trainer.micro-batch-tokens) or limit the length of sequences"
         )
+        self._given = index, length, budget, name
         self.index = index
         self.length = length
         self.budget = budget
+
+    def __reduce__(self) -> tuple[type[SequenceTooLong], tuple[int, int, int, str | None]]:
+        return type(self), self._given
 
 
 def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -170,7 +170,9 @@ class _ExpertBank(torch.autograd.Function):
         d_down = _outer(spread.mul_(weight), active, counts, torch.empty_like(down))
         grads: list[Tensor | None] = []
         for count, both, second in zip(counts, d_gate_up.unbind(), d_down.unbind(), strict=True):
-            grads += [*both.chunk(2), second] if count else [None, None, None]
+            if bank.every_gradient and not count:
+                both.zero_(), second.zero_()
+            grads += [*both.chunk(2), second] if count or bank.every_gradient else [None, None, None]
         return d_z, d_weights.view(shape).to(weights_kind), None, None, *grads
 
 
@@ -179,10 +181,13 @@ class ExpertBank:
 
     quantization.activations "mxfp8" rounds the inputs of w1, w3 and of w2 to MXFP8, straight-through.
     communicator: reaches the experts that other ranks hold; None when all of them are here.
+    every_gradient: experts without rows get zero gradients instead of none, so that all ranks have gradients of the
+    same parameters.
     """
 
     def __init__(self, experts: _Experts, config: K3Config) -> None:
         self.experts = len(experts)
+        self.every_gradient = False
         self.unit = _unit(config)
         self.quantization: QuantizationConfig = config.quantization
         self.communicator: Communicator | None = None

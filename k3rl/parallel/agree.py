@@ -9,16 +9,19 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from k3rl.config import Config
+from k3rl.config import Config, ConfigError
 from k3rl.data.batch import TrainBatch
 from k3rl.model import K3ForCausalLM
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.world import RanksDisagree
+
+if TYPE_CHECKING:
+    from k3rl.parallel.trainer import TrainerConfig
 
 _WEIGHT_TOLERANCE = 1e-6  # of the sum of all weights, which are float64 numbers from one batch
 
@@ -28,6 +31,32 @@ def flat(prefix: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {prefix: value}
     return {key: leaf for name, inner in value.items() for key, leaf in flat(f"{prefix}.{name}", inner).items()}
+
+
+def check_layout(mesh: Mesh, model: K3ForCausalLM, config: TrainerConfig) -> None:
+    """Refuses a mesh or a model's experts that are not those of `config`. Raises ConfigError."""
+    asked = (config.expert_parallel, config.context_parallel)
+    if mesh.shape[1:] != asked:
+        raise ConfigError(
+            f"the trainer has expert_parallel {asked[0]} and context_parallel {asked[1]}, its mesh has "
+            f"{mesh.shape[1]} and {mesh.shape[2]}; make the mesh from the trainer's config",
+            key="expert_parallel",
+        )
+    wanted = mesh.experts(model.config.num_experts)
+    if model.experts != wanted:
+        raise ConfigError(
+            f"the model holds experts {model.experts}, rank {mesh.world.rank} of this mesh needs {wanted}; "
+            "build it with experts=mesh.experts(...)",
+            key="expert_parallel",
+        )
+    meets = mesh.expert.size > 1 or mesh.context.size > 1
+    if config.recompute and (meets or config.balance_by == "auxiliary_loss"):
+        raise ConfigError(
+            "recompute runs parts of a forward a second time; ranks that meet inside a forward (expert or context "
+            "parallelism) and the auxiliary loss on the router do not take part in that. Leave it empty, or train "
+            "with data parallelism and another balance_by",
+            key="recompute",
+        )
 
 
 @torch.no_grad()

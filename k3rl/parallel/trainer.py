@@ -9,34 +9,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from k3rl.config import Config, ConfigError, K3Error
+from k3rl.config import Config
 from k3rl.data.batch import TrainBatch
 from k3rl.data.images import stack
 from k3rl.losses import LossInputs, LossOutput, target_logprobs
 from k3rl.model import K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
-from k3rl.parallel.agree import agree_on_start, agree_on_step
+from k3rl.parallel.agree import agree_on_start, agree_on_step, check_layout
 from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
 from k3rl.parallel.exact import ValueOf, exact_target_logprobs
 from k3rl.parallel.expert import ExpertParallel
 from k3rl.parallel.mesh import Mesh
+from k3rl.parallel.nonfinite import (
+    NonFiniteGradients,
+    NonFiniteLoss,
+    NonFiniteStep,
+    bad_loss,
+    explain_gradient,
+    explain_loss,
+    listed,
+)
 from k3rl.parallel.world import PeerFailed
 from k3rl.parallel.zero import Shards, gather_tensors
 from k3rl.run.metrics import Accumulator
 
 Loss = Callable[[LossInputs], LossOutput]
 _OPTIMIZER = "optimizer."
-
-
-class NonFiniteLoss(K3Error):
-    """A loss came out NaN or infinite; nothing was updated."""
 
 
 class TrainerConfig(Config):
@@ -74,6 +80,10 @@ class TrainerConfig(Config):
     exact: bool = False
     """Logprobs have the values of the exact forward, bit-equal to those of an engine with `exact`, and the gradients of
     the usual one. Many times slower."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is NaN or infinite changes nothing. It ends the run, or is left out."""
+    nonfinite_limit: int = Field(3, ge=0)
+    """With `skip`: how many steps in a row may be left out before the run ends all the same."""
 
     @model_validator(mode="after")
     def _exact_sequences_are_whole(self) -> TrainerConfig:
@@ -113,28 +123,13 @@ class Trainer:
         its parameters no longer require a gradient. Raises ConfigError when mesh and config do not fit, RanksDisagree
         when ranks have different configurations or weights.
         """
-        self.model = model
-        self.config = config
-        self.mesh = Mesh.alone(model.device) if mesh is None else mesh
-        self._check_mesh()
-        agree_on_start(self.mesh, model, config)
-        self.experts: ExpertParallel | None = None
-        if self.mesh.expert.size > 1:
-            self.experts = ExpertParallel(self.mesh, model.config.num_experts)
-            model.connect(self.experts)
-        model.recompute(config.recompute)
-        self.context = ContextParallel(self.mesh.context, self.mesh.world, pair=pair_cost(model.config))
-        # Ranks that meet inside a forward take each micro-batch together.
-        self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1
+        self._begin(model, config, mesh)
         quantization = model.config.quantization
 
         def ship(name: str, master: torch.Tensor) -> torch.Tensor:
             stored = stored_dtype(name, quantization.weights)
             return project(master, stored, quantization.scale_rule)
 
-        for name, parameter in model.official_parameters():
-            if name.startswith("vision_tower."):
-                parameter.requires_grad_(False)
         infos = trained(model.official_parameters(), model.config, config.optimizer)
         self.shards = Shards(
             model, {name: info for name, (info, _) in infos.items()}, self.mesh, sharded=config.shard_optimizer
@@ -151,6 +146,25 @@ class Trainer:
             owned=self.shards.owned,
         )
         self.shards.share_parameters()
+
+    def _begin(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh | None) -> None:
+        """All but the optimizer."""
+        self.model = model
+        self.config = config
+        self.mesh = Mesh.alone(model.device) if mesh is None else mesh
+        check_layout(self.mesh, model, config)
+        agree_on_start(self.mesh, model, config)
+        self.experts: ExpertParallel | None = None
+        if self.mesh.expert.size > 1:
+            self.experts = ExpertParallel(self.mesh, model.config.num_experts)
+            model.connect(self.experts)
+        model.recompute(config.recompute)
+        self.context = ContextParallel(self.mesh.context, self.mesh.world, pair=pair_cost(model.config))
+        # Ranks that meet inside a forward take each micro-batch together.
+        self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1
+        for name, parameter in model.official_parameters():
+            if name.startswith("vision_tower."):
+                parameter.requires_grad_(False)
         self.balancer = QuantileBalancer(
             model.config.num_experts, model.config.num_experts_per_token, len(model.config.moe_layers)
         )
@@ -158,30 +172,8 @@ class Trainer:
         if config.balance_by == "auxiliary_loss":
             self.auxiliary = AuxiliaryLoss(config.auxiliary_weight, model.config.num_experts_per_token)
         self.steps = 0
-
-    def _check_mesh(self) -> None:
-        asked = (self.config.expert_parallel, self.config.context_parallel)
-        if self.mesh.shape[1:] != asked:
-            raise ConfigError(
-                f"the trainer has expert_parallel {asked[0]} and context_parallel {asked[1]}, its mesh has "
-                f"{self.mesh.shape[1]} and {self.mesh.shape[2]}; make the mesh from the trainer's config",
-                key="expert_parallel",
-            )
-        if self.model.experts != self.mesh.experts(self.model.config.num_experts):
-            raise ConfigError(
-                f"the model holds experts {self.model.experts}, rank {self.mesh.world.rank} of this mesh needs "
-                f"{self.mesh.experts(self.model.config.num_experts)}; build it with experts=mesh.experts(...)",
-                key="expert_parallel",
-            )
-
-        meets = self.mesh.expert.size > 1 or self.mesh.context.size > 1
-        if self.config.recompute and (meets or self.config.balance_by == "auxiliary_loss"):
-            raise ConfigError(
-                "recompute runs parts of a forward a second time; ranks that meet inside a forward (expert or context "
-                "parallelism) and the auxiliary loss on the router do not take part in that. Leave it empty, or train "
-                "with data parallelism and another balance_by",
-                key="recompute",
-            )
+        self.skipped = 0  # steps in a row that were left out
+        self.notes: list[str] = []  # what a person should read
 
     def share(self, batch: TrainBatch) -> ContextShare:
         """What this rank does of a packed micro-batch; all of it without context parallelism."""
@@ -249,7 +241,9 @@ class Trainer:
         temperature: float = 1.0,
         last_of_batch: bool = True,
     ) -> Accumulator:
-        """One optimizer step. Raises NonFiniteLoss or NonFiniteGradient before anything is updated.
+        """One optimizer step. Raises NonFiniteStep, with the first bad layer and the data, before anything is updated.
+
+        With `on_nonfinite` "skip" it is left out: its metrics are optim/nonfinite_steps alone, `notes` says why.
 
         On a mesh, a failure of one rank fails the step on all of them (the others raise PeerFailed), and ranks whose
         batches or settings do not fit together all raise RanksDisagree.
@@ -258,17 +252,48 @@ class Trainer:
         lr_scale: the schedule's factor on both learning rates; temperature: the sampler's, so that logprobs compare.
         last_of_batch: whether the rollout batch ends with this step (for `balance` "batch" and "fresh").
         """
+        try:
+            metrics = self._step(batch, loss, lr_scale, temperature, last_of_batch)
+        except NonFiniteStep as error:
+            self._left_out(error)
+            metrics = Accumulator()
+            if self.mesh.world.rank == 0:
+                metrics.add("optim/nonfinite_steps", 1.0)
+        else:
+            self.skipped = 0
+        return metrics
+
+    def _left_out(self, error: NonFiniteStep) -> None:
+        """Counts a step that is left out. Raises `error` where the run is to end instead."""
+        self.balancer.clear()
+        self._drop_gradients()
+        self.skipped += 1
+        if self.config.on_nonfinite == "stop":
+            raise error
+        if self.skipped > self.config.nonfinite_limit:
+            raise type(error)(f"{self.skipped} steps in a row were not finite, the last one so: {error}") from error
+        self.notes.append(f"a step was left out: {error}")
+
+    def _drop_gradients(self) -> None:
+        self.shards.zero_grad()
+
+    def _step(
+        self, batch: TrainBatch | None, loss: Loss, lr_scale: float, temperature: float, last_of_batch: bool
+    ) -> Accumulator:
         started = time.perf_counter()
         sent = self.experts.sent_bytes if self.experts is not None else 0
         settings = {"lr_scale": lr_scale, "last_of_batch": last_of_batch}
         metrics, max_logits = self.gradients(batch, loss, temperature=temperature, settings=settings)
         try:
-            norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip)
+            try:
+                norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip)
+            except NonFiniteGradient as error:
+                raise self._bad_gradient(error, batch, loss, temperature) from error
             self.optimizer.step(lr_scale)
             clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
             self.shards.share_parameters()
             self._balance(metrics, last_of_batch)
-        except (PeerFailed, NonFiniteGradient):  # all ranks know
+        except (PeerFailed, NonFiniteStep):  # all ranks know
             self.balancer.clear()
             raise
         except Exception as error:
@@ -285,6 +310,24 @@ class Trainer:
             metrics.add("perf/expert_bytes", self.experts.sent_bytes - sent)
         metrics.add("time/train_step", time.perf_counter() - started)
         return metrics
+
+    def _bad_gradient(
+        self, error: NonFiniteGradient, batch: TrainBatch | None, loss: Loss, temperature: float
+    ) -> NonFiniteGradients:
+        """The same with the data that the gradient comes from, each sequence tried again alone; equal on all ranks."""
+        message = f"step {self.steps}: {str(error).partition(';')[0]}"
+        if self._in_step:  # a forward pass would need the other ranks
+            return NonFiniteGradients(f"{message}. Its data are not known: ranks share experts or sequences")
+
+        def gradients(micro: TrainBatch) -> dict[str, torch.Tensor]:
+            self.shards.zero_grad()
+            loss(self.target_inputs(micro, temperature)).loss.backward()
+            return {name: p.grad for name, p in self.shards.params.items() if p.grad is not None}
+
+        micros = [] if batch is None else batch.split(self._budget)
+        data = explain_gradient(error.name, micros, gradients)
+        found = [text for text in self.mesh.world.exchange(data or "") if text]
+        return NonFiniteGradients(f"{message}. {'; '.join(found) or 'It overflows only in the sum over sequences'}")
 
     def gradients(
         self,
@@ -306,8 +349,11 @@ class Trainer:
         except Exception:
             self.balancer.clear()  # what a failed step counted must not move the next update
             raise
-        self.shards.reduce_gradients()
+        self._reduce_gradients()
         return metrics, self._max_logits(statistics)
+
+    def _reduce_gradients(self) -> None:
+        self.shards.reduce_gradients()
 
     def _shares(
         self, batch: TrainBatch | None, loss: Loss, settings: Mapping[str, object]
@@ -364,12 +410,20 @@ class Trainer:
         finally:
             self.model.observer = None
             self._watch_router(None)
-        failed = self.mesh.world.first_failed(failure is None)
-        if failure is not None:
-            raise failure
-        if failed is not None:
-            raise PeerFailed(f"rank {failed} failed in step {self.steps}; nothing was updated")
+        self._raise_together(failure)
         return metrics
+
+    def _raise_together(self, failure: Exception | None) -> None:
+        """When a rank failed, raises its error there and PeerFailed elsewhere; a NonFiniteLoss is raised by all."""
+        if self.mesh.world.first_failed(failure is None) is None:
+            return
+        failed = self.mesh.world.first_failed(failure is None or isinstance(failure, NonFiniteLoss))
+        if failed is not None:
+            if failure is not None:
+                raise failure
+            raise PeerFailed(f"rank {failed} failed in step {self.steps}; nothing was updated")
+        texts = self.mesh.world.exchange("" if failure is None else str(failure))
+        raise NonFiniteLoss(next(text for text in texts if text)) from failure
 
     def _fine(self, failure: Exception | None) -> bool:
         """Whether to go on into the backward: where ranks meet in it, all of them go or none."""
@@ -394,12 +448,18 @@ class Trainer:
         except Exception as error:
             return inputs.logprobs, error
         if not torch.isfinite(out.loss):
-            return out.loss, NonFiniteLoss(
-                f"the loss of step {self.steps} is {out.loss.item()}; wanted a finite number. "
-                "The weights are unchanged; lower the learning rate or look at the batch"
-            )
+            return out.loss, self._bad_loss(out.loss.item(), micro, temperature)
         _keep(metrics, out)
         return out.loss if self.auxiliary is None else out.loss + self._auxiliary_loss(micro, share, metrics), None
+
+    def _bad_loss(self, value: float, micro: TrainBatch, temperature: float) -> NonFiniteLoss:
+        self.model.observer = None
+        self._watch_router(None)
+        if self._in_step:  # another forward pass would need the other ranks
+            origin = f"It is that of the micro-batch of {listed(micro.sequence_ids)}"
+        else:
+            origin = explain_loss(self.model, micro, lambda batch: self.target_inputs(batch, temperature))
+        return bad_loss(self.steps, value, origin)
 
     def _watch_router(self, auxiliary: AuxiliaryLoss | None) -> None:
         if self.auxiliary is not None:
@@ -491,6 +551,11 @@ class Trainer:
         for _ in range(int(most) - len(micros)):
             self.model.assist()
 
+    @contextmanager
+    def whole(self) -> Iterator[K3ForCausalLM]:
+        """The model with its parameters in place, to save or publish it; a collective where a backend cuts them."""
+        yield self.model
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Everything a bit-equal continuation needs: optimizer state with masters, router biases, step count.
 
@@ -506,17 +571,21 @@ class Trainer:
             state["steps"] = torch.tensor(self.steps, dtype=torch.int64)
         return state
 
+    def wanted_state(self) -> None:
+        """All of a saved state; `load_state_tensors` reads only what this rank owns."""
+
     def load_state_tensors(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes `state_tensors`, of this mesh or another, and sets the model's parameters from the masters.
 
-        A collective. Only what this rank owns is read, so the mapping may be lazy.
+        A collective. Only what this rank owns is read, so the mapping may be lazy. What fails on one rank fails on all.
         """
-        wanted = [name for name in state if name.startswith(_OPTIMIZER) and self._loads(name)]
-        self.optimizer.load_state_tensors({name[len(_OPTIMIZER) :]: state[name] for name in wanted})
-        with torch.no_grad():
-            for layer, bias in self.model.router_biases():
-                bias.copy_(state[f"router_bias.{layer}"])
-        self.steps = int(state["steps"])
+        with self.mesh.world.together("loading a training state"):
+            wanted = [name for name in state if name.startswith(_OPTIMIZER) and self._loads(name)]
+            self.optimizer.load_state_tensors({name[len(_OPTIMIZER) :]: state[name] for name in wanted})
+            with torch.no_grad():
+                for layer, bias in self.model.router_biases():
+                    bias.copy_(state[f"router_bias.{layer}"])
+            self.steps = int(state["steps"])
         self.shards.share_parameters()
 
     def _loads(self, key: str) -> bool:

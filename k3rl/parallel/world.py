@@ -193,7 +193,7 @@ class World:
 
     def exchange(self, text: str) -> list[str]:
         """A text of each rank -> all of them, by rank."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)  # an empty text too
         sizes = self.gather(torch.tensor([len(data)], device=self.device)).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data

@@ -120,6 +120,17 @@ class RunDirectory:
             raise MissingResource(f"{root} is not a run directory: it has no run.json")
         return cls(root, info)
 
+    def next_attempt(self) -> None:
+        """Count on, in the same process and with the same configuration: its actors were started again."""
+        before = self.attempt_dir()
+        values = asdict(self.info) | {"attempt": self.info.attempt + 1, "started": time.time()}
+        self.info = RunInfo(**values)
+        write_atomic(self.root / "run.json", json.dumps(values, indent=1) + "\n")
+        shutil.copytree(before, self.attempt_dir())
+        self.logs_dir.mkdir(parents=True)
+        for path in (self.attempt_dir(), self.logs_dir):
+            link_atomic(path.with_name("latest"), path.name)
+
     # -------------------------------------------------------------------------------------------------- ending
 
     def finish(self, status: str, error: str | None = None) -> None:

@@ -56,7 +56,7 @@ class Recorder:
     ) -> None:
         self._folder = folder
         self._header = {"kind": "header", "schema": SCHEMA, "run": run_id, "config_hash": config_hash}
-        self._attempt = attempt
+        self.attempt = attempt
         self._queue: queue.Queue[Callable[[], None]] = queue.Queue(maxsize=capacity)
         self._streams: dict[str, _Stream] = {}
         self._written = self._dropped = self._failed = 0
@@ -123,13 +123,13 @@ class Recorder:
 
     def _write_episode(self, episode: Episode, step: int, pieces: Pieces | None) -> None:
         rows = [row for branch in episode.branches for row in _turn_rows(episode.id, branch, step, pieces)]
-        last = _episode_row(episode, step) | {"attempt": self._attempt, "dropped_before": self._dropped}
+        last = _episode_row(episode, step) | {"attempt": self.attempt, "dropped_before": self._dropped}
         self._stream("stream").append([*rows, last], _index_row(episode, last))
 
     def _write_annotation(self, producer: str, episode_id: str, values: Mapping[str, Any]) -> None:
         if not _PRODUCER.fullmatch(producer):
             raise ValueError(f"producer {producer!r}: use 1 to 40 lower-case letters, digits or _")
-        row = {"kind": "annotation", "episode": episode_id, "t": time.time(), "attempt": self._attempt}
+        row = {"kind": "annotation", "episode": episode_id, "t": time.time(), "attempt": self.attempt}
         self._stream(f"annotations/{producer}").append([row | rounded(dict(values))], {"episode": episode_id})
 
     def _stream(self, name: str) -> _Stream:

@@ -337,8 +337,8 @@ def test_a_mesh_with_a_context_axis_reaches_the_state_of_one_process(folder: Pat
 @pytest.mark.parametrize("size", SIZES)
 def test_a_loss_that_fails_on_one_rank_fails_the_step_on_all_before_any_of_them_waits(folder: Path, size: int) -> None:
     outcomes = [(folder / f"{size}.failed.{rank}").read_text().split("\n") for rank in range(size)]
-    assert outcomes[0][0].startswith("NonFiniteLoss")
-    assert all(lines[0].startswith("PeerFailed rank 0 failed") for lines in outcomes[1:])
+    assert all(lines[0].startswith("NonFiniteLoss") for lines in outcomes)
+    assert len({lines[0] for lines in outcomes}) == 1
     assert all(lines[1] == "True" for lines in outcomes)  # within half of the timeout
 
 

@@ -1,0 +1,129 @@
+"""A NaN changes nothing, is named with its layer and its data, and ends the run or is left out, as asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.data.packing import SequenceTooLong
+from k3rl.losses import CrossEntropy, LossInputs, LossOutput
+from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.parallel import NonFiniteGradients, NonFiniteLoss, Trainer, TrainerConfig
+from k3rl.parallel.trainer import Loss
+
+LAYER = 2
+
+
+def batch(lengths: tuple[int, ...] = (6, 9)) -> TrainBatch:
+    rng = np.random.default_rng(0)
+    sequences = []
+    for number, length in enumerate(lengths):
+        mask = np.arange(length) >= 3
+        nothing = np.zeros(length, np.float32)
+        sequences.append(TrainSequence(f"row-{number}", rng.integers(0, 400, length), mask, nothing, nothing))
+    return TrainBatch.pack(sequences)
+
+
+def trainer(**config) -> Trainer:
+    model = K3ForCausalLM(K3Config.named("k3-nano").replace(num_experts=4))
+    model.init_weights(1)
+    return Trainer(model, TrainerConfig(**config))
+
+
+class _BadGradient(torch.autograd.Function):
+    """x -> x, with a NaN as its gradient where `mask` is set."""
+
+    @staticmethod
+    def forward(ctx, x, mask):
+        ctx.save_for_backward(mask)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.masked_fill(ctx.saved_tensors[0], float("nan")), None
+
+
+def bad_gradient_of(length: int) -> Loss:
+    """Cross entropy whose gradient is NaN for batches with a sequence of `length` targets in their first place."""
+
+    def loss(inputs: LossInputs) -> LossOutput:
+        mask = torch.full(inputs.logprobs.shape, len(inputs.logprobs) in (length, 9))
+        return LossOutput(-(_BadGradient.apply(inputs.logprobs, mask) * inputs.weights).sum(), {})
+
+    return loss
+
+
+def state(made: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in made.state_tensors().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_first_layer_that_gives_a_nan_is_named_with_the_sequences_it_reaches():
+    made = trainer()
+    before = state(made)
+    layer = made.model.language_model.model.layers[LAYER].self_attn
+    handle = layer.register_forward_hook(
+        lambda module, inputs, output: output.index_fill(0, torch.tensor([8]), torch.nan)
+    )
+    with pytest.raises(NonFiniteLoss) as caught:
+        made.train(batch(), CrossEntropy())
+    handle.remove()
+    assert f"the output of language_model.model.layers.{LAYER}.self_attn;" in str(caught.value)
+    assert "sequence row-1." in str(caught.value)  # row 8 of the packed batch is in the second sequence
+    assert same(before, state(made))
+
+
+def test_a_parameter_that_is_nan_already_is_named():
+    made = trainer()
+    name, parameter = next(
+        item for item in made.model.official_parameters() if item[0].endswith("layers.1.self_attn.o_proj.weight")
+    )
+    with torch.no_grad():
+        parameter[0, 0] = float("inf")
+    with pytest.raises(NonFiniteLoss, match=f"The parameter {name} holds it already"):
+        made.train(batch(), CrossEntropy())
+
+
+def test_a_bad_number_in_the_data_is_named_with_its_sequence():
+    made, data = trainer(), batch()
+    data.weights[-1] = np.nan
+    with pytest.raises(NonFiniteLoss, match="The batch's weights hold it; it reaches sequence row-1"):
+        made.train(data, CrossEntropy())
+
+
+def test_a_gradient_is_named_with_its_parameter_and_the_one_sequence_it_comes_from():
+    made = trainer()
+    before = state(made)
+    with pytest.raises(
+        NonFiniteGradients, match=r"gradient of language_model\.\S+ has \d+ non-finite.*from sequence row-1$"
+    ):
+        made.train(batch(), bad_gradient_of(6))
+    assert same(before, state(made))
+
+
+def test_skipped_steps_are_counted_told_and_limited():
+    made = trainer(on_nonfinite="skip", nonfinite_limit=2)
+    before, bad = state(made), bad_gradient_of(6)
+    for _ in range(2):
+        assert made.train(batch(), bad).pairs() == {"optim/nonfinite_steps": (1.0, 1.0)}
+    assert same(before, state(made))
+    assert all("row-1" in note for note in made.notes)
+    assert len(made.notes) == 2
+    made.train(batch(), CrossEntropy())  # a good step begins the count anew
+    good = state(made)
+    assert not same(before, good)
+    for _ in range(2):
+        made.train(batch(), bad)
+    with pytest.raises(NonFiniteGradients, match="3 steps in a row were not finite"):
+        made.train(batch(), bad)
+    assert same(good, state(made))
+
+
+def test_a_sequence_longer_than_the_token_budget_is_refused_in_one_message():
+    with pytest.raises(SequenceTooLong, match="sequence row-1 has 9 tokens, more than the budget of 8"):
+        trainer(micro_batch_tokens=8).train(batch(), CrossEntropy())

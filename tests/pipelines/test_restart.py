@@ -1,0 +1,97 @@
+"""A learner that is killed in mid-run costs the steps since the last state, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from k3rl.checkpoint import save_checkpoint
+from k3rl.checkpoint.train_state import TrainState, latest_train_state
+from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.tokens import Tokenizer
+
+STEPS = 4
+WORDS = (
+    *("--steps", str(STEPS), "--batch-size", "4", "--save-every", "1", "--max-staleness", "1"),
+    *("--evaluation.n", "4", "--evaluation.n-family", "0", "--sampling.max-tokens", "12"),
+    *("--cluster.learner-actors", "1", "--cluster.rollout-actors", "1"),
+    *("--cluster.environment-actors", "1", "--cluster.reward-actors", "1"),
+)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A small distillation between two models of random weights: every sampled token trains."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("student", "teacher")):
+        model = K3ForCausalLM(K3Config.named("k3-nano").replace(num_experts=4))
+        model.init_weights(seed)
+        save_checkpoint(model, folder / name, tokenizer=Tokenizer.builtin())
+    return "distill", "--model.start", str(folder / "student"), "--teachers.*", str(folder / "teacher"), *WORDS
+
+
+@pytest.fixture(scope="module")
+def straight(command, words) -> Path:
+    command.run(*words, "--out", "undisturbed")
+    return command.folder / "undisturbed"
+
+
+def _learner(pids: set[int]) -> int | None:
+    for pid in pids:
+        try:
+            if b"LearnerActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        except OSError:
+            continue
+    return None
+
+
+@pytest.fixture(scope="module")
+def killed(command, words, descendants) -> tuple[Path, str]:
+    """(run directory, standard error) of the same run whose learner got SIGKILL after its second state."""
+    process = command.start(*words, "--out", "disturbed")
+    run = command.folder / "disturbed"
+    latest, deadline = run / "checkpoints" / "distill" / "latest", time.monotonic() + 100
+    try:
+        while not latest.is_file() or latest.read_text() == "step_1":
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        learner = _learner(descendants(process.pid))
+        assert learner is not None
+        os.kill(learner, signal.SIGKILL)
+        out, error = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out + error
+    return run, error
+
+
+def test_the_run_says_what_it_lost_and_ends_well(killed):
+    run, error = killed
+    assert "all actors start again and go on from the last state (1 restarts left)" in error
+    info = json.loads((run / "run.json").read_text())
+    assert (info["status"], info["attempt"]) == ("finished", 2)
+    assert (run / "configs" / "attempt_2" / "resolved.json").is_file()
+
+
+def test_it_ends_with_the_bits_of_a_run_that_nothing_happened_to(killed, straight):
+    ends = [latest_train_state(run / "checkpoints" / "distill") for run in (killed[0], straight)]
+    assert [end.name for end in ends] == [f"step_{STEPS}"] * 2
+    one, two = (TrainState(end).tensors() for end in ends)
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_only_states_that_are_kept_have_their_rollouts(killed):
+    folder = killed[0] / "checkpoints" / "distill"
+    names = {path.name for path in folder.iterdir()}
+    states = {name for name in names if name.startswith("step_")}
+    assert states == {f"step_{STEPS - 1}", f"step_{STEPS}"}
+    assert {name.split("-")[1] for name in names if name.startswith("in_flight-")} <= states
