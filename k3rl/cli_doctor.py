@@ -141,8 +141,15 @@ def _memory_gib() -> float:
 
 def _kernels() -> Iterator[Check]:
     """GPU, triton and compiler, from the room that knows them. A machine without a GPU needs none of it."""
+    import torch
+
     from k3rl import kernels
 
+    needed = torch.cuda.is_available()
     checks: Callable[[], Sequence[dict[str, object]]] | None = getattr(kernels, "doctor_checks", None)
     for entry in checks() if checks is not None else ():
-        yield Check(str(entry["name"]), bool(entry["ok"]), str(entry["found"]), str(entry.get("fix") or ""))
+        name, fine, found = str(entry["name"]), bool(entry["ok"]), str(entry["found"])
+        if fine or needed:
+            yield Check(name, fine, found, str(entry.get("fix") or ""))
+        else:
+            yield Check(name, True, f"{found}; there is no GPU, so it is not needed", "")

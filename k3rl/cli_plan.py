@@ -106,7 +106,7 @@ def _show(result: dict[str, Any]) -> None:
     print(f"{result['model']} on {result['gpus']} devices, {result['method']}: {verdict}")
     print(f"layout: {degrees}  ({result['learner_gpus']} learner, {result['rollout_gpus']} rollout devices)")
     if result["not_run_today"]:
-        print(f"  k3rl does not run a degree of {', '.join(result['not_run_today'])} yet")
+        print(f"  k3rl does not run this yet: {', '.join(result['not_run_today'])}")
     print(f"learner device: {result['gpu_gib']:,.1f} GiB")
     for name, value in result["memory_gib"].items():
         print(f"  {name:<14} {value:>10,.2f}")

@@ -102,6 +102,12 @@ class Method:
     shard_optimizer: bool = True
 
     @property
+    def not_yet(self) -> list[str]:
+        """What of it k3rl's own learner does not do."""
+        asked = {"lora": self.lora_rank > 0, "offload": self.offload, "bf16 momentum": self.momentum_bytes == 2}
+        return [name for name, wanted in asked.items() if wanted]
+
+    @property
     def words(self) -> str:
         """For a person."""
         name = f"LoRA of rank {self.lora_rank}" if self.lora_rank else "full weights"
@@ -170,6 +176,14 @@ class Plan:
         training = sum(value for name, value in self.step_s.items() if not name.startswith(("rollout", "publish")))
         sampling = sum(value for name, value in self.step_s.items() if name.startswith("rollout"))
         return max(training, sampling) + self.step_s.get("publish", 0.0)
+
+    @property
+    def not_yet(self) -> list[str]:
+        """Degrees, ways and pairs of them that k3rl does not run."""
+        found = [*self.layout.not_yet, *self.method.not_yet]
+        if self.method.recompute == "layer" and self.layout.expert * self.layout.context > 1:
+            found.append("recomputation with expert or context ranks")
+        return found
 
     @property
     def bottleneck(self) -> str:

@@ -81,9 +81,9 @@ def test_the_ladder_is_sixteen_operations_six_without_a_constant_eight_of_habit(
     assert len(set(readings)) == len(readings)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_seed_trains_on_a_held_out_prompt_or_program(seed: int) -> None:
-    """Over 10,000 training tasks each, 50,000 in all."""
+    """Over 10,000 training tasks each, 20,000 in all."""
     prompts = {prompt(task) for task in HELD_OUT + FAMILY}
     programs = {normal(hidden(task)["program"]) for task in HELD_OUT + FAMILY}
     drawn = [draw_training(index, seed)[0] for index in range(10_000)]
