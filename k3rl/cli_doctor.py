@@ -141,11 +141,9 @@ def _memory_gib() -> float:
 
 def _kernels() -> Iterator[Check]:
     """GPU, triton and compiler, from the room that knows them. A machine without a GPU needs none of it."""
-    import torch
-
     from k3rl import kernels
 
-    needed = torch.cuda.is_available()
+    needed = shutil.which("nvidia-smi") is not None
     checks: Callable[[], Sequence[dict[str, object]]] | None = getattr(kernels, "doctor_checks", None)
     for entry in checks() if checks is not None else ():
         name, fine, found = str(entry["name"]), bool(entry["ok"]), str(entry["found"])

@@ -97,8 +97,9 @@ def pair_cost(config: K3Config) -> float:
     """Work of one (query, key) pair in all MLA layers, over that of one row in everything else, the head included."""
     key = config.qk_nope_head_dim + config.qk_rope_head_dim
     pair = 2.0 * config.num_attention_heads * (key + config.v_head_dim) * len(config.mla_layers)
-    row = sum(flops(config, Mix(1, 1, targets=1)).values()) - pair  # a sequence of one row has one pair
-    return pair / row
+    long = 1 << 20  # tokens, beside which what a sequence costs at its start is nothing
+    once, twice = (sum(flops(config, Mix(1, length, targets=1)).values()) for length in (long, 2 * long))
+    return pair / (2 * once - twice)  # what does not grow with the sequence
 
 
 def balanced_cuts(rows: np.ndarray, cu_seqlens: np.ndarray, ranks: int, pair: float = 0.0) -> np.ndarray:

@@ -24,7 +24,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # an old Python in some image may lack names that are only for the checker
     from typing import Any, BinaryIO
 
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 FLOOD = 16  # times the kept output ends a command
 TICK_S = 0.05
 WALK_SHARE = 20  # a look at the disk comes no sooner than so many times its own cost
@@ -208,6 +208,7 @@ class Kept:
 def limit_self(limits: dict[str, int]) -> None:
     """In the child, before the command: its limits and a session of its own."""
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a command does not outlive its supervisor
     backstop = 2 * limits["memory_bytes"] + 2**28
     for what, low, high in (
         (resource.RLIMIT_AS, backstop, backstop),

@@ -171,6 +171,9 @@ async def limits_bite(box: Sandbox) -> None:
 async def nothing_survives(box: Sandbox) -> None:
     leave = "(setsid sh -c 'sleep 0.4; echo late > late' &) ; sleep 0.1; echo done"
     assert (await box.exec(["sh", "-c", leave])).stdout == b"done\n"
+    await asyncio.sleep(0.5)
+    with pytest.raises(FileNotFoundError):
+        await box.read("late")
     started = time.monotonic()
     dropped = asyncio.create_task(box.exec(["sh", "-c", "sleep 2; echo late > late"]))
     await asyncio.sleep(0.25)
