@@ -36,7 +36,7 @@ class Misbehaving(Env):
             while True:
                 try:
                     time.monotonic()
-                except Exception:
+                except Exception:  # the fault itself: code that a raised deadline cannot stop
                     continue
         if self.fault == "waits":
             await asyncio.sleep(30)

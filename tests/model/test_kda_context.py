@@ -86,7 +86,8 @@ def check(lengths: list[int], cuts: list[int], seed: int) -> None:
     for length in lengths:
         ends.append(ends[-1] + length)
     given_ = inputs(ends[-1], seed)
-    weight = torch.randn(ends[-1], HEADS * WIDTH, dtype=torch.float64)
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(ends[-1], HEADS * WIDTH, dtype=torch.float64, generator=draw)
     for ours, theirs in zip(cut(given_, ends, cuts, weight), whole(given_, ends, weight), strict=True):
         # chunks cut at other rows sum in another order, and a gradient of 0 may come out as the difference of equals
         assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-13 + 1e-11 * float(theirs.detach().abs().max()))

@@ -97,6 +97,8 @@ def test_too_many_missing_rewards_stop_the_run_and_name_the_reason():
 def test_what_the_breaker_left_out_is_no_failure_of_the_batch():
     left_out = Failed("left out", FailureKind.TRIPPED)
     check_failures([group("g", left_out, left_out, left_out, Scored(1.0))], limit=0.0)
+    with pytest.raises(TooManyFailures, match="1 of 2"):  # and does not dilute those that are
+        check_failures([group("g", left_out, left_out, Failed("sandbox died"), Scored(1.0))], limit=0.4)
 
 
 def test_metrics_leave_missing_rewards_out_and_count_them():
