@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3rl.envs.sandbox.cgroups import MOUNT, owner
+
 SETTLE_S = 5.0  # how long what was told to end may take to be gone
-_CGROUPS = Path("/sys/fs/cgroup")
-_OURS = "k3rl"  # in the name of every cgroup that a sandbox of ours makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Census:
                 "process": _descendants(str(folder)),
                 "mount": _mounts(),
                 "file": {str(path.relative_to(folder)): "" for path in sorted(folder.rglob("*"))},
-                "cgroup": _cgroups(),
+                "cgroup": _cgroups(owner(folder)),
                 "descriptor": _descriptors(),
             }
         )
@@ -113,8 +113,10 @@ def _mounts() -> dict[str, str]:
     return {line.split()[0]: line.split()[4] for line in lines}
 
 
-def _cgroups() -> dict[str, str]:
-    return {os.path.join(folder, name): "" for folder, names, _ in os.walk(_CGROUPS) for name in names if _OURS in name}
+def _cgroups(mark: str) -> dict[str, str]:
+    return {
+        os.path.join(folder, name): "" for folder, names, _ in os.walk(MOUNT) for name in names if name.startswith(mark)
+    }
 
 
 def _descriptors() -> dict[str, str]:

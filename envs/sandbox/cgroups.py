@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import signal
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -32,6 +34,15 @@ _FILES = {  # (controller, what is limited) -> file, in version 2 and in version
 }
 
 
+def owner(folder: str | Path) -> str:
+    """How the names begin of all groups made while temporary files go to `folder`.
+
+    A process hands that folder down to its children, so the name tells whose work made a group, on a machine where
+    several work at once.
+    """
+    return f"{PREFIX}{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}-"
+
+
 @dataclass(frozen=True, slots=True)
 class Cgroups:
     """Where groups can be made: `parents` maps a controller to the folder for new groups (all one in version 2)."""
@@ -45,7 +56,7 @@ class Cgroups:
 
     def named(self) -> Cgroup:
         """A group that does not exist yet, under a name of its own."""
-        name = f"{PREFIX}{uuid.uuid4().hex[:16]}"
+        name = f"{owner(tempfile.gettempdir())}{uuid.uuid4().hex[:16]}"
         return Cgroup(self.version, {key: parent / name for key, parent in self.parents.items()})
 
 

@@ -17,10 +17,15 @@ import pytest
 from k3rl.envs import Env, Environment, EpisodeContext, Hack, Message, Observation, Rubric, StepResult, Task, registry
 from k3rl.envs.check import Report, canonical, check, digest
 from k3rl.envs.leaks import watched
+from k3rl.envs.sandbox.cgroups import Cgroups
 from k3rl.envs.scaffold import write_package
 from k3rl.types import Failed, Invalid, Scored
 
 SECRET = "def f(a):\n return sorted(a)"
+NAMES_A_GROUP = (
+    "from pathlib import Path; from k3rl.envs.sandbox.cgroups import Cgroups\n"
+    "print(Cgroups(2, {'memory': Path('/')}).named().all_folders()[0].name)"
+)
 SLEEPER = "import os, time\nif os.fork() == 0:\n os.setsid()\n time.sleep(60)"
 
 
@@ -219,3 +224,23 @@ def test_a_watch_sees_files_and_descriptors_and_forgets_them_when_they_go(monkey
             assert Path(file.name).parent == Path(tempfile.gettempdir())
         assert watch.leaks() == []
     assert tempfile.gettempdir() == before
+
+
+def test_a_watch_counts_the_control_groups_of_its_own_work_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("k3rl.envs.leaks.MOUNT", tmp_path)
+    monkeypatch.setattr("k3rl.envs.leaks.SETTLE_S", 0.1)
+    groups = Cgroups(2, {"memory": tmp_path})
+    with watched() as watch:
+        other = subprocess.run(
+            [sys.executable, "-c", NAMES_A_GROUP], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True
+        ).stdout.decode()
+        (tmp_path / other.strip()).mkdir()
+        assert watch.leaks() == []
+        (mine,) = groups.named().all_folders()
+        mine.mkdir()
+        assert watch.leaks() == [f"cgroup {mine}"]
+        child = subprocess.run([sys.executable, "-c", NAMES_A_GROUP], capture_output=True).stdout.decode().strip()
+        (tmp_path / child).mkdir()
+        assert set(watch.leaks()) == {f"cgroup {mine}", f"cgroup {tmp_path / child}"}
