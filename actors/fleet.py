@@ -64,6 +64,9 @@ class Learner:
     def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
         return self._every("save_checkpoint", [(directory, card)] * len(self.actors))[0]
 
+    def save_adapter(self, directory: str, base: str, card: Mapping[str, Any]) -> str:
+        return self._every("save_adapter", [(directory, base, card)] * len(self.actors))[0]
+
     def save_state(self, directory: str, extra: Mapping[str, Any]) -> None:
         """Returns once the state is copied; it is written while training goes on, and `state_saved` waits for that."""
         save_id = secrets.token_hex(4)

@@ -12,15 +12,17 @@ import ray
 import torch
 from safetensors.torch import save
 
-from k3rl.actors.publication import Form, Publication, Served
-from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
+from k3rl.actors.publication import POLICY, Form, Publication, Served
+from k3rl.checkpoint import load_checkpoint, official_tensors, save_adapter, save_checkpoint, weights_of
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 from k3rl.checkpoint.sharded import collected_tensors
 from k3rl.checkpoint.state_writer import StateWriter, restore
 from k3rl.checkpoint.train_state import TrainState
 from k3rl.data.batch import TrainBatch
+from k3rl.engine.adapters import AdapterHeader
 from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.model.lora import adapted
 from k3rl.parallel import LearnerConfig, Loss, Mesh, Trainer, TrainerConfig, World, make_trainer
 from k3rl.run.metrics import Accumulator
 from k3rl.tokens import Tokenizer
@@ -47,6 +49,8 @@ class LearnerActor:
         self._teachers: dict[str, Trainer] = {}
         self._tokenizer: Tokenizer | None = None
         self._version = 0
+        self._start: str | None = None  # the checkpoint that the weights came from
+        self._base: str | None = None  # digest of the weights beside an adapter
         self._published: tuple[int, dict[str, str], dict[str, torch.Tensor]] | None = None  # version, manifest, tensors
 
     def address(self) -> str:
@@ -78,7 +82,7 @@ class LearnerActor:
         self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int, learner: LearnerConfig = _NATIVE
     ) -> int:
         """A freshly initialised model from an official-layout config; returns its number of parameters."""
-        self._tokenizer = Tokenizer.builtin()
+        self._tokenizer, self._start = Tokenizer.builtin(), None
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
         model = K3ForCausalLM(built, experts=mesh.experts(built.num_experts))
         model.init_weights(seed)
@@ -86,7 +90,7 @@ class LearnerActor:
 
     def load(self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig = _NATIVE) -> int:
         """A model from an official-layout directory, with fresh optimizer state."""
-        self._tokenizer = Tokenizer.load(checkpoint)
+        self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
         return self._adopt(load_checkpoint(checkpoint, dtype=torch.float32, mesh=mesh), trainer, mesh, learner)
 
@@ -94,14 +98,13 @@ class LearnerActor:
         size = model.parameter_count()  # before a backend may cut parameters over the ranks
         self._trainer = make_trainer(model, config, learner, mesh)  # which also ships every parameter
         self._teachers.clear()
+        self._base = None
         return size
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
         """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
         trainer = trainer.replace(expert_parallel=1, context_parallel=1, exact=False)
-        shared = {
-            path: Trainer(load_checkpoint(path, dtype=torch.float32), trainer) for path in set(checkpoints.values())
-        }
+        shared = {path: _teacher(path, trainer) for path in set(checkpoints.values())}
         self._teachers = {domain: shared[path] for domain, path in checkpoints.items()}
 
     def train(
@@ -151,15 +154,25 @@ class LearnerActor:
         A delta where an engine serves the version before this one, everything where it does not. Messages lie in the
         object store, in buckets of bounded size: hundreds of small tensors pickled one by one cost more than their
         bytes. The stored tensors of a version are kept until the next one, for the delta. Rank 0 gives them out, with
-        the experts of the others; other ranks give None.
+        the experts of the others; other ranks give None. Of a learner that trains an adapter only that is sent, to
+        engines that serve the weights beside it.
         """
         base, self._version = self._published, self._version + 1
-        tensors = self._stored()
-        if tensors is None:
+        adapter = self.trainer.model.adapter
+        if adapter is not None and self._base is None:
+            stored = self._stored()
+            self._base = "" if stored is None else manifest_digest(manifest_of(stored.items()))
+        tensors = self._stored() if adapter is None else self.trainer.adapter_tensors()
+        if tensors is None or self._world.rank:
             return None
         manifest = manifest_of(tensors.items())
         forms: dict[Served, Form] = {}
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        if adapter is not None and self._base is not None:
+            about = AdapterHeader(POLICY, adapter.config, self._base).to_bytes()
+            form = _placed("adapter", about, _messages(tensors, sizes))
+            version = WeightVersion(self._version, manifest)
+            return Publication(version, dict.fromkeys(served, form), sum(sizes.values()), POLICY)
         for known in set(served):
             if base is not None and known == (base[0], manifest_digest(base[1])) and base[1].keys() == manifest.keys():
                 header, buckets = encode(base[2], tensors, (base[1], manifest), (base[0], self._version))
@@ -172,7 +185,10 @@ class LearnerActor:
 
     def set_version(self, number: int) -> None:
         """Continues the numbering of versions, after engines were loaded afresh with the weights that are held now."""
-        self._version, tensors = number, self._stored()
+        self._version, self._published = number, None
+        if self.trainer.model.adapter is not None:
+            return
+        tensors = self._stored()
         self._published = None if tensors is None else (number, manifest_of(tensors.items()), tensors)
 
     def _stored(self) -> dict[str, torch.Tensor] | None:
@@ -187,6 +203,26 @@ class LearnerActor:
         """Writes the official layout, each rank its files; returns the directory."""
         with self.trainer.whole() as model:
             save_checkpoint(model, directory, tokenizer=self._tokenizer, card=dict(card), mesh=self.trainer.mesh)
+        return directory
+
+    def save_adapter(self, directory: str, base: str, card: Mapping[str, Any]) -> str:
+        """Writes the adapter that is trained, in PEFT's format, on rank 0; returns the directory.
+
+        base: where to write the weights beside it, when they came from no checkpoint.
+        """
+        trainer = self.trainer
+        adapter = trainer.model.adapter
+        if adapter is None:
+            raise RuntimeError("this learner trains the weights themselves; call save_checkpoint(...)")
+        if self._start is None:
+            with adapted(trainer.model, None):
+                save_checkpoint(trainer.model, base, tokenizer=self._tokenizer, mesh=trainer.mesh)
+        tensors = trainer.adapter_tensors()
+        with self._world.together("writing an adapter"):
+            if self._world.rank == 0:
+                save_adapter(
+                    tensors, adapter.config, directory, base=self._start or base, tokenizer=self._tokenizer, card=card
+                )
         return directory
 
     def save_state(self, directory: str, extra: Mapping[str, Any], save_id: str) -> None:
@@ -206,6 +242,12 @@ class LearnerActor:
         extra = restore(self.trainer, TrainState(Path(directory)), self._writer.rank)
         self._version = extra["weight_version"]
         return extra
+
+
+def _teacher(checkpoint: str, config: TrainerConfig) -> Trainer:
+    """A frozen policy; its adapter, if it has one, stays attached."""
+    model = load_checkpoint(checkpoint, dtype=torch.float32)
+    return Trainer(model, config.replace(lora=None if model.adapter is None else model.adapter.config))
 
 
 def _messages(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Iterator[bytes]:

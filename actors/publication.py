@@ -1,8 +1,7 @@
 """What travels from the learner to the engines when a weight version is published.
 
 A version has one form or several: everything, or the difference from what an engine serves already. An engine takes
-any of them and ends with the same bytes. A further kind of form (an adapter beside fixed weights) would be another
-`kind` here, another branch in `RolloutActor.prepare`, and nothing else.
+any of them and ends with the same bytes. Where the learner trains an adapter, only that is sent.
 """
 
 from __future__ import annotations
@@ -13,15 +12,20 @@ from typing import Any, TypeAlias
 
 from k3rl.types import WeightVersion
 
+POLICY = "policy"
+"""Name under which engines serve the adapter that the learner trains."""
+
 Served: TypeAlias = tuple[int, str]
 """What an engine serves: the number of the version, and the digest of its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to send a version. kind: "whole" (buckets are safetensors messages) or "delta" (`checkpoint.delta`).
+    """One way to send a version. kind: "whole" (buckets are safetensors messages), "delta" (`checkpoint.delta`), or
+    "adapter" (A and B of an adapter, in safetensors messages; the weights beside it stay).
 
-    header: of a delta, empty otherwise. buckets: references to messages in the object store. bytes: of all of it.
+    header: of a delta or an adapter, empty otherwise. buckets: references to messages in the object store.
+    bytes: of all of it.
     """
 
     kind: str
@@ -32,8 +36,12 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A version, the form for each kind of engine by what it serves, and the bytes of all its tensors."""
+    """A version, the form for each kind of engine by what it serves, and the bytes of all its tensors.
+
+    adapter: the name of the adapter that it is a version of; empty for the weights themselves.
+    """
 
     version: WeightVersion
     forms: Mapping[Served, Form]
     bytes_full: int
+    adapter: str = ""

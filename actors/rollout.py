@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from k3rl.actors.cluster import EngineConfig, RolloutConfig
 from k3rl.actors.publication import Form, Served
-from k3rl.checkpoint import load_checkpoint
+from k3rl.checkpoint import is_adapter, load_checkpoint
 from k3rl.checkpoint.hf import StoredFiles
 from k3rl.checkpoint.manifest import manifest_digest
 from k3rl.config import K3Error
@@ -77,6 +77,11 @@ class RolloutActor:
 
     def _load_into_server(self, config: RolloutConfig, url: str, checkpoint: Path) -> int:
         """Gives the server these weights; the handshake, which is the first time, tells what it lacks."""
+        if is_adapter(checkpoint):
+            raise WeightUpdateError(
+                f"{checkpoint} is an adapter, which vLLM servers are not given; merge it (`k3rl export --merge`), or "
+                "set cluster.rollout.backend to k3rl"
+            )
         if not isinstance(self._engine, VLLMEngine):
             self._engine = VLLMEngine.for_config(
                 url,
@@ -162,6 +167,13 @@ class RolloutActor:
             self.engine.start_weight_delta(form.header)
             for ref in form.buckets:
                 self.engine.update_weights_by_delta(await ref)
+        elif form.kind == "adapter":
+            if isinstance(self.engine, VLLMEngine):
+                raise WeightUpdateError(f"version {version} is of an adapter; a vLLM server takes whole versions")
+            base = manifest_digest(self.engine.manifest)
+            self.engine.adapters.open(version, form.header, manifest, base)
+            for ref in form.buckets:
+                self.engine.adapters.add(load(await ref).items())
         else:
             self.engine.start_weight_update(version, manifest)
             for ref in form.buckets:

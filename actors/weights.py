@@ -72,7 +72,7 @@ class WeightPublisher:
         return {
             "version": float(number),
             "tensors": float(len(version.manifest)),
-            "canary": self._canary(number),
+            "canary": self._canary(number, publication.adapter),
             "bytes": float(max(form.bytes for form in forms)),
             "bytes_full": float(publication.bytes_full),
             "deltas": float(deltas),
@@ -106,8 +106,8 @@ class WeightPublisher:
                 + "\n".join(errors)
             )
 
-    def _canary(self, number: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=_CANARY_TOKENS)
+    def _canary(self, number: int, adapter: str) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=_CANARY_TOKENS, adapter=adapter)
         calls = [actor.generate.remote([(self._prompt, params)]) for actor in self._rollouts]
         learned: dict[tuple[int, ...], np.ndarray] = {}
         worst = 0.0

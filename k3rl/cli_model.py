@@ -58,10 +58,15 @@ def evaluate(words: Sequence[str]) -> int:
 
 def export(words: Sequence[str]) -> int:
     """The `k3rl export` command: the checkpoint is loaded, written anew, read back and compared byte for byte."""
-    parser = Parser("export", "Writes a checkpoint in the official layout into a new folder, and reads it back.")
-    parser.add_argument("source", type=Path, help="a checkpoint, or a run directory")
+    parser = Parser(
+        "export",
+        "Writes a checkpoint in the official layout, or an adapter in PEFT's format, into a new folder, and reads it "
+        "back.",
+    )
+    parser.add_argument("source", type=Path, help="a checkpoint, an adapter, or a run directory")
     parser.add_argument("target", type=Path, help="the folder to write")
     parser.add_argument("--stage", help="which stage of the run, where there are several")
+    parser.add_argument("--merge", action="store_true", help="of an adapter and its weights, write one checkpoint")
     parser.add_argument("--json", action="store_true")
     arguments = parser.read(words)
     if arguments is None:
@@ -69,21 +74,33 @@ def export(words: Sequence[str]) -> int:
     source = find_checkpoint(arguments.source, arguments.stage)
     if arguments.target.resolve() == source.resolve():
         raise ConfigError(f"{arguments.target} is the checkpoint itself; name another folder", key="target")
-    from k3rl.cli_export import copy_checkpoint
+    from k3rl.checkpoint import is_adapter
+    from k3rl.cli_export import copy_adapter, copy_checkpoint, merge_adapter
 
-    tensors, size = copy_checkpoint(source, arguments.target)
-    if arguments.json:
-        print_json({"source": str(source), "export": str(arguments.target), "tensors": tensors, "bytes": size})
+    merged: dict[str, Any] = {}
+    if arguments.merge:
+        if not is_adapter(source):
+            raise ConfigError(f"{source} is a whole checkpoint; --merge takes an adapter", key="--merge")
+        tensors, size, merged = merge_adapter(source, arguments.target)
     else:
-        print(f"{arguments.target}: {tensors} tensors, {size:,} bytes, read back equal")
+        tensors, size = (copy_adapter if is_adapter(source) else copy_checkpoint)(source, arguments.target)
+    if arguments.json:
+        found = {"source": str(source), "export": str(arguments.target), "tensors": tensors, "bytes": size}
+        print_json(found | ({"merged": merged} if merged else {}))
+        return 0
+    print(f"{arguments.target}: {tensors} tensors, {size:,} bytes, read back equal")
+    for form, about in merged.items():
+        error = f"{about['error']:.1%} of the adapter's change"
+        print(f"  {about['matrices']} matrices stored as {form}: rounding moves them by {error}")
     return 0
 
 
 def find_checkpoint(place: Path, stage: str | None) -> Path:
     """The checkpoint folder that a path and a stage name mean. Raises ConfigError or MissingResource."""
-    if (place / "config.json").is_file():
+    names = ("config.json", "adapter_config.json")
+    if any((place / name).is_file() for name in names):
         return place
-    found = {path.parent.name: path.parent for path in sorted((place / "export").glob("*/config.json"))}
+    found = {path.parent.name: path.parent for name in names for path in sorted((place / "export").glob(f"*/{name}"))}
     if not found:
         raise MissingResource(f"{place} is neither a checkpoint nor a run that has written one")
     if stage is None and len(found) > 1:

@@ -22,7 +22,7 @@ def serve(words: Sequence[str]) -> int:
         "Serves a checkpoint over HTTP: /v1/chat/completions, /v1/completions, /v1/models, /metrics. Requests carry "
         f"the bearer token in ${TOKEN_VARIABLE}; a fresh one is made and printed where the variable is not set.",
     )
-    parser.add_argument("checkpoint", type=Path, help="a folder in the official layout")
+    parser.add_argument("checkpoint", type=Path, help="a folder in the official layout, or an adapter")
     parser.add_argument("--host", default="127.0.0.1", help="loopback by default")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-running", type=int, default=64, help="sequences decoded at a time")
@@ -40,7 +40,7 @@ def serve(words: Sequence[str]) -> int:
         raise ConfigError("the other tiers take what leaves --prefix-cache-mb; give it, too", key="--prefix-cache-mb")
     if arguments.prefix_disk_mb and arguments.prefix_directory is None:
         raise ConfigError("--prefix-disk-mb needs --prefix-directory", key="--prefix-directory")
-    if not (arguments.checkpoint / "config.json").is_file():
+    if not any((arguments.checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(f"{arguments.checkpoint} holds no checkpoint (no config.json)", key="checkpoint")
     try:
         from k3rl.engine import PrefixCache, server

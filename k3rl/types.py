@@ -163,7 +163,8 @@ class SamplingParams:
     logprob is that of the biased distribution. A stop id is part of the completion. stop: texts that end it; it then
     ends with the token that completes the text, and special tokens are never part of a match. `seed` fixes this
     request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
-    cache_salt: prefix-cache entries are shared only between requests of one salt (an adapter's name, a tenant).
+    cache_salt: prefix-cache entries are shared only between requests of one salt (a tenant).
+    adapter: the name of a published adapter to compute with; empty for the weights as they are.
     constraint: what the text must match; tokens that would leave it are forbidden before anything else, and it needs a
     stop id, which is allowed only where the text is complete.
     """
@@ -180,6 +181,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     cache_salt: str = ""
     constraint: Constraint | None = None
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:

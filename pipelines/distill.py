@@ -11,8 +11,7 @@ from k3rl.pipelines.in_flight import InFlight
 from k3rl.pipelines.record import record
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
-from k3rl.pipelines.weights import start_policy, teachers_of
-from k3rl.types import SamplingParams
+from k3rl.pipelines.weights import policy_sampling, start_policy, teachers_of
 
 
 def train(session: Session, config: DistillConfig, *, name: str = "distill") -> StageResult:
@@ -27,7 +26,7 @@ def train(session: Session, config: DistillConfig, *, name: str = "distill") -> 
     if (state := stage.restore()) is not None:
         curriculum.restore(state)
     loss, schedule = config.loss(), config.schedule.build(config.steps)
-    sampling = SamplingParams(config.sampling.temperature, config.sampling.top_p, max_tokens=config.sampling.max_tokens)
+    sampling = policy_sampling(config)
     temperature = config.sampling.temperature
     published: dict[str, float] = {}
 

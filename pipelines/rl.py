@@ -9,9 +9,8 @@ from k3rl.pipelines.in_flight import InFlight
 from k3rl.pipelines.record import record
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
-from k3rl.pipelines.weights import start_policy
+from k3rl.pipelines.weights import policy_sampling, start_policy
 from k3rl.run.metrics import Accumulator
-from k3rl.types import SamplingParams
 
 
 def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResult:
@@ -25,7 +24,7 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
     if (state := stage.restore()) is not None:
         curriculum.restore(state)
     loss, schedule = config.objective.loss(), config.schedule.build(config.steps)
-    sampling = SamplingParams(config.sampling.temperature, config.sampling.top_p, max_tokens=config.sampling.max_tokens)
+    sampling = policy_sampling(config)
     temperature = config.sampling.temperature
     published: dict[str, float] = {}
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from k3rl.checkpoint import is_adapter
 from k3rl.checkpoint.train_state import chosen_train_state, clear_unfinished, prune_train_states
 from k3rl.pipelines.configs import StageConfig
 from k3rl.pipelines.in_flight import InFlight
@@ -191,14 +192,16 @@ class Stage:
                 shutil.rmtree(folder)
 
     def finish(self, loop_state: Mapping[str, Any], notes: Mapping[str, Any]) -> StageResult:
-        """Saves the last state and an official-layout checkpoint, and writes the result that a resume reads."""
+        """Saves the last state, an official-layout checkpoint or the adapter, and the result that a resume reads."""
         self.save(loop_state)
         self._saved()
-        checkpoint = self.session.run.root / "export" / self.name
-        self.session.fleet.learner.save_checkpoint(
-            str(checkpoint),
-            {"stage": self.name, "steps": self.step, "config_hash": self.session.run.info.config_hash, **notes},
-        )
+        root, learner = self.session.run.root, self.session.fleet.learner
+        checkpoint = root / "export" / self.name
+        card = {"stage": self.name, "steps": self.step, "config_hash": self.session.run.info.config_hash, **notes}
+        if self._config.trainer.lora is None:
+            learner.save_checkpoint(str(checkpoint), card)
+        else:  # the weights beside it have not changed: the policy is where they came from, and this
+            learner.save_adapter(str(checkpoint), str(root / "base" / self.name), card)
         result = StageResult(
             self.name, str(checkpoint), self.step, **self.totals, seconds=self.seconds(), notes=dict(notes)
         )
@@ -208,6 +211,6 @@ class Stage:
 
 
 def resolve_start(start: str) -> Path | None:
-    """The checkpoint directory that `model.start` names, or None for a named size."""
+    """The directory of a checkpoint or an adapter that `model.start` names, or None for a named size."""
     path = Path(start)
-    return path if (path / "config.json").is_file() else None
+    return path if (path / "config.json").is_file() or is_adapter(path) else None

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.actors.fleet import Fleet, Learner
+from k3rl.actors.publication import POLICY
+from k3rl.checkpoint import is_adapter, weights_of
+from k3rl.checkpoint.adapter import read_adapter_config
 from k3rl.config import ConfigError
 from k3rl.model import K3Config
 from k3rl.parallel import data_degree
 from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
 from k3rl.pipelines.stage import resolve_start
+from k3rl.types import SamplingParams
 
 
 def start_learner(learner: Learner, config: StageConfig) -> None:
@@ -26,6 +30,7 @@ def check_start(config: StageConfig) -> None:
     A policy of random weights samples no answer that a reward could tell apart, so rollout stages need a checkpoint.
     """
     check_layout(config.cluster, config)
+    check_adapter(config)
     if not isinstance(config, RolloutStageConfig):
         if resolve_start(config.model.start) is None:
             model_config(config)
@@ -41,9 +46,36 @@ def check_start(config: StageConfig) -> None:
         teachers_of(config)
 
 
+def check_adapter(config: StageConfig) -> None:
+    """Refuses to start from an adapter that the stage would not go on training. Raises ConfigError."""
+    start, wanted = config.model.start, config.trainer.lora
+    if not is_adapter(start):
+        return
+    found, _ = read_adapter_config(start)
+    if wanted is None or wanted.replace(seed=found.seed) != found:
+        flags = f"--trainer.lora.rank {found.rank} --trainer.lora.alpha {found.alpha:g}"
+        raise ConfigError(
+            f"model.start is the adapter {start} of rank {found.rank}, alpha {found.alpha:g} and targets "
+            f"{', '.join(found.targets)}; go on training it with {flags} and the same targets, or make a checkpoint of "
+            "it first with `k3rl export --merge`",
+            key="trainer.lora",
+            got=None if wanted is None else wanted.model_dump(mode="json"),
+        )
+
+
 def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
-    """Refuses degrees that do not divide the learner's ranks. Raises ConfigError."""
+    """Refuses degrees that do not divide the learner's ranks, and adapters for servers that serve none.
+
+    Raises ConfigError.
+    """
     for stage in stages:
+        if stage.trainer.lora is not None and cluster.rollout.backend != "k3rl":
+            raise ConfigError(
+                "trainer.lora needs engines that serve adapters; set cluster.rollout.backend to k3rl, or train the "
+                "weights",
+                key="cluster.rollout.backend",
+                got=cluster.rollout.backend,
+            )
         data_degree(cluster.learner_actors, stage.trainer.expert_parallel, stage.trainer.context_parallel)
 
 
@@ -51,7 +83,14 @@ def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
     """The checkpoint that a rollout stage starts from, in the learner and in every engine."""
     fleet.learner.load(config.model.start, config.trainer, config.learner)
     fleet.learner.set_version(0)
-    fleet.rollouts.load(config.model.start)
+    fleet.rollouts.load(str(weights_of(config.model.start)) if config.trainer.lora else config.model.start)
+
+
+def policy_sampling(config: RolloutStageConfig) -> SamplingParams:
+    """How rollouts sample: with the adapter that the learner trains and publishes, where it trains one."""
+    chosen = config.sampling
+    adapter = "" if config.trainer.lora is None else POLICY
+    return SamplingParams(chosen.temperature, chosen.top_p, max_tokens=chosen.max_tokens, adapter=adapter)
 
 
 def teachers_of(config: DistillConfig) -> dict[str, str]:

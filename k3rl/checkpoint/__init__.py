@@ -5,9 +5,11 @@ inspect.py  parameters and bytes of a model   train_state.py, state_writer.py  r
 manifest.py digests of stored tensors         delta.py        a version as its difference from another
 partial.py  single tensors, read and replaced
 sharded.py  experts spread over ranks         card.py         facts about a checkpoint
+adapter.py  adapters in PEFT's format
 Not here: how values are quantized (`k3rl.numerics`) and who decides when to save.
 """
 
+from k3rl.checkpoint.adapter import is_adapter, load_adapter, save_adapter, weights_of
 from k3rl.checkpoint.hf import (
     CheckpointError,
     add_to_card,
@@ -23,9 +25,13 @@ __all__ = [
     "CheckpointError",
     "add_to_card",
     "assign_official_tensors",
+    "is_adapter",
+    "load_adapter",
     "load_checkpoint",
     "official_tensors",
     "read_card",
+    "save_adapter",
     "save_checkpoint",
     "stored_dtype",
+    "weights_of",
 ]

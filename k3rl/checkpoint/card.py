@@ -59,6 +59,35 @@ def card_text(name: str, config: K3Config, parameters: int, size: int, card: Map
     return "\n".join(lines)
 
 
+def adapter_card_text(name: str, config: Mapping[str, Any], parameters: int, card: Mapping[str, Any]) -> str:
+    """The card of adapter `name`; config: what `adapter_config.json` holds; card: more facts, `title`, `summary`."""
+    rows = {
+        "parameters": f"{parameters:,}",
+        "rank": config["r"],
+        "alpha": config["lora_alpha"],
+        "modules": ", ".join(config["target_modules"]),
+        "base": Path(config["base_model_name_or_path"]).name,
+    }
+    rows |= {key: value for key, value in card.items() if key not in ("title", "summary", *rows)}
+    lines = [
+        "---",
+        "library_name: peft",
+        "pipeline_tag: text-generation",
+        "tags: [lora]",
+        "---",
+        "",
+        f"# {card.get('title', name)}",
+        "",
+        str(card.get("summary", "A LoRA adapter for a model of the Kimi K3 architecture, in PEFT's format.")),
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {_cell(value)} |" for key, value in rows.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def read_card(directory: str | Path) -> dict[str, str]:
     """The facts in the table of a checkpoint's model card; empty where there is no card."""
     path = Path(directory) / CARD

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from k3rl.checkpoint.adapter import is_adapter, load_adapter, read_adapter_config
 from k3rl.checkpoint.card import CARD, CheckpointError, add_to_card, card_text, read_card
 from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside, scratch_name
 from k3rl.checkpoint.sharded import bank_of, collected_tensors
@@ -321,6 +322,7 @@ def load_checkpoint(
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
     are stored as bf16 or MXFP4 (others are float32 or wider).
+    A directory with an adapter gives the model that it belongs to, with the adapter attached.
     Raises CheckpointError, also where images are to be prepared another way than k3rl does it, or ModelConfigError for
     a configuration that is not a K3.
     """
@@ -329,6 +331,8 @@ def load_checkpoint(
         recover(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds {CONFIG}")
+    if is_adapter(path):
+        return _load_adapted(path, dtype, device, mesh)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
     config = K3Config.from_json(path / CONFIG)
@@ -337,6 +341,17 @@ def load_checkpoint(
     experts = None if mesh is None else mesh.experts(config.num_experts)
     model = K3ForCausalLM(as_stored(config, files.keys()), dtype=dtype, device=device, experts=experts)
     fill(model, files)
+    return model
+
+
+def _load_adapted(path: Path, dtype: torch.dtype, device: torch.device | str, mesh: Mesh | None) -> K3ForCausalLM:
+    _, base = read_adapter_config(path)
+    if not (base / CONFIG).is_file():
+        raise CheckpointError(
+            f"the adapter {path} belongs to {base}, which holds no checkpoint; put that in place, or beside the adapter"
+        )
+    model = load_checkpoint(base, dtype, device, mesh=mesh)
+    load_adapter(path, model).attach(model)
     return model
 
 
@@ -396,6 +411,10 @@ def save_checkpoint(
     Raises CheckpointError when `directory` holds anything that is not a checkpoint's, or when what was written does
     not read back equal; PeerFailed on the other ranks.
     """
+    if model.adapter is not None:
+        raise CheckpointError(
+            "the model has an adapter, which a checkpoint would leave out; merge it first, or save_adapter it alone"
+        )
     mesh = Mesh.alone() if mesh is None else mesh
     path = Path(directory).absolute()
     scratch, first = scratch_name(path), mesh.world.rank == 0

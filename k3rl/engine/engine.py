@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +23,13 @@ from torch import Tensor
 
 from k3rl.data.images import ImagePatches
 from k3rl.engine import diagnose, exact, sampler
+from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.counters import EngineCounters
 from k3rl.engine.grammar import DeadEnd, Grammars, constrain
-from k3rl.engine.images import Features, Placed, image_inputs
+from k3rl.engine.images import Placed, image_inputs
 from k3rl.engine.prefix import Hit, PrefixCache
-from k3rl.engine.prompts import checked_prompt
+from k3rl.engine.prompts import check_options, checked_prompt
 from k3rl.engine.protocol import (
     EngineError,
     InFlight,
@@ -39,33 +39,13 @@ from k3rl.engine.protocol import (
     PauseMode,
     UnknownRequest,
 )
-from k3rl.engine.rows import Request, RowTable
+from k3rl.engine.rows import PromptState, Request, RowTable
 from k3rl.engine.scheduler import Scheduler, Segment
 from k3rl.engine.stopping import StopStrings
-from k3rl.engine.weights import DeltaUpdate, DirectoryUpdate, WeightReceiver, WeightUpdate, check_names
+from k3rl.engine.weights import DeltaUpdate, DirectoryUpdate, Update, WeightReceiver, WeightUpdate, check_names
 from k3rl.model import K3ForCausalLM
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, SamplingParams, StopReason
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """What is known of a prompt beside its state. routes: pieces int16 [n, M, k], None where a cache had none.
-
-    hidden [1, H] and logits [1, V] of the last token, once it is reached; cached: tokens that a cache had; features: of
-    images that are being read.
-    """
-
-    routes: list[np.ndarray | None] = field(default_factory=list)
-    hidden: Tensor | None = None
-    logits: Tensor | None = None
-    cached: int = 0
-    features: Features = field(default_factory=dict)
-
-    def all_routes(self) -> np.ndarray | None:
-        """int16 [P, M, k], or None when some are not known."""
-        known = [piece for piece in self.routes if piece is not None]
-        return np.concatenate(known) if len(known) == len(self.routes) else None
 
 
 class Engine:
@@ -115,15 +95,15 @@ class Engine:
         self._scheduler = Scheduler(max_running, prefill_tokens, None if plan is None else plan.pages, page_tokens)
         self._pool = StatePool(model, max_running, poison, plan)
         self._table = RowTable(max_running, (len(config.moe_layers), config.num_experts_per_token))
-        self._prompts = [_Prompt() for _ in range(max_running)]  # of rows being prefilled
-        self._spare: _Prompt | None = None  # of the state in the spare row
+        self._prompts = [PromptState() for _ in range(max_running)]  # of rows being prefilled
+        self._spare: PromptState | None = None  # of the state in the spare row
         self.prefix_cache = prefix_cache
         self._hits: dict[int, Hit] = {}  # found for requests that are admitted in this step
         self._requests: dict[int, Request] = {}
         self._submitted = 0
         self._ended: list[tuple[int, Outcome]] = []  # not yet handed out by `step`
         self._pause: PauseMode | None = None
-        self._receiver = WeightReceiver()
+        self._receiver, self.adapters = WeightReceiver(), AdapterStore()
 
     @property
     def version(self) -> int:
@@ -154,7 +134,7 @@ class Engine:
         seed = sampler.request_seed(params.seed, self.seed, number)
         stop = StopStrings(params.stop, self._tokenizer) if params.stop and self._tokenizer is not None else None
         self._requests[number] = Request(number, prompt, params, seed, stop, images=placed)
-        self._scheduler.submit(number, (prompt.tobytes(), params.cache_salt), len(prompt))
+        self._scheduler.submit(number, (prompt.tobytes(), params.cache_salt, params.adapter), len(prompt))
         return number
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> None:
@@ -261,7 +241,7 @@ class Engine:
         for number, row in plan.cached:
             hit = self._hits[number]
             self._pool.restore(row, hit)
-            self._prompts[row] = _Prompt([hit.routes], hit.fixed.hidden, cached=hit.length)
+            self._prompts[row] = PromptState([hit.routes], hit.fixed.hidden, cached=hit.length)
         self._hits.clear()
         parts = []
         if plan.from_spare:  # before the prefill, which may put another prompt into the spare row
@@ -271,7 +251,7 @@ class Engine:
         if plan.segments:
             parts.append(self._prefill(plan.segments))
         if plan.decode:
-            parts.append(self._decode(plan.decode))
+            parts += [self._decode(*group) for group in self.adapters.grouped(plan.decode, self._adapter_in)]
         if not parts:
             return
         rows = np.concatenate([rows for rows, _ in parts])
@@ -284,7 +264,7 @@ class Engine:
         first = requests[0]
         need_routes = any(request.params.return_routes for request in requests)
         assert self.prefix_cache is not None
-        hit = self.prefix_cache.find(first.ids, self._version, first.params.cache_salt, need_routes)
+        hit = self.prefix_cache.find(first.ids, self._version, self.adapters.salt(first.params), need_routes)
         if hit is None:
             return 0
         self._hits[first.number] = hit
@@ -303,8 +283,11 @@ class Engine:
         fresh = [segment.row for segment in segments if segment.start == 0]
         self._pool.reset(fresh)
         for row in fresh:
-            self._prompts[row] = _Prompt()
-        self._compute([segment for segment in segments if segment.stop > segment.start])
+            self._prompts[row] = PromptState()
+        work = [segment for segment in segments if segment.stop > segment.start]
+        for name, own in self.adapters.grouped(work, lambda s: self._requests[s.request].params.adapter):
+            with self.adapters.serving(self.model, name):
+                self._compute(own)
         complete = [segment for segment in segments if segment.starts]
         hidden = [last for segment in complete if (last := self._prompts[segment.row].hidden) is not None]
         if self._exact:
@@ -316,8 +299,6 @@ class Engine:
 
     def _compute(self, segments: list[Segment]) -> None:
         """Runs prompt tokens through the model; their routes and last hidden rows go to the rows' prompts."""
-        if not segments:
-            return
         if self._exact:
             for s in segments:
                 request, own = self._requests[s.request], self._prompts[s.row]
@@ -351,7 +332,7 @@ class Engine:
         """
         copies, rows, source = [], [], []
         for index, segment in enumerate(segments):
-            prompt, self._prompts[segment.row] = self._prompts[segment.row], _Prompt()
+            prompt, self._prompts[segment.row] = self._prompts[segment.row], PromptState()
             prompt.routes, prompt.logits = [prompt.all_routes()], logits[index : index + 1]
             if self.prefix_cache is not None:
                 self._keep_prompt(self.prefix_cache, segment, prompt)
@@ -364,16 +345,16 @@ class Engine:
         self._pool.copy(copies)
         return np.concatenate(rows or [np.empty(0, np.int64)]), logits[source]
 
-    def _start(self, pairs: Sequence[tuple[int, int]], prompt: _Prompt) -> np.ndarray:
+    def _start(self, pairs: Sequence[tuple[int, int]], prompt: PromptState) -> np.ndarray:
         for number, row in pairs:
             request = self._requests[number]
             matcher = self._grammars.matcher(request)
-            self._table.start(row, request, prompt.routes[0], self._version, prompt.cached, matcher)
+            self._table.start(row, request, prompt.routes[0], self._version_of(request), prompt.cached, matcher)
             if request.progress is not None:
                 self._table.resume(row, request, request.progress)
         return np.array([row for _, row in pairs])
 
-    def _keep_prompt(self, prefix: PrefixCache, segment: Segment, prompt: _Prompt) -> None:
+    def _keep_prompt(self, prefix: PrefixCache, segment: Segment, prompt: PromptState) -> None:
         """Gives the state at the end of a prompt to the prefix cache; a broken one is of no use to anyone."""
         request = self._requests[segment.request]
         if prompt.logits is not None and prompt.logits.isfinite().all():
@@ -384,7 +365,7 @@ class Engine:
         if length < len(ids):
             ids, routes, hidden = ids[:length], None if routes is None else routes[:length], None
         if length:
-            prefix.put(ids, self._version, request.params.cache_salt, self._pool.source(row, routes, hidden))
+            prefix.put(ids, self._version, self.adapters.salt(request.params), self._pool.source(row, routes, hidden))
 
     def _keep_turns(self, prefix: PrefixCache, ended: list[tuple[int, Outcome]]) -> None:
         """Gives the states of rows that end well to the prefix cache: all tokens but the last, which was not read.
@@ -395,21 +376,22 @@ class Engine:
             row = self._scheduler.row_of.get(number)
             if row is None or isinstance(outcome, EngineError):
                 continue
-            if self._in_flight == "carry" and self._table.first_version[row] != self._version:
-                continue
             request = self._requests[number]
+            if self._in_flight == "carry" and self._table.first_version[row] != self._version_of(request):
+                continue
             ids = np.concatenate([request.prompt, self._table.tokens[row, : self._table.count[row] - 1]])
             self._keep(prefix, request, row, ids, self._table.routes_of(row), None)
 
-    def _decode(self, rows: list[int]) -> tuple[np.ndarray, Tensor]:
-        """Feeds every running row its last sampled token."""
+    def _decode(self, adapter: str, rows: list[int]) -> tuple[np.ndarray, Tensor]:
+        """Feeds running rows of one adapter their last sampled tokens."""
         began = time.perf_counter()
         index = np.array(rows)
         if self._exact:
             logits, routes = exact.decode(self.model, self._pool, self._table, self._requests, rows)
         else:
             self._pool.claim(rows, [1] * len(rows))
-            out = self.model.hidden(self._tensor(self._table.token[index])[:, None], cache=self._pool.view(rows))
+            with self.adapters.serving(self.model, adapter):
+                out = self.model.hidden(self._tensor(self._table.token[index])[:, None], cache=self._pool.view(rows))
             logits, routes = self.model.logits(out.hidden[:, 0]), out.routes[:, 0].cpu().numpy()
         self.counters.decode_s += time.perf_counter() - began
         self._table.add_routes(index, routes)
@@ -432,7 +414,7 @@ class Engine:
             table.biases(rows),
             free.allowed,
         )
-        complete = table.append(rows, draws, self._version)
+        complete = table.append(rows, draws, self.adapters.versions(rows, self._adapter_in, self._version))
         self.counters.sampled_tokens += int(draws.finite.sum())
         ended += [(int(table.request[row]), table.completion(row)) for row in complete]
         if not draws.finite.all():
@@ -482,10 +464,10 @@ class Engine:
         row = self._scheduler.row_of.get(number)
         if row is not None:
             return self._table.completion(row, aborted=True)
-        progress = self._requests[number].progress
-        if progress is not None:
-            return progress.aborted()
-        return Completion((), (), StopReason.ABORTED, self._version, self._version)
+        request = self._requests[number]
+        if request.progress is not None:
+            return request.progress.aborted()
+        return Completion((), (), StopReason.ABORTED, self._version_of(request), self._version_of(request))
 
     def _broken(self, rows: np.ndarray) -> list[tuple[int, Outcome]]:
         """Errors of the rows whose logits are not finite. One is examined: a broken model breaks all of them."""
@@ -496,7 +478,8 @@ class Engine:
             ids = np.concatenate([self._requests[number].prompt, table.tokens[row, : table.count[row]]])
             if not ended:
                 placed = self._requests[number].images
-                layer, detail = diagnose.describe(self.model, self._pool, row, self._tensor(ids), placed)
+                with self.adapters.serving(self.model, self._adapter_in(row)):
+                    layer, detail = diagnose.describe(self.model, self._pool, row, self._tensor(ids), placed)
             else:
                 layer, detail = None, f"request {ended[0][0]} broke in the same step and was examined"
             ended.append((number, NonFiniteLogits(number, len(ids) - 1, layer, detail)))
@@ -515,15 +498,19 @@ class Engine:
 
     def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
         """Opens an update to a later version. manifest: official name -> `weights.digest` of the stored tensor."""
-        self._receiver.open(WeightUpdate(version, manifest), self._version)
+        self._open(WeightUpdate(version, manifest))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Takes stored tensors in. They must not change until the update is verified. An error drops the update."""
         self._receiver.add(named_tensors)
 
+    def _open(self, update: Update) -> None:
+        self.adapters.refuse_new_weights()
+        self._receiver.open(update, self._version)
+
     def start_weight_delta(self, header: bytes) -> None:
         """Opens an update that is a delta (`k3rl.checkpoint.delta`) to the served version; refuses one to another."""
-        self._receiver.open(DeltaUpdate(header, self._version, self.model, self.manifest), self._version)
+        self._open(DeltaUpdate(header, self._version, self.model, self.manifest))
 
     def update_weights_by_delta(self, bucket: bytes) -> None:
         """Takes a bucket of the delta in, in any order. An error drops the update."""
@@ -531,35 +518,46 @@ class Engine:
 
     def load_weight_update(self, version: int, directory: Path, manifest: Mapping[str, str] | None = None) -> None:
         """First phase of an update from a checkpoint directory: proves it (by `manifest`, if given) and builds it."""
-        self._receiver.open(DirectoryUpdate(version, directory, manifest), self._version)
+        self._open(DirectoryUpdate(version, directory, manifest))
         self._receiver.verify(self.model)
 
     def verify_weight_update(self) -> None:
-        """First phase: proves the update whole and builds its model beside the one that serves.
+        """First phase: proves the update whole and builds its model, or adapter, beside the one that serves.
 
         Raises WeightUpdateError and drops the update when a tensor is missing, altered or does not fit.
         """
-        self._receiver.verify(self.model)
+        if not self.adapters.verify(self.model):
+            self._receiver.verify(self.model)
 
     def finish_weight_update(self, version: int) -> None:
         """Second phase: serves the new version from the next token on, verifying it first when that is not done.
 
         Raises WeightUpdateError and drops the update, as `verify_weight_update` does or for another version.
         """
-        self.model, self._version = self._receiver.take(version, self.model), version
+        name = self.adapters.finish(version, self.model)  # of an adapter; None when the model itself is exchanged
+        if name is None:
+            self.model, self._version = self._receiver.take(version, self.model), version
         if self._in_flight == "recompute":
-            running = sorted(self._scheduler.row_of, reverse=True)
+            running = [n for n in self._scheduler.row_of if name in (None, self._requests[n].params.adapter)]
+            running.sort(reverse=True)
             self.counters.recomputed_tokens += self._preempt(running, keep=False)
         self._scheduler.restart()
         self._drop_spare()
-        if self.prefix_cache is not None:
+        if self.prefix_cache is not None and name is None:
             self.prefix_cache.clear()
 
     def abort_weight_update(self) -> None:
         """Drops an open or prepared update, if any; the current version stays."""
         self._receiver.abort()
+        self.adapters.abort()
 
     # ---- small things
+
+    def _version_of(self, request: Request) -> int:
+        return self.adapters.version(request.params.adapter, self._version)
+
+    def _adapter_in(self, row: int) -> str:
+        return self._requests[int(self._table.request[row])].params.adapter
 
     def _validated(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()
@@ -571,14 +569,10 @@ class Engine:
 
     def _validate_options(self, params: SamplingParams) -> None:
         self._grammars.check(params)
-        vocabulary = self.model.config.vocab_size
-        if params.stop and self._tokenizer is None:
-            raise InvalidRequest("stop strings need the text of tokens; give the engine a tokenizer, or use stop_ids")
-        for token, _ in params.logit_bias:
-            if not 0 <= token < vocabulary:
-                raise InvalidRequest(f"logit_bias names token id {token}, outside the vocabulary of {vocabulary}")
-        if sum(bias == -np.inf for _, bias in params.logit_bias) == vocabulary:
-            raise InvalidRequest("logit_bias forbids every token; leave at least one")
+        self.adapters.check(params.adapter)
+        if self._exact and params.adapter:
+            raise InvalidRequest("an exact engine does not compute adapters; use an engine without `exact` for them")
+        check_options(params, self.model.config.vocab_size, has_tokenizer=self._tokenizer is not None)
 
     def _refuse_if_stalled(self) -> None:
         """A paused engine would be waited for without end."""

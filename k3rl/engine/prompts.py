@@ -10,6 +10,7 @@ from k3rl.data.images import ImagePatches
 from k3rl.engine.images import Placed, expand
 from k3rl.engine.protocol import InvalidRequest
 from k3rl.model import K3Config
+from k3rl.types import SamplingParams
 
 
 def checked_prompt(
@@ -42,3 +43,14 @@ def checked_prompt(
             f"ask for at most {max_context - rows.size}"
         )
     return rows, placed
+
+
+def check_options(params: SamplingParams, vocabulary: int, *, has_tokenizer: bool) -> None:
+    """Raises InvalidRequest for stop texts without a tokenizer and for biases of unknown tokens or of all of them."""
+    if params.stop and not has_tokenizer:
+        raise InvalidRequest("stop strings need the text of tokens; give the engine a tokenizer, or use stop_ids")
+    for token, _ in params.logit_bias:
+        if not 0 <= token < vocabulary:
+            raise InvalidRequest(f"logit_bias names token id {token}, outside the vocabulary of {vocabulary}")
+    if sum(bias == -np.inf for _, bias in params.logit_bias) == vocabulary:
+        raise InvalidRequest("logit_bias forbids every token; leave at least one")

@@ -6,12 +6,13 @@ operations; Python touches a row alone only when it starts or ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
-from k3rl.engine.images import Placed
+from k3rl.engine.images import Features, Placed
 from k3rl.engine.sampler import Biases, Draws
 from k3rl.engine.stopping import StopStrings
 from k3rl.types import Completion, SamplingParams, StopReason
@@ -195,8 +196,11 @@ class RowTable:
         rows = rows[wanted]
         self.routes[rows, self.count[rows] - 1] = routes[wanted]
 
-    def append(self, rows: np.ndarray, draws: Draws, version: int) -> np.ndarray:
-        """Appends one draw per row (those with finite logits); returns the rows that are complete now."""
+    def append(self, rows: np.ndarray, draws: Draws, versions: np.ndarray) -> np.ndarray:
+        """Appends one draw per row (those with finite logits), sampled by weight versions [R].
+
+        Returns the rows that are complete now.
+        """
         good = draws.finite
         alive, ids = rows[good], draws.ids[good]
         at = self.count[alive]
@@ -204,7 +208,7 @@ class RowTable:
             self.tokens = _widen(self.tokens, 2 * self.tokens.shape[1], 0)
             self.logprobs = _widen(self.logprobs, 2 * self.logprobs.shape[1], 0)
         self.tokens[alive, at], self.logprobs[alive, at] = ids, draws.logprobs[good]
-        self.token[alive], self.count[alive], self.last_version[alive] = ids, at + 1, version
+        self.token[alive], self.count[alive], self.last_version[alive] = ids, at + 1, versions[good]
         self._append_kept(rows, draws)
         stopped = (self.stop_ids[alive] == ids[:, None]).any(1)
         for place in np.flatnonzero(self.watches_text[alive]).tolist():
@@ -267,3 +271,23 @@ def _widen(column: np.ndarray, capacity: int, fill: int) -> np.ndarray:
     wider = np.full((column.shape[0], capacity, *column.shape[2:]), fill, column.dtype)
     wider[:, : column.shape[1]] = column
     return wider
+
+
+@dataclass(slots=True)
+class PromptState:
+    """What is known of a prompt beside its state. routes: pieces int16 [n, M, k], None where a cache had none.
+
+    hidden [1, H] and logits [1, V] of the last token, once it is reached; cached: tokens that a cache had; features: of
+    images that are being read.
+    """
+
+    routes: list[np.ndarray | None] = field(default_factory=list)
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    cached: int = 0
+    features: Features = field(default_factory=dict)
+
+    def all_routes(self) -> np.ndarray | None:
+        """int16 [P, M, k], or None when some are not known."""
+        known = [piece for piece in self.routes if piece is not None]
+        return np.concatenate(known) if len(known) == len(self.routes) else None

@@ -64,6 +64,8 @@ def check_options(params: SamplingParams, served: Served, vocabulary: int) -> No
         raise InvalidRequest("this vLLM returns no routed experts; start it with --enable-return-routed-experts")
     if params.constraint is not None:
         raise InvalidRequest("the vLLM engine takes no schemas or grammars; use the k3rl engine for constrained text")
+    if params.adapter:
+        raise InvalidRequest(f"the vLLM engine serves no adapters, such as {params.adapter!r}; use the k3rl engine")
     for token, bias in params.logit_bias:
         if not 0 <= token < vocabulary:
             raise InvalidRequest(f"logit_bias names token id {token}, outside the vocabulary of {vocabulary}")

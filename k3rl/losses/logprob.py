@@ -75,7 +75,7 @@ class _TargetLogprobs(torch.autograd.Function):
         kind, vocabulary = ctx.kind, weight.shape[0]
         wide = weight.to(kind)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(wide)
+        grad_weight = torch.zeros_like(wide) if ctx.needs_input_grad[1] else None  # a frozen head needs no memory
         step = max(1, TABLE_ELEMENTS // vocabulary)
         for start in range(0, targets.numel(), step):
             here = slice(start, start + step)
@@ -84,5 +84,6 @@ class _TargetLogprobs(torch.autograd.Function):
             each = grad[here].to(kind) * ctx.scale
             d.mul_(-each[:, None]).scatter_add_(1, targets[here, None], each[:, None])
             grad_hidden[here] = torch.mm(d, wide)
-            grad_weight.addmm_(d.t(), rows)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight.addmm_(d.t(), rows)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None

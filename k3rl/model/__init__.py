@@ -5,6 +5,7 @@ decoder.py  K3ForCausalLM                     cache.py     recurrent, convolutio
 kda.py kda_chunks.py mla.py moe.py attn_res.py situ.py norm.py vision.py    one part of k3.md each
 ablation.py  the common choice for a part     gated.py     SiTU or SwiGLU      watch.py   largest activation
 fused.py    parameters joined in memory       blocks.py    element-wise work in the cache      init.py   fresh weights
+lora.py low_rank.py    adapters beside frozen matrices
 Not here: kernels, optimizers, losses, anything parallel.
 """
 
@@ -14,10 +15,13 @@ from k3rl.model.cache import Cache, CacheError
 from k3rl.model.config import K3Config, LinearAttnConfig, ModelConfigError, QuantizationConfig, VisionConfig
 from k3rl.model.decoder import HiddenOutput, InputError, K3ForCausalLM, K3Output
 from k3rl.model.layout import LayoutError
+from k3rl.model.lora import Adapter, AdapterError, LoraConfig
 
 __all__ = [
     "ABLATION_CHOICES",
     "AblationConfig",
+    "Adapter",
+    "AdapterError",
     "Cache",
     "CacheError",
     "HiddenOutput",
@@ -27,6 +31,7 @@ __all__ = [
     "K3Output",
     "LayoutError",
     "LinearAttnConfig",
+    "LoraConfig",
     "ModelConfigError",
     "QuantizationConfig",
     "VisionConfig",

@@ -19,6 +19,7 @@ from k3rl.model.fused import Weight
 from k3rl.model.init import initialise
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.layout import Layout, packed_lengths
+from k3rl.model.lora import Adapter
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
@@ -215,6 +216,7 @@ class K3ForCausalLM(nn.Module):
             self.vision_tower = VisionTower(config.vision_config, dtype=dtype, device=device)
             self.mm_projector = Projector(config.vision_config, dtype=dtype, device=device)
         self.observer: ForwardObserver | None = None
+        self.adapter: Adapter | None = None  # what `k3rl.model.lora` attached
         # Packed bytes and scales that were loaded, by official name; an export reuses those of unchanged blocks.
         self.stored_blocks: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -295,6 +297,10 @@ class K3ForCausalLM(nn.Module):
         The router biases are among them with requires_grad False: quantile balancing moves them, not a gradient.
         """
         yield from self.named_parameters()
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What an optimizer may move: `official_parameters`, or with an adapter attached its A and B instead."""
+        yield from self.official_parameters() if self.adapter is None else self.adapter.parameters()
 
     def router_biases(self) -> Iterator[tuple[int, nn.Parameter]]:
         """(layer, e_score_correction_bias [E]) of every MoE layer in depth order."""
@@ -381,6 +387,9 @@ class K3ForCausalLM(nn.Module):
                 embedded, lengths = self._merge(input_ids.reshape(-1), embedded, computed, lengths)
             if images is not None:
                 embedded = embedded.index_copy(0, images[1], images[0].to(embedded.dtype))
+            meets = context is not None or not self.holds_all
+            if self.adapter is not None and meets and torch.is_grad_enabled() and not embedded.requires_grad:
+                embedded.requires_grad_()  # so that backwards of all ranks go through every layer, frozen or not
             layout = Layout(lengths, embedded.device, context)
             return self._decode(embedded, layout, input_ids.shape[0], cache, routes)
 

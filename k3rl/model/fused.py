@@ -13,13 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3rl.model.low_rank import LowRank
+
 
 class Weight(nn.Module):
-    """A parameter called `weight`, uninitialised, as the official names want it."""
+    """A parameter called `weight`, uninitialised, as the official names want it; `adapter` is what LoRA adds to it."""
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+        self.adapter: LowRank | None = None
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out] of a matrix [out, in], the adapter's part included."""
+        out = nn.functional.linear(x, self.weight)
+        return out if self.adapter is None else out + self.adapter.delta(x)
 
 
 class Fused:
@@ -27,9 +35,17 @@ class Fused:
 
     def __init__(self, parameters: Sequence[nn.Parameter], shape: tuple[int, ...] | None = None) -> None:
         self.parameters = list(parameters)
+        self._weights: tuple[Weight, ...] = ()
         rest = self.parameters[0].numel() // self.parameters[0].shape[0]
         self._shape = shape or (sum(p.shape[0] for p in self.parameters), rest)
         self._joined = self._join()
+
+    @classmethod
+    def of(cls, *weights: Weight) -> Fused:
+        """The matrices of these modules, whose adapters `linear` heeds."""
+        fused = cls([weight.weight for weight in weights])
+        fused._weights = weights
+        return fused
 
     def _join(self) -> Tensor:
         flat = torch.cat([p.data.reshape(-1) for p in self.parameters])
@@ -58,17 +74,28 @@ class Fused:
         return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
 
     def linear(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., sum of rows]: all the products at once."""
+        """x [..., in] -> [..., sum of rows]: all the products at once, and what adapters add."""
         if torch.is_grad_enabled():
-            return _FusedLinear.apply(x, self, *self.parameters)
-        return nn.functional.linear(x, self.tensor())
+            out = _FusedLinear.apply(x, self, *self.parameters)
+        else:
+            out = nn.functional.linear(x, self.tensor())
+        adapters = [weight.adapter for weight in self._weights]
+        if all(adapter is None for adapter in adapters):
+            return out
+        pieces = out.split([parameter.shape[0] for parameter in self.parameters], dim=-1)
+        added = [
+            torch.zeros_like(piece) if adapter is None else adapter.delta(x)
+            for piece, adapter in zip(pieces, adapters, strict=True)
+        ]
+        return out + torch.cat(added, dim=-1)
 
 
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fused: Fused, *parameters: Tensor) -> Tensor:
         joined = fused.tensor()
-        ctx.save_for_backward(x, joined)
+        trains = any(ctx.needs_input_grad[2:])
+        ctx.save_for_backward(x if trains else None, joined)
         ctx.fused = fused
         return nn.functional.linear(x, joined)
 
@@ -76,5 +103,7 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, joined = ctx.saved_tensors
         grad_x = grad @ joined if ctx.needs_input_grad[0] else None
+        if x is None:  # frozen
+            return (grad_x, None, *(None for _ in ctx.fused.parameters))
         rows = grad.reshape(-1, grad.shape[-1])
         return (grad_x, None, *ctx.fused.split(rows.t() @ x.reshape(-1, x.shape[-1])))

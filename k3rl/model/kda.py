@@ -67,12 +67,15 @@ class _ShortConv(torch.autograd.Function):
         d = torch.empty(n + HISTORY, x.shape[1], dtype=pre.dtype, device=x.device)  # zero rows behind the last
         d[n:] = 0.0
         torch.ops.aten.silu_backward.grad_input(grad.to(pre.dtype), pre, grad_input=d[:n])
-        grad_x, grad_taps = torch.empty_like(pre), torch.zeros_like(taps)
+        grad_x = torch.empty_like(pre)
         tap = taps.unbind()
         for out, *after in blockwise(grad_x, d[3:], d[2:-1], d[1:-2], d[:-3]):
             torch.mul(after[HISTORY], tap[HISTORY], out=out)
             for later, weight in zip(after[:HISTORY], tap[:HISTORY], strict=True):
                 out.addcmul_(later, weight)
+        if not any(ctx.needs_input_grad[2:]):
+            return (grad_x.to(ctx.dtype), None, *(None for _ in ctx.fused.parameters))
+        grad_taps = torch.zeros_like(taps)
         for here, *before in blockwise(d[HISTORY:n], x[:-3], x[1:-2], x[2:-1], x[3:]):
             product = torch.empty_like(here)
             for past, sums in zip(before, grad_taps.unbind(), strict=True):
@@ -130,9 +133,7 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = Weight(self.width, dtype=kind, device=device)
         self.o_proj = Weight(hidden, inner, dtype=dtype, device=device)
         self._split = [3 * inner, self.width, self.heads]
-        self._inputs = Fused(
-            [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight, self.f_a_proj.weight, self.b_proj.weight]
-        )
+        self._inputs = Fused.of(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
         self._taps = Fused([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None) -> Tensor:
@@ -153,18 +154,18 @@ class KimiDeltaAttention(nn.Module):
             qkv = qkv.index_copy(0, layout.history, cache.conv(self.layer).view(-1, qkv.shape[-1]))
             tails = qkv.detach().index_select(0, layout.tails)
             cache.store_conv(self.layer, tails.view(layout.n_segments, HISTORY, -1))
-        z = nn.functional.linear(f_a, self.f_b_proj.weight)
+        z = self.f_b_proj.linear(f_a)
         mixed = _ShortConv.apply(qkv, self._taps, *self._taps.parameters)
         o, final = chunked_kda(mixed, z, b, self.A_log, self.dt_bias, layout, state=state, bound=self.bound)
         if cache is not None:
             cache.store_recurrent(self.layer, final.detach())
-        gate = nn.functional.linear(x, self.g_proj.weight)
+        gate = self.g_proj.linear(x)
         return self._output(o, gate)
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         shape = (-1, self.heads, self.width)
         gated = _GatedNorm.apply(o.view(shape), gate.view(shape), self.o_norm.weight, self.eps)
-        return nn.functional.linear(gated.view(o.shape), self.o_proj.weight)
+        return self.o_proj.linear(gated.view(o.shape))
 
     def _step_convolution(self, raw: Tensor, cache: Cache, kind: torch.dtype) -> Tensor:
         """New projections [R, 3hD] after the cached ones -> SiLU of their convolution; moves the history on by one."""
@@ -187,7 +188,7 @@ class KimiDeltaAttention(nn.Module):
         streams = mixed.to(kind).view(rows, 3, h, width)
         qk, v = streams[:, :2], streams[:, 2]
         unit = qk * torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(L2_EPS).rsqrt_()
-        z = nn.functional.linear(f_a, self.f_b_proj.weight).to(kind)
+        z = self.f_b_proj.linear(f_a).to(kind)
         logit = (z + self.dt_bias).view(rows, h, width) * self.A_log.exp().view(h, 1)
         alpha = logit.sigmoid_().mul_(self.bound).exp_()
         beta = torch.sigmoid(b.to(kind)).unsqueeze(-1)
@@ -199,4 +200,4 @@ class KimiDeltaAttention(nn.Module):
         flat = state.view(rows * h, width, width)
         flat.baddbmm_(unit[:, 1].reshape(-1, width, 1), change.reshape(-1, 1, width))
         cache.store_recurrent(self.layer, state)
-        return self._output(o.reshape(rows, -1).to(x.dtype), nn.functional.linear(x, self.g_proj.weight))
+        return self._output(o.reshape(rows, -1).to(x.dtype), self.g_proj.linear(x))

@@ -181,7 +181,7 @@ class GatedMLA(nn.Module):
         self.g_proj = Weight(h * self.value, hidden, **kind)
         self.o_proj = Weight(hidden, h * self.value, **kind)
         self._split = [q_rank, self.latent, self.rope, h * self.value]
-        self._inputs = Fused([self.q_a_proj.weight, self.kv_a_proj_with_mqa.weight, self.g_proj.weight])
+        self._inputs = Fused.of(self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | None, observer: ForwardObserver | None) -> Tensor:
         """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
@@ -189,7 +189,7 @@ class GatedMLA(nn.Module):
         With a context the latents of the first segment's rows before these come from the ranks that hold them.
         """
         q_a, c, k_r, gate = self._inputs.linear(x).split(self._split, dim=-1)
-        q = nn.functional.linear(self.q_a_layernorm(q_a), self.q_b_proj.weight)
+        q = self.q_b_proj.linear(self.q_a_layernorm(q_a))
         q = q.view(-1, self.heads, self.nope + self.rope)
         c = self.kv_a_layernorm(c)
         past = None if cache is None else cache.lengths.to(x.device)
@@ -219,12 +219,12 @@ class GatedMLA(nn.Module):
 
     def _expand(self, c: Tensor, k_r: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [..., Z], shared keys [..., r] -> keys [..., h, D], values [..., h, V]."""
-        kv = nn.functional.linear(c, self.kv_b_proj.weight).view(*c.shape[:-1], self.heads, self.nope + self.value)
+        kv = self.kv_b_proj.linear(c).view(*c.shape[:-1], self.heads, self.nope + self.value)
         k_n, v = kv.split([self.nope, self.value], dim=-1)
         return torch.cat([k_n, k_r.unsqueeze(-2).expand(*k_n.shape[:-1], self.rope)], dim=-1), v
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
-        return nn.functional.linear(o * torch.sigmoid(gate), self.o_proj.weight)
+        return self.o_proj.linear(o * torch.sigmoid(gate))
 
     def _decode(self, q: Tensor, cache: Cache) -> Tensor:
         """One new token for every row: q [R, h, D] -> [R, h * V], from latents that include the new token."""
@@ -235,6 +235,11 @@ class GatedMLA(nn.Module):
         kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         q_n, q_r = q.split([self.nope, self.rope], dim=-1)
         absorbed = torch.bmm(q_n.transpose(0, 1), kv_b[:, : self.nope]).transpose(0, 1)
+        pair = self.kv_b_proj.adapter
+        if pair is not None:
+            up = pair.up.view(self.heads, self.nope + self.value, -1)
+            low = torch.bmm(q_n.transpose(0, 1), up[:, : self.nope]).transpose(0, 1)
+            absorbed = absorbed + torch.matmul(low, pair.down) * pair.scale
         query = torch.cat([absorbed, q_r], dim=-1).to(kind)
         bias = torch.zeros(len(lengths), 1, width, dtype=kind)
         bias.masked_fill_(torch.arange(width) >= lengths.view(-1, 1, 1), float("-inf"))
@@ -242,6 +247,9 @@ class GatedMLA(nn.Module):
         p = torch.baddbmm(bias.to(q.device), query, wide_latent.mT, alpha=self.scale).softmax(-1)
         context = torch.bmm(p, wide_latent[..., : self.latent]).to(q.dtype)
         o = torch.bmm(context.transpose(0, 1), kv_b[:, self.nope :].mT)
+        if pair is not None:
+            low = nn.functional.linear(context, pair.down).transpose(0, 1)
+            o = o + torch.bmm(low, up[:, self.nope :].mT) * pair.scale
         return o.transpose(0, 1).reshape(-1, self.heads * self.value)
 
     def _continue(self, q: Tensor, layout: Layout, cache: Cache, past: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from k3rl.model.config import K3Config, QuantizationConfig
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.gated import GatedUnit, gated_unit
+from k3rl.model.low_rank import NO_PAIRS, BankAdapter
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.numerics import mx
 from k3rl.types import Communicator, Exchange, ForwardObserver
@@ -44,11 +45,11 @@ class MLP(nn.Module):
         self.up_proj = Weight(width, config.hidden_size, dtype=dtype, device=device)
         self.down_proj = Weight(config.hidden_size, width, dtype=dtype, device=device)
         self.unit = _unit(config)
-        self._inputs = Fused([self.gate_proj.weight, self.up_proj.weight])
+        self._inputs = Fused.of(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]."""
-        return nn.functional.linear(self.unit(self._inputs.linear(x)), self.down_proj.weight)
+        return self.down_proj.linear(self.unit(self._inputs.linear(x)))
 
 
 class _Expert(nn.Module):
@@ -145,34 +146,51 @@ class _ExpertBank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, weights: Tensor, ids: Tensor, bank: ExpertBank, *parameters: Tensor) -> Tensor:
         gate_up, down = bank.matrices()
-        exchange = bank.exchange(ids, weights)
+        adapter, exchange = bank.adapter, bank.exchange(ids, weights)
+        counts = exchange.counts
         rows = bank.dispatch(z, exchange)
-        parts = bank.unit.parts(_per_expert(rows, gate_up.mT, exchange.counts))
+        hidden = _per_expert(rows, gate_up.mT, counts)
+        lows = adapter.first.add(hidden, rows, counts)
+        parts = bank.unit.parts(hidden)
         active = bank.read(bank.unit.value(parts).to(z.dtype))
-        (result,) = exchange.combine(_per_expert(active, down.mT, exchange.counts))
-        ctx.save_for_backward(gate_up, down, rows, *parts, active)
+        out = _per_expert(active, down.mT, counts)
+        lows += adapter.second.add(out, active, counts)
+        (result,) = exchange.combine(out)
+        ctx.save_for_backward(gate_up, down, rows, *parts, active, *lows)
         ctx.bank, ctx.exchange, ctx.weights = bank, exchange, (weights.shape, weights.dtype)
+        ctx.adapter = adapter
         return _sum_choices(result, weights, weights.shape[1]).to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, down, rows, *parts, active = ctx.saved_tensors
-        bank, exchange, kind = ctx.bank, ctx.exchange, rows.dtype
+        saved = ctx.saved_tensors  # read once: recomputation makes them anew at each reading
+        gate_up, down, rows, *parts, active = saved[:7]
+        bank, exchange, kind, adapter = ctx.bank, ctx.exchange, rows.dtype, ctx.adapter
         counts, (shape, weights_kind) = exchange.counts, ctx.weights
         spread = exchange.dispatch(grad.to(kind))
         weight = exchange.weights.view(-1, 1).to(kind)
         d_active = _per_expert(spread, down, counts)
+        d_second = adapter.second.back(d_active, spread, counts)
         d_weight = torch.linalg.vecdot(d_active, active).view(-1, 1)
         d_hidden = bank.unit.backward(d_active.mul_(weight), tuple(parts)).to(kind)
-        d_rows, d_weights = exchange.combine(_per_expert(d_hidden, gate_up, counts), d_weight)
+        d_read = _per_expert(d_hidden, gate_up, counts)
+        d_first = adapter.first.back(d_read, d_hidden, counts)
+        d_rows, d_weights = exchange.combine(d_read, d_weight)
         d_z = _sum_choices(d_rows, None, shape[1]).to(kind)
-        d_gate_up = _outer(d_hidden, rows, counts, torch.empty_like(gate_up))
-        d_down = _outer(spread.mul_(weight), active, counts, torch.empty_like(down))
-        grads: list[Tensor | None] = []
-        for count, both, second in zip(counts, d_gate_up.unbind(), d_down.unbind(), strict=True):
-            if bank.every_gradient and not count:
-                both.zero_(), second.zero_()
-            grads += [*both.chunk(2), second] if count or bank.every_gradient else [None, None, None]
+        spread.mul_(weight)
+        grads: list[Tensor | None] = [None] * bank.leaf_count
+        if any(ctx.needs_input_grad[4 : 4 + bank.leaf_count]):
+            d_gate_up = _outer(d_hidden, rows, counts, torch.empty_like(gate_up))
+            d_down = _outer(spread, active, counts, torch.empty_like(down))
+            grads = []
+            for count, both, second in zip(counts, d_gate_up.unbind(), d_down.unbind(), strict=True):
+                if bank.every_gradient and not count:
+                    both.zero_(), second.zero_()
+                grads += [*both.chunk(2), second] if count or bank.every_gradient else [None, None, None]
+        low = saved[7:]
+        grads += adapter.first.gradients(rows, low[: len(d_first)], d_hidden, d_first, counts)
+        d_second = [sent.mul_(weight) for sent in d_second]
+        grads += adapter.second.gradients(active, low[len(d_first) :], spread, d_second, counts)
         return d_z, d_weights.view(shape).to(weights_kind), None, None, *grads
 
 
@@ -183,6 +201,7 @@ class ExpertBank:
     communicator: reaches the experts that other ranks hold; None when all of them are here.
     every_gradient: experts without rows get zero gradients instead of none, so that all ranks have gradients of the
     same parameters.
+    adapter: what LoRA adds to each expert; its products read what the experts read, after that rounding.
     """
 
     def __init__(self, experts: _Experts, config: K3Config) -> None:
@@ -191,12 +210,18 @@ class ExpertBank:
         self.unit = _unit(config)
         self.quantization: QuantizationConfig = config.quantization
         self.communicator: Communicator | None = None
+        self.adapter: BankAdapter = NO_PAIRS
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
         first = [weight for e in experts for weight in (e.w1.weight, e.w3.weight)]
         second = [e.w2.weight for e in experts]
         self._gate_up = Fused(first, (self.experts, 2 * width, latent))
         self._down = Fused(second, (self.experts, latent, width))
         self._leaves = [weight for e in experts for weight in (e.w1.weight, e.w3.weight, e.w2.weight)]
+
+    @property
+    def leaf_count(self) -> int:
+        """Parameters of the experts themselves."""
+        return len(self._leaves)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """[E, 2I, Z] and [E, Z, I]; the parameters are views of them."""
@@ -225,7 +250,7 @@ class ExpertBank:
     def __call__(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """z [N, Z], weights [N, k] float32 or wider, ids [N, k] int64 -> [N, Z]."""
         if torch.is_grad_enabled():
-            return _ExpertBank.apply(z, weights, ids, self, *self._leaves)
+            return _ExpertBank.apply(z, weights, ids, self, *self._leaves, *self.adapter.leaves)
         return self._infer(z, weights, ids).to(z.dtype)
 
     def _infer(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -233,13 +258,22 @@ class ExpertBank:
         exchange, k = self.exchange(ids, weights), weights.shape[1]
         room = max(exchange.counts)
         if not isinstance(exchange, _Sorted) or self.experts * room > _GRID_WASTE * ids.numel() or room > _GRID_ROOM:
-            hidden = self._activate(_per_expert(self.dispatch(z, exchange), gate_up.mT, exchange.counts))
-            (result,) = exchange.combine(_per_expert(hidden, down.mT, exchange.counts))
+            rows = self.dispatch(z, exchange)
+            hidden = _per_expert(rows, gate_up.mT, exchange.counts)
+            self.adapter.first.add(hidden, rows, exchange.counts)
+            active = self._activate(hidden)
+            out = _per_expert(active, down.mT, exchange.counts)
+            self.adapter.second.add(out, active, exchange.counts)
+            (result,) = exchange.combine(out)
             return _sum_choices(result, weights, k)
         place, grid = self._grid(exchange, ids, room)
         rows = self.read(z).index_select(0, grid).view(self.experts, room, -1)
-        result = torch.bmm(self._activate(torch.bmm(rows, gate_up.mT)), down.mT).view(-1, z.shape[1])
-        return _sum_choices(result.index_select(0, place), weights, k)
+        hidden = torch.bmm(rows, gate_up.mT)
+        self.adapter.first.add_grid(hidden, rows)
+        active = self._activate(hidden)
+        out = torch.bmm(active, down.mT)
+        self.adapter.second.add_grid(out, active)
+        return _sum_choices(out.view(-1, z.shape[1]).index_select(0, place), weights, k)
 
     def _activate(self, hidden: Tensor) -> Tensor:
         return self.read(self.unit.value(self.unit.parts(hidden)).to(hidden.dtype))

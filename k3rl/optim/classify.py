@@ -6,11 +6,13 @@ Decided by the official name alone, so that a checkpoint of any size is treated 
     Muon, the whole matrix      o_proj, g_proj, f_a/f_b_proj, q_a_proj, kv_a_proj_with_mqa, dense and shared MLPs,
                                 routed_expert_down/up_proj, the router's gate, w1/w2/w3 of every expert on its own
     AdamW                       embeddings, lm_head, norms, A_log, dt_bias, convolutions, b_proj, AttnRes projections,
-                                vision tower and projector
+                                vision tower and projector, A and B of adapters
     neither                     e_score_correction_bias, which QuantileBalancer moves
 
 The report gives Muon to "matrix parameters" and its public readings list what AdamW takes; the router is a matrix that
-no such list names, so it goes to Muon. Weight decay leaves vectors alone, also those stored as [1, n].
+no such list names, so it goes to Muon. The two factors of an adapter are no weight matrices: orthogonalizing each does
+not orthogonalize the update of their product, and A's few rows belong to no head. Weight decay leaves vectors alone,
+also those stored as [1, n].
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ _ADAMW = re.compile(
     r"\.(embed_tokens|lm_head|[a-z_]*norm|[qkv]_conv1d|b_proj|[a-z_]*_res_proj)\.weight$"
     r"|\.self_attn\.(A_log|dt_bias)$"
     r"|^(vision_tower|mm_projector)\."
+    r"|\.lora_[AB]\.weight$"
 )
 _BALANCED = re.compile(r"\.e_score_correction_bias$")
 

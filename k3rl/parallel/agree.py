@@ -69,7 +69,8 @@ def agree_on_start(mesh: Mesh, model: K3ForCausalLM, config: Config) -> None:
         | flat("model", model.config.to_dict())
         | {"dtype": str(model.dtype), "torch": torch.__version__}
     )
-    sums = {f"weights of {name}": _bit_sum(parameter) for name, parameter in model.official_parameters()}
+    every = [*model.official_parameters(), *(model.adapter.parameters() if model.adapter is not None else ())]
+    sums = {f"weights of {name}": _bit_sum(parameter) for name, parameter in every}
     mesh.world.require_equal(sums, among=mesh.expert.rank)
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
 
-from k3rl.config import Config
 from k3rl.data.batch import TrainBatch
 from k3rl.data.images import stack
 from k3rl.losses import LossInputs, LossOutput, target_logprobs
 from k3rl.model import K3ForCausalLM
+from k3rl.model.lora import prepare_adapter
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
 from k3rl.parallel.agree import agree_on_start, agree_on_step, check_layout
@@ -37,62 +35,13 @@ from k3rl.parallel.nonfinite import (
     explain_loss,
     listed,
 )
+from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.world import PeerFailed
 from k3rl.parallel.zero import Shards, gather_tensors
 from k3rl.run.metrics import Accumulator
 
 Loss = Callable[[LossInputs], LossOutput]
 _OPTIMIZER = "optimizer."
-
-
-class TrainerConfig(Config):
-    """How the learner updates weights."""
-
-    optimizer: Literal["per_head_muon", "muon_whole", "adamw"] = "per_head_muon"
-    """Muon with attention matrices cut per head (K3's), whole matrices, or AdamW for everything."""
-    muon_lr: float = Field(0.02, gt=0)
-    adamw_lr: float = Field(0.005, gt=0)
-    momentum: float = Field(0.95, ge=0, lt=1)
-    weight_decay: float = Field(0.1, ge=0)
-    grad_clip: float = Field(1.0, gt=0)
-    """Largest global gradient norm; larger gradients are scaled down to it."""
-    micro_batch_tokens: int = Field(6144, ge=1)
-    """Token budget of one forward and backward pass; ranks that share it (context parallelism) have that many each."""
-    balance: Literal["step", "batch", "fresh", "freeze"] = "step"
-    """When the router bias moves: each optimizer step, once per batch of steps, once per batch from those tokens only
-    that the newest weights sampled (`TrainBatch.fresh`), or never."""
-    balance_by: Literal["quantile", "fixed_step", "auxiliary_loss", "none"] = "quantile"
-    """K3's Quantile Balancing, or what it replaces: a bias moved by `balance_rate`, a loss on the router, nothing."""
-    balance_rate: float = Field(0.001, gt=0)
-    """Change of the bias a step with `fixed_step`."""
-    auxiliary_weight: float = Field(0.01, ge=0)
-    """Weight of the loss with `auxiliary_loss`."""
-    qk_clip: float = Field(100.0, gt=0)
-    """Largest pre-softmax logit of MLA before its query and key weights are scaled down."""
-    expert_parallel: int = Field(1, ge=1)
-    """Ranks that share the routed experts; each still has sequences of its own."""
-    context_parallel: int = Field(1, ge=1)
-    """Ranks that share each sequence. Data parallelism is what is left of the learner's ranks."""
-    recompute: tuple[Literal["attention", "mlp"], ...] = ()
-    """Parts of each layer that keep only their inputs and run their forward again before their backward."""
-    shard_optimizer: bool = True
-    """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
-    exact: bool = False
-    """Logprobs have the values of the exact forward, bit-equal to those of an engine with `exact`, and the gradients of
-    the usual one. Many times slower."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient is NaN or infinite changes nothing. It ends the run, or is left out."""
-    nonfinite_limit: int = Field(3, ge=0)
-    """With `skip`: how many steps in a row may be left out before the run ends all the same."""
-
-    @model_validator(mode="after")
-    def _exact_sequences_are_whole(self) -> TrainerConfig:
-        if self.exact and self.expert_parallel * self.context_parallel > 1:
-            raise ValueError(
-                f"exact computes a sequence on one rank; expert_parallel is {self.expert_parallel} and "
-                f"context_parallel {self.context_parallel}: set both to 1, or exact to false"
-            )
-        return self
 
 
 class _Statistics:
@@ -120,8 +69,9 @@ class Trainer:
         """mesh: the ranks that train together, None for one process. Making a trainer is a collective of theirs.
 
         With expert parallelism the model holds the mesh's run of experts (`Mesh.experts`). A vision tower is frozen:
-        its parameters no longer require a gradient. Raises ConfigError when mesh and config do not fit, RanksDisagree
-        when ranks have different configurations or weights.
+        its parameters no longer require a gradient. With `config.lora` everything but the adapter is: the one that is
+        attached to the model, or a fresh one. Raises ConfigError when mesh, adapter and config do not fit,
+        RanksDisagree when ranks have different configurations or weights.
         """
         self._begin(model, config, mesh)
         quantization = model.config.quantization
@@ -130,12 +80,12 @@ class Trainer:
             stored = stored_dtype(name, quantization.weights)
             return project(master, stored, quantization.scale_rule)
 
-        infos = trained(model.official_parameters(), model.config, config.optimizer)
+        infos = trained(model.trained_parameters(), model.config, config.optimizer)
         self.shards = Shards(
             model, {name: info for name, (info, _) in infos.items()}, self.mesh, sharded=config.shard_optimizer
         )
         self.optimizer = PerHeadMuon(
-            model.official_parameters(),
+            model.trained_parameters(),
             model.config,
             lr=config.muon_lr,
             adamw_lr=config.adamw_lr,
@@ -152,6 +102,7 @@ class Trainer:
         self.model = model
         self.config = config
         self.mesh = Mesh.alone(model.device) if mesh is None else mesh
+        prepare_adapter(model, config.lora)
         check_layout(self.mesh, model, config)
         agree_on_start(self.mesh, model, config)
         self.experts: ExpertParallel | None = None
@@ -290,7 +241,9 @@ class Trainer:
             except NonFiniteGradient as error:
                 raise self._bad_gradient(error, batch, loss, temperature) from error
             self.optimizer.step(lr_scale)
-            clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
+            clipped = 0
+            if self.config.lora is None:
+                clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
             self.shards.share_parameters()
             self._balance(metrics, last_of_batch)
         except (PeerFailed, NonFiniteStep):  # all ranks know
@@ -301,7 +254,8 @@ class Trainer:
             raise
         self.steps += 1
         metrics.add("optim/grad_norm", norm)
-        metrics.add("optim/lr", self.config.muon_lr * lr_scale)
+        rate = self.config.muon_lr if self.config.lora is None else self.config.adamw_lr
+        metrics.add("optim/lr", rate * lr_scale)
         metrics.add("optim/qk_clipped_heads", clipped)
         for largest in max_logits.values():
             metrics.maximum("attention/logit/max", float(largest.max()))
@@ -487,6 +441,7 @@ class Trainer:
 
     def _balance(self, metrics: Accumulator, last_of_batch: bool) -> None:
         frozen = self.config.balance == "freeze" or self.config.balance_by in ("auxiliary_loss", "none")
+        frozen = frozen or self.config.lora is not None
         due = not frozen and (self.config.balance == "step" or last_of_batch)
         if due:
             self.balancer.all_reduce(self.mesh.world.sum)
@@ -562,6 +517,14 @@ class Trainer:
         A collective that gives every rank all of it, whatever the mesh; `owned_state` does without.
         """
         return gather_tensors(self.mesh.world, self.owned_state())
+
+    def adapter_tensors(self) -> dict[str, torch.Tensor]:
+        """A and B as files and engines have them (`Adapter.stored_tensors`), those of all ranks. A collective."""
+        adapter = self.model.adapter
+        own = {} if adapter is None else dict(adapter.stored_tensors())
+        counted = {name: tensor for name, tensor in own.items() if name in self.shards.counted}
+        every = gather_tensors(self.mesh.world, counted)
+        return {name: every[name] for name in self.shards.names if name in every}
 
     def owned_state(self) -> dict[str, torch.Tensor]:
         """This rank's part of `state_tensors`: each tensor is in one rank's, under its official name, whole."""

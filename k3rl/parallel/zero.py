@@ -75,7 +75,7 @@ def shares_of(model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Mesh) 
     everyone = tuple(range(mesh.world.size))
     found: list[Share] = []
     held = model.experts.start
-    for name, parameter in model.official_parameters():
+    for name, parameter in model.trained_parameters():
         if name not in infos:
             continue
         cost = step_cost(infos[name], parameter.shape)
@@ -99,7 +99,7 @@ class Shards:
 
     def __init__(self, model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Mesh, *, sharded: bool) -> None:
         self._mesh, self._world, self._sharded = mesh, mesh.world, sharded
-        self.params = {name: p for name, p in model.official_parameters() if name in infos}
+        self.params = {name: p for name, p in model.trained_parameters() if name in infos}
         shares = shares_of(model, infos, mesh)
         self.names = [share.name for share in shares]
         self.owners = assign_owners(shares, mesh.world.size)

@@ -32,8 +32,10 @@ group_size = 4
 [rl.trainer]
 expert_parallel = 2
 [distill]
-steps = 1
+steps = 2
 batch_size = 8
+[distill.trainer.lora]
+rank = 4
 [evaluation]
 n = 16
 n_family = 4

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from k3rl.checkpoint import load_checkpoint, official_tensors
+from k3rl.checkpoint import load_checkpoint, official_tensors, weights_of
 from k3rl.data.trajectories import read_all
 from k3rl.pipelines.batches import reward_of
 from k3rl.run.metrics import read_metrics
@@ -51,11 +51,28 @@ def test_metrics_hold_a_row_a_step_and_the_curve_is_drawn(finished):
     assert (run / "reward.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_stage_that_trains_an_adapter_publishes_and_leaves_the_adapter_alone(finished):
+    report, run = finished
+    folder = run.parent / report["export"]
+    policy = load_checkpoint(folder)
+    assert weights_of(folder) == run.resolve() / "export" / "sft"
+    assert policy.adapter is not None
+    assert policy.adapter.config.rank == 4
+    assert any(bool(p.any()) for name, p in policy.adapter.parameters() if name.endswith("lora_B.weight"))
+    rows = {(row["source"], row["step"]): row for row in read_metrics(run / "metrics.jsonl")}
+    whole = sum(tensor.nbytes for _, tensor in official_tensors(policy))
+    for step in (0, 1):
+        row = rows["distill", step]
+        if "publish/bytes_full" in row:
+            assert row["publish/bytes_full"] == 2 * sum(p.numel() for _, p in policy.adapter.parameters()) < whole
+            assert row["mismatch/canary"] < 1e-3
+
+
 def test_every_rollout_is_in_the_trajectories_with_tokens_that_extend_each_other(finished):
     _, run = finished
     groups = list(read_all(run / "traces" / "trajectories"))
     episodes = [episode for group in groups for episode in group.episodes]
-    assert len(episodes) == 2 * 16 + 8  # two RL steps and one of distillation
+    assert len(episodes) == 2 * 16 + 2 * 8  # two steps of RL and two of distillation
     assert len({episode.id for episode in episodes}) == len(episodes)
     for episode in episodes:
         assert reward_of(episode) is not None
@@ -68,7 +85,7 @@ def test_every_rollout_is_in_the_trajectories_with_tokens_that_extend_each_other
 def test_the_stream_shows_the_same_episodes_and_tail_prints_them(finished, command):
     _, run = finished
     rows = [json.loads(line) for line in (run / "traces" / "stream.jsonl").read_text().splitlines()]
-    assert sum(row["kind"] == "episode" for row in rows) == 40
+    assert sum(row["kind"] == "episode" for row in rows) == 48
     out, _ = command.run("tail", "quick", "--no-follow")
     assert "list:" in out
 

@@ -1,0 +1,66 @@
+"""How the learner updates weights: the configuration of a `Trainer`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from k3rl.config import Config
+from k3rl.model import LoraConfig
+
+
+class TrainerConfig(Config):
+    """How the learner updates weights."""
+
+    optimizer: Literal["per_head_muon", "muon_whole", "adamw"] = "per_head_muon"
+    """Muon with attention matrices cut per head (K3's), whole matrices, or AdamW for everything."""
+    muon_lr: float = Field(0.02, gt=0)
+    adamw_lr: float = Field(0.005, gt=0)
+    momentum: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.1, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+    micro_batch_tokens: int = Field(6144, ge=1)
+    """Token budget of one forward and backward pass; ranks that share it (context parallelism) have that many each."""
+    balance: Literal["step", "batch", "fresh", "freeze"] = "step"
+    """When the router bias moves: each optimizer step, once per batch of steps, once per batch from those tokens only
+    that the newest weights sampled (`TrainBatch.fresh`), or never."""
+    balance_by: Literal["quantile", "fixed_step", "auxiliary_loss", "none"] = "quantile"
+    """K3's Quantile Balancing, or what it replaces: a bias moved by `balance_rate`, a loss on the router, nothing."""
+    balance_rate: float = Field(0.001, gt=0)
+    """Change of the bias a step with `fixed_step`."""
+    auxiliary_weight: float = Field(0.01, ge=0)
+    """Weight of the loss with `auxiliary_loss`."""
+    qk_clip: float = Field(100.0, gt=0)
+    """Largest pre-softmax logit of MLA before its query and key weights are scaled down."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that share the routed experts; each still has sequences of its own."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share each sequence. Data parallelism is what is left of the learner's ranks."""
+    recompute: tuple[Literal["attention", "mlp"], ...] = ()
+    """Parts of each layer that keep only their inputs and run their forward again before their backward."""
+    shard_optimizer: bool = True
+    """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
+    lora: LoraConfig | None = None
+    """Trains small matrices beside the weights instead of the weights, which then stay as they are to the bit: routers
+    and their biases too, and QK-clip, which would scale weights, only reports. Neither factor of a pair is a matrix
+    whose update Muon could orthogonalize, so adapters train with AdamW, at `adamw_lr`, whatever `optimizer` is."""
+    exact: bool = False
+    """Logprobs have the values of the exact forward, bit-equal to those of an engine with `exact`, and the gradients of
+    the usual one. Many times slower."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is NaN or infinite changes nothing. It ends the run, or is left out."""
+    nonfinite_limit: int = Field(3, ge=0)
+    """With `skip`: how many steps in a row may be left out before the run ends all the same."""
+
+    @model_validator(mode="after")
+    def _exact_sequences_are_whole(self) -> TrainerConfig:
+        if self.exact and self.expert_parallel * self.context_parallel > 1:
+            raise ValueError(
+                f"exact computes a sequence on one rank; expert_parallel is {self.expert_parallel} and "
+                f"context_parallel {self.context_parallel}: set both to 1, or exact to false"
+            )
+        if self.exact and self.lora is not None:
+            raise ValueError("exact does not compute adapters; set exact to false, or train without lora")
+        return self
