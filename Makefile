@@ -35,7 +35,7 @@ quickstart: install
 # one of the two workers, because what is costly to set up (a Ray, a finished run) is set up once a file.
 test: install-dev
 	@PYTHON="$(PYTHON)" .ci/debian-packages all
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .

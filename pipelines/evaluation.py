@@ -40,6 +40,10 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Evaluation:
+        return cls(**{**found, "ci95": tuple(found["ci95"])})
+
     def facts(self, env: str) -> dict[str, Any]:
         """What a model card says of it."""
         low, high = self.ci95

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -51,9 +52,7 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
 
     def keep(result: StageResult) -> str:
         stages[result.name] = result
-        job.progress.note(f"{result.name}: measuring on {config.evaluation.n} held-out tasks")
-        measured[result.name] = evaluate(job.fleet.rollouts, result.checkpoint, config.evaluation)
-        add_to_card(result.checkpoint, measured[result.name].facts(config.rl.env.name))
+        measured[result.name] = _measured(job, config, result)
         return result.checkpoint
 
     warm = keep(with_restarts(job, lambda session: sft.train(session, _seeded(config.sft, config))))
@@ -64,6 +63,21 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
     student = _starting(config.distill, config, warm).replace(teachers={"*": policy})
     keep(with_restarts(job, lambda session: distill.train(session, student)))
     return stages, measured
+
+
+def _measured(job: Session, config: QuickstartConfig, result: StageResult) -> Evaluation:
+    """The stage's figures on the held-out tasks: those an earlier attempt took of this very result, else new ones."""
+    path = job.run.root / "evaluations" / f"{result.name}.json"
+    asked = {"result": asdict(result), "env": config.rl.env.model_dump(), "evaluation": config.evaluation.model_dump()}
+    asked = json.loads(json.dumps(asked, default=str))
+    if path.is_file() and (kept := json.loads(path.read_text()))["of"] == asked:
+        return Evaluation.from_json(kept["found"])
+    job.progress.note(f"{result.name}: measuring on {config.evaluation.n} held-out tasks")
+    found = evaluate(job.fleet.rollouts, result.checkpoint, config.evaluation)
+    add_to_card(result.checkpoint, found.facts(config.rl.env.name))
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, json.dumps({"of": asked, "found": found.to_json()}, indent=1) + "\n")
+    return found
 
 
 def _seeded(stage: Any, config: QuickstartConfig) -> Any:

@@ -60,7 +60,7 @@ class Command:
             text=True,
         )
 
-    def run(self, *words: str, code: int = 0, timeout: float = 110) -> tuple[str, str]:
+    def run(self, *words: str, code: int = 0, timeout: float = 240) -> tuple[str, str]:
         """(standard output, standard error) of a command that must end with `code`."""
         process = self.start(*words)
         out, err = process.communicate(timeout=timeout)

@@ -12,6 +12,8 @@ import torch
 
 from k3rl.checkpoint.train_state import TrainState, latest_train_state
 
+pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
+
 WORDS = ("--max-steps", "8", "--decay-steps", "0", "--batch-size", "16", "--demonstrations", "200")
 ACTORS = ("--cluster.rollout-actors", "1", "--cluster.environment-actors", "1", "--cluster.reward-actors", "1")
 MORE = (*ACTORS, "--heldout-examples", "8", "--check-every", "4", "--evaluation.n", "4", "--evaluation.n-family", "0")

@@ -16,6 +16,8 @@ from k3rl.checkpoint.train_state import TrainState, latest_train_state
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.tokens import Tokenizer
 
+pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
+
 STEPS = 4
 WORDS = (
     *("--steps", str(STEPS), "--batch-size", "4", "--save-every", "1", "--max-staleness", "1"),

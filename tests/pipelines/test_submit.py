@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
+
 WORDS = ("--max-steps", "2", "--decay-steps", "0", "--batch-size", "8", "--demonstrations", "50")
 ACTORS = ("--cluster.rollout-actors", "1", "--cluster.environment-actors", "1", "--cluster.reward-actors", "1")
 MORE = (
@@ -86,7 +88,7 @@ def _submit(head, folder: Path, *words: str, **changes: str) -> subprocess.Compl
     address, environment = head
     command = [sys.executable, "-m", "k3rl.cli", "submit", *words, "--address", address]
     return subprocess.run(
-        command, env={**environment, **changes}, cwd=folder, capture_output=True, text=True, timeout=110, check=False
+        command, env={**environment, **changes}, cwd=folder, capture_output=True, text=True, timeout=240, check=False
     )
 
 
