@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import INTERPRET, sigmoid, to_bf16_rne
 
 ROWS_FORWARD = 32
 ROWS_BACKWARD = 32
@@ -23,6 +23,20 @@ def _store(pointer, value, mask, BF16: tl.constexpr):
         tl.store(pointer, to_bf16_rne(value), mask=mask)
     else:
         tl.store(pointer, value, mask=mask)
+
+
+@triton.jit
+def _plus2(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _two_sums(a, b):
+    """Sums over the columns of two tiles by one exchange between the lanes of a row."""
+    if INTERPRET:
+        return tl.sum(a, axis=1), tl.sum(b, axis=1)
+    else:
+        return tl.reduce((a, b), 1, _plus2)
 
 
 @triton.jit
@@ -40,7 +54,7 @@ def forward_kernel(x, gate, weight, y, n, eps, D: tl.constexpr, ROWS: tl.constex
 @triton.jit
 def backward_kernel(
     x, gate, weight, dy, dx, dgate, dweight_rows, n, eps, steps,
-    D: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, D)[None, :]
     w = tl.load(weight + column).to(tl.float32)
@@ -52,14 +66,21 @@ def backward_kernel(
         h = tl.load(x + at, mask=row < n, other=0.0).to(tl.float32)
         g = sigmoid(tl.load(gate + at, mask=row < n, other=0.0).to(tl.float32))
         d = tl.load(dy + at, mask=row < n, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)[:, None]
-        h = h * rstd
         # d of the normed row before the weight; the weight's and the gate's gradients use the un-gated value.
         dn = d * g
+        if MERGED:
+            square, along = _two_sums(h * h, dn * w * h)
+            rstd = tl.rsqrt(square / D + eps)
+            h = h * rstd[:, None]
+            along = along * rstd
+        else:
+            rstd = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)
+            h = h * rstd[:, None]
+            along = tl.sum(dn * w * h, axis=1)
         dw += dn * h
-        _store(dgate + at, dn * h * w * (1.0 - g), row < n, BF16)
         dn = dn * w
-        _store(dx + at, (dn - h * (tl.sum(dn * h, axis=1) / D)[:, None]) * rstd, row < n, BF16)
+        _store(dgate + at, dn * h * (1.0 - g), row < n, BF16)
+        _store(dx + at, (dn - h * (along / D)[:, None]) * rstd[:, None], row < n, BF16)
     tl.store(dweight_rows + tl.program_id(0) * D + tl.arange(0, D), tl.sum(dw, axis=0))
 
 
@@ -88,7 +109,7 @@ class _GatedNorm(torch.autograd.Function):
 
 def backward(
     x, gate, weight, dy, eps, rows: int = ROWS_BACKWARD, programs: int = PROGRAMS_BACKWARD, stages: int = 4,
-    num_warps: int = 8,
+    num_warps: int = 8, merged: bool = False,
 ):  # fmt: skip
     """dx, dgate (contiguous, x's dtype) and dweight [D] fp32."""
     D = x.shape[-1]
@@ -99,7 +120,7 @@ def backward(
     parts = torch.empty(programs, D, dtype=torch.float32, device=x.device)
     backward_kernel[(programs,)](
         x, gate, weight, dy, dx, dgate, parts, n, eps, steps,
-        D=D, ROWS=rows, BF16=x.dtype == torch.bfloat16, STAGES=stages, num_warps=num_warps,
+        D=D, ROWS=rows, BF16=x.dtype == torch.bfloat16, STAGES=stages, MERGED=merged, num_warps=num_warps,
     )  # fmt: skip
     return dx, dgate, parts.sum(0)
 

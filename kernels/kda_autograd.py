@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -21,11 +22,18 @@ SEGMENT_LEAST = 16
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The tokens of each chunk: `start`, `length` int32 [max chunks] (length 0: not used), `offset` int32 [n + 1]."""
+    """The tokens of each chunk: `start`, `length` int32 [max chunks] (length 0: not used), `offset` int32 [n + 1].
+
+    Where asked for: `sequence` of the chunk (-1 - sequence for the first chunk of one), `rest` tokens of it after the
+    chunk, int32 [max chunks].
+    """
 
     start: torch.Tensor
     length: torch.Tensor
     offset: torch.Tensor
+    sequence: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
+    none_empty: bool = False  # known on the host: every sequence has tokens
 
     _segments: dict = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
@@ -33,50 +41,97 @@ class Chunks:
     def count(self) -> int:
         return self.start.numel()
 
-    def segments(self, size: int) -> tuple[Chunks, torch.Tensor]:
-        """Runs of `size` chunks of one sequence, as chunks of chunks, and their bounds [count + 1]."""
+    def segments(self, size: int) -> tuple[Chunks, torch.Tensor, torch.Tensor]:
+        """Runs of `size` chunks of one sequence, as chunks of chunks; their bounds [count + 1]; the last of each."""
         if size in self._segments:
             return self._segments[size]
         segments = packed_chunks(self.offset, self.count, size)
         total = self.offset[-1:]
         bounds = torch.cat([torch.where(segments.length > 0, segments.start, total), total])
-        if not _capturing(total.device):
-            self._segments[size] = (segments, bounds)
-        return segments, bounds
+        found = segments, bounds, (segments.offset[1:] - 1).clamp(min=0).long()
+        if not capturing(total.device):
+            self._segments[size] = found
+        return found
 
     @property
     def sequences(self) -> int:
         return self.offset.numel() - 1
 
 
+class Kept:
+    """Tables that depend on shapes alone, made once: at most `most`, and those that a CUDA graph reads for good.
+
+    A tensor made during a capture belongs to the graph and is filled only by its replay, so it is never kept; one made
+    before is used by the capture, and must then outlive the graph.
+    """
+
+    def __init__(self, most: int = 64) -> None:
+        self.most = most
+        self.tables: dict[tuple, object] = {}
+        self.in_graphs: dict[tuple, object] = {}
+
+    def get(self, key: tuple, make: Callable[[], Any], capturing: bool) -> Any:
+        """What `make` returned when it was first called for this key."""
+        found = self.in_graphs.get(key, self.tables.get(key))
+        if capturing:
+            if found is None:
+                return make()
+            self.in_graphs[key] = found
+            return found
+        if found is None:
+            found = self.tables[key] = make()
+            while len(self.tables) > self.most:
+                del self.tables[next(iter(self.tables))]
+        return found
+
+
+_fixed = Kept()
+
+
 def fixed_chunks(batch: int, tokens: int, device: torch.device, C: int = CHUNK) -> Chunks:
-    """Chunks of `batch` sequences of `tokens` each, packed one after the other; kept, except within a graph capture."""
-    make = _fixed_chunks.__wrapped__ if _capturing(device) else _fixed_chunks
-    return make(batch, tokens, device, C)
+    """Chunks of `batch` sequences of `tokens` each, packed one after the other."""
+
+    def make() -> Chunks:
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
+        return dataclasses.replace(packed_chunks(ends, batch * tokens, C), none_empty=tokens > 0)
+
+    return _fixed.get((batch, tokens, device, C), make, capturing(device))
 
 
-@functools.lru_cache(maxsize=64)
-def _fixed_chunks(batch: int, tokens: int, device: torch.device, C: int) -> Chunks:
-    ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * tokens
-    return packed_chunks(ends, batch * tokens, C)
-
-
-def _capturing(device: torch.device) -> bool:
-    """A tensor made during a capture belongs to the graph and is filled only by its replay: it must not be kept."""
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def packed_chunks(cu_seqlens: torch.Tensor, tokens: int, C: int = CHUNK) -> Chunks:
-    """Chunks of packed sequences, computed on the device: no host synchronisation, an upper bound of chunks."""
+def packed_chunks(cu_seqlens: torch.Tensor, tokens: int, C: int = CHUNK, where: bool = False) -> Chunks:
+    """Chunks of packed sequences, computed on the device: no host synchronisation, an upper bound of chunks.
+
+    where: also fill `sequence` and `rest`.
+    """
     n = cu_seqlens.numel() - 1
     most = min(tokens, tokens // C + n)
-    start, length = (torch.empty(most, dtype=torch.int32, device=cu_seqlens.device) for _ in range(2))
+    start, length, *places = (
+        torch.empty(most, dtype=torch.int32, device=cu_seqlens.device) for _ in range(4 if where else 2)
+    )
     offset = torch.empty(n + 1, dtype=torch.int32, device=cu_seqlens.device)
     size = max(16, triton.next_power_of_2(n))
     block = max(1, min(128, (1 << 15) // size))
     grid = (max(1, triton.cdiv(most, block)),)
-    kda_forward.chunk_table_kernel[grid](cu_seqlens, start, length, offset, n, most, C, N=size, CHUNKS=block)
-    return Chunks(start, length, offset)
+    kda_forward.chunk_table_kernel[grid](
+        cu_seqlens, start, length, offset, *(places or (start, start)), n, most, C, WHERE=where, N=size, CHUNKS=block
+    )
+    return Chunks(start, length, offset, *places)
+
+
+def zero_tail(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """x [1, T, ...] contiguous, with the rows past cu_seqlens[-1] set to 0: they belong to no sequence."""
+    if cu_seqlens is not None and x.numel():
+        tokens = x.shape[1]
+        row = x[0, 0].numel()
+        width = min(1024, triton.next_power_of_2(row))
+        grid = (triton.cdiv(tokens, 32), triton.cdiv(row, width))
+        kda_forward.zero_tail_kernel[grid](x, cu_seqlens, cu_seqlens.numel() - 1, tokens, row, ROWS=32, WIDTH=width)
+    return x
 
 
 @dataclasses.dataclass
@@ -158,14 +213,17 @@ def segmented_scan(p: Prepared, v, o, initial_state, chunks: Chunks, saved, segm
     """
     _, H, V = v.shape
     K = p.q_in.shape[-1]
-    segments, bounds = chunks.segments(segment)
+    segments, bounds, last = chunks.segments(segment)
     ends = _scan(p, v, o, (bounds, segments.count, None), chunks, (None, None), stages, transition=True)
     starts = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=v.device)
     kda_forward.merge_kernel[(V // TILE_V, H, chunks.sequences)](
-        ends, initial_state, starts, segments.offset, H, HAS_S0=initial_state is not None, K=K, V=V, BV=TILE_V
-    )
+        ends, initial_state, starts, segments.offset, H,
+        HAS_S0=initial_state is not None, K=K, V=V, BV=TILE_V, num_warps=8,
+    )  # fmt: skip
     ends = _scan(p, v, o, (bounds, segments.count, starts), chunks, saved, stages)
-    final = ends[(segments.offset[1:] - 1).clamp(min=0)]
+    final = ends.index_select(0, last)
+    if chunks.none_empty:
+        return final, starts
     empty = (segments.offset[1:] == segments.offset[:-1]).view(-1, 1, 1, 1)
     return torch.where(empty, 0.0 if initial_state is None else initial_state, final), starts
 
@@ -243,12 +301,12 @@ class _KDA(torch.autograd.Function):
         chunks = fixed_chunks(B, T, q.device) if cu_seqlens is None else packed_chunks(cu_seqlens, T)
         flat = [rows(x) for x in (q, k, gate, v)]
         p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks, save)
-        o = v.new_empty(v.shape) if cu_seqlens is None else v.new_zeros(v.shape)
+        o = zero_tail(v.new_empty(v.shape), cu_seqlens)
         final, states, updates = scan(p, flat[3], o.flatten(0, 1), initial_state, chunks, save=save)
         if save:
             ctx.save_for_backward(q, k, v, gate, beta, A_log, dt_bias, o)
             ctx.tiles, ctx.chunks = [p, states, updates], chunks
-            ctx.lower_bound, ctx.packed, ctx.state = lower_bound, cu_seqlens is not None, initial_state
+            ctx.lower_bound, ctx.ends, ctx.state = lower_bound, cu_seqlens, initial_state
         return o, final
 
     @staticmethod
@@ -261,22 +319,23 @@ class _KDA(torch.autograd.Function):
         q, k, v, gate, beta, A_log, dt_bias, o = ctx.saved_tensors
         (p, states, updates), ctx.tiles = ctx.tiles, None
         # Rows past cu_seqlens[-1] belong to no chunk: their gradient is 0, not memory as found.
-        make = torch.zeros_like if ctx.packed else torch.empty_like
-        dq, dk, dgate = (make(x, memory_format=torch.contiguous_format) for x in (q, k, gate))
+        dq, dk, dgate, dv = (
+            zero_tail(torch.empty_like(x, memory_format=torch.contiguous_format), ctx.ends) for x in (q, k, gate, v)
+        )
         do = rows(do)
-        dv = make(do, memory_format=torch.contiguous_format)
-        dS0, dstates = reverse_scan(p, do, dv, dfinal, ctx.chunks)
+        dS0, dstates = reverse_scan(p, do, dv.flatten(0, 1), dfinal, ctx.chunks)
         decay, norms, p = p.decay, p.norms, None
         dbeta, dA_log, dbias = gradients(
             *(rows(x) for x in (q, k, v, gate)), beta.flatten(0, 1), A_log, dt_bias, ctx.lower_bound, rows(o), do,
-            updates, dv, states, dstates, decay, norms, [x.flatten(0, 1) for x in (dq, dk, dgate)], ctx.chunks,
+            updates, dv.flatten(0, 1), states, dstates, decay, norms, [x.flatten(0, 1) for x in (dq, dk, dgate)],
+            ctx.chunks,
         )  # fmt: skip
         dS0 = None if ctx.state is None else dS0.to(ctx.state.dtype)
         dbeta = dbeta.to(beta.dtype).view(beta.shape)
         return (
             dq,
             dk,
-            dv.view(q.shape[:3] + dv.shape[-1:]),
+            dv,
             dgate,
             dbeta,
             dA_log.to(A_log.dtype),

@@ -20,7 +20,7 @@ FEW_PROGRAMS = 264
 
 
 @triton.jit
-def _round(x, BF16: tl.constexpr):
+def rounded(x, BF16: tl.constexpr):
     """To the precision in which prefill hands a tensor on, kept in fp32."""
     if BF16:
         x = to_bf16_rne(x).to(tl.float32)
@@ -28,7 +28,7 @@ def _round(x, BF16: tl.constexpr):
 
 
 @triton.jit
-def _store(pointer, value, mask, BF16: tl.constexpr):
+def store_as(pointer, value, mask, BF16: tl.constexpr):
     if BF16:
         tl.store(pointer, to_bf16_rne(value), mask=mask)
     else:
@@ -44,7 +44,7 @@ def _convolve(x_pointer, weight, conv_pool, read, at, first, width, BF16: tl.con
     c += tl.load(w + 1).to(tl.float32) * tl.load(old + width).to(tl.float32)
     c += tl.load(w + 2).to(tl.float32) * tl.load(old + 2 * width).to(tl.float32)
     c += tl.load(w + 3).to(tl.float32) * tl.load(x_pointer).to(tl.float32)
-    return _round(c * sigmoid(c), BF16)
+    return rounded(c * sigmoid(c), BF16)
 
 
 @triton.jit
@@ -67,9 +67,9 @@ def _shift_history(q, k, v, conv_pool, read, write, at, width, store, POOL_BF16:
     tl.store(new + width, q1, mask=store)
     tl.store(new + width + third, k1, mask=store)
     tl.store(new + width + 2 * third, v1, mask=store)
-    _store(new + 2 * width, q0, store, POOL_BF16)
-    _store(new + 2 * width + third, k0, store, POOL_BF16)
-    _store(new + 2 * width + 2 * third, v0, store, POOL_BF16)
+    store_as(new + 2 * width, q0, store, POOL_BF16)
+    store_as(new + 2 * width + third, k0, store, POOL_BF16)
+    store_as(new + 2 * width + 2 * third, v0, store, POOL_BF16)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def decode_kernel(
     write = tl.load(write_index + row * write_stride).to(tl.int64)
     out = y + row * H * D + at
     if read < 0:
-        _store(out, tl.zeros([D], tl.float32), column < D, BF16)
+        store_as(out, tl.zeros([D], tl.float32), column < D, BF16)
         return
     BV: tl.constexpr = D // 2
     value = tl.arange(0, BV)
@@ -127,36 +127,50 @@ def decode_kernel(
     new = state_pool + (write * H + head) * D * D
     if not EARLY:
         Sa = tl.load(old + square)
-    oa = _round(_advance(Sa, new, square, alpha, kn, qn, kq, b, va, keep), BF16)
+    oa = rounded(_advance(Sa, new, square, alpha, kn, qn, kq, b, va, keep), BF16)
     if not EARLY:
         Sb = tl.load(old + BV + square)
-    ob = _round(_advance(Sb, new + BV, square, alpha, kn, qn, kq, b, vb, keep), BF16)
+    ob = rounded(_advance(Sb, new + BV, square, alpha, kn, qn, kq, b, vb, keep), BF16)
     rstd = tl.rsqrt((tl.sum(oa * oa, axis=0) + tl.sum(ob * ob, axis=0)) / D + eps)
     ga = sigmoid(tl.load(out_gate + row * z_t + low).to(tl.float32))
     gb = sigmoid(tl.load(out_gate + row * z_t + high).to(tl.float32))
     out = y + row * H * D
-    _store(out + low, oa * rstd * tl.load(norm_weight + value).to(tl.float32) * ga, value < D, BF16)
-    _store(out + high, ob * rstd * tl.load(norm_weight + BV + value).to(tl.float32) * gb, value < D, BF16)
+    store_as(out + low, oa * rstd * tl.load(norm_weight + value).to(tl.float32) * ga, value < D, BF16)
+    store_as(out + high, ob * rstd * tl.load(norm_weight + BV + value).to(tl.float32) * gb, value < D, BF16)
     _shift_history(
         q + row * q_t + at, k + row * k_t + at, v + row * v_t + at, conv_pool, read, write, at, width, keep, POOL_BF16
     )
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """[B, H, D] whose rows are contiguous (a slice of a wider matrix is), copied only otherwise."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def kda_decode(
     q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool,
-    read_index, write_index, lower_bound, eps, early: bool | None = None, num_warps: int = 4, **options,
+    read_index, write_index, lower_bound, eps, pending=None,
 ):  # fmt: skip
-    """`k3rl.kernels.kda_decode.kda_decode` by the kernel: D = 128, fp32 contiguous pools."""
-    B, H, D = q.shape
+    """`k3rl.kernels.kda_decode.kda_decode` by the kernel that is the faster one: D = 128, fp32 contiguous pools."""
     if state_pool.dtype != torch.float32 or not state_pool.is_contiguous() or not conv_pool.is_contiguous():
         raise ValueError(f"kda_decode: wants contiguous pools and a float32 state_pool, got {state_pool.dtype}, "
                          f"strides {state_pool.stride()} and {conv_pool.stride()}")  # fmt: skip
-    q, k, v, gate, out_gate = (_rows(x) for x in (q, k, v, gate, out_gate))
+    args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
+    args += (read_index, write_index, lower_bound, eps)
+    if pending is None:
+        return halves(*args)
+    from k3rl.kernels import kda_decode_step
+
+    return kda_decode_step.step(*args, pending)
+
+
+def halves(
+    q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool,
+    read_index, write_index, lower_bound, eps, early: bool | None = None, num_warps: int = 4, **options,
+):  # fmt: skip
+    """`kda_decode` by `decode_kernel`."""
+    B, H, D = q.shape
+    q, k, v, gate, out_gate = (contiguous_rows(x) for x in (q, k, v, gate, out_gate))
     beta = beta if beta.stride(1) == 1 else beta.contiguous()
     y = torch.empty(B, H, D, dtype=v.dtype, device=v.device)
     decode_kernel[(H, B)](

@@ -1,4 +1,4 @@
-"""Chunked KDA forward on Hopper: two Triton kernels, 64 tokens a chunk.
+"""Chunked KDA forward on Hopper: two Triton kernels, 32 tokens a chunk.
 
 `prepare` (one program per chunk and head, all in parallel) turns raw q, k, gate, beta into what the scan needs, with
 G the running sum of the log decay inside the chunk, G_end its last row:
@@ -31,8 +31,14 @@ CHUNK = 32
 
 
 @triton.jit
-def chunk_table_kernel(ends, start, length, offset, n, most, C, N: tl.constexpr, CHUNKS: tl.constexpr):
-    """Chunk tables of packed sequences from ends [n + 1]; every program takes CHUNKS entries and all sequences."""
+def chunk_table_kernel(
+    ends, start, length, offset, sequence_out, rest_out, n, most, C,
+    WHERE: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Chunk tables of packed sequences from ends [n + 1]; every program takes CHUNKS entries and all sequences.
+
+    WHERE: also the sequence of each chunk (-1 - sequence if it starts one) and the tokens of it after the chunk.
+    """
     sequence = tl.arange(0, N)
     inside = sequence < n
     first = tl.load(ends + sequence, mask=inside, other=0).to(tl.int32)
@@ -48,7 +54,26 @@ def chunk_table_kernel(ends, start, length, offset, n, most, C, N: tl.constexpr,
     at = tl.sum(tl.where(mine, first[None, :] + (chunk[:, None] - (until - chunks)[None, :]) * C, 0), axis=1)
     end = tl.sum(tl.where(mine, last[None, :], 0), axis=1)
     tl.store(start + chunk, at, mask=chunk < most)
-    tl.store(length + chunk, tl.minimum(end - at, C), mask=chunk < most)
+    size = tl.minimum(end - at, C)
+    tl.store(length + chunk, size, mask=chunk < most)
+    if WHERE:
+        which = tl.sum(tl.where(mine, sequence[None, :], 0), axis=1)
+        starts = tl.sum(tl.where(mine & (chunk[:, None] == (until - chunks)[None, :]), 1, 0), axis=1)
+        tl.store(sequence_out + chunk, tl.where(starts == 1, -1 - which, which), mask=chunk < most)
+        tl.store(rest_out + chunk, end - at - size, mask=chunk < most)
+
+
+@triton.jit
+def zero_tail_kernel(x, ends, n, tokens, row, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Zero the rows [row elements each, contiguous] of x from ends[n] on."""
+    end = tl.load(ends + n).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    if first + ROWS <= end:
+        return
+    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    for token in range(0, ROWS):
+        t = first + token
+        tl.store(x + t * row + at, tl.zeros([WIDTH], x.dtype.element_ty), mask=(at < row) & (t >= end) & (t < tokens))
 
 
 @triton.jit
@@ -80,17 +105,17 @@ def pair_products(q, k, inside, total, middle, K: tl.constexpr, C: tl.constexpr,
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     block = tl.arange(0, C // BLOCK)[:, None, None]
-    rise = exp2(inside)
-    columns = tl.trans(flatten(to_bf16_rne(k * exp2(-inside)), K, C, BLOCK))
-    same = i // BLOCK == j // BLOCK
-    A = tl.where(same & (j <= i), dot(flatten(to_bf16_rne(q * rise), K, C, BLOCK), columns), 0.0)
-    P = tl.where(same & (j < i), dot(flatten(to_bf16_rne(k * rise), K, C, BLOCK), columns), 0.0)
     to_end = total[:, :, None] - inside
     across = exp2(tl.where(block % 2 == 1, inside, to_end))
     columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
     pairs = split_pairs(i, j, BLOCK)
-    A = tl.where(pairs, dot(flatten(to_bf16_rne(q * across), K, C, BLOCK), tl.trans(columns)), A)
-    P = tl.where(pairs, dot(columns, tl.trans(columns)), P)
+    A = tl.where(pairs, dot(flatten(to_bf16_rne(q * across), K, C, BLOCK), tl.trans(columns)), 0.0)
+    P = tl.where(pairs, dot(columns, tl.trans(columns)), 0.0)
+    rise = exp2(inside)
+    columns = tl.trans(flatten(to_bf16_rne(k * exp2(-inside)), K, C, BLOCK))
+    same = i // BLOCK == j // BLOCK
+    A = tl.where(same & (j <= i), dot(flatten(to_bf16_rne(q * rise), K, C, BLOCK), columns), A)
+    P = tl.where(same & (j < i), dot(flatten(to_bf16_rne(k * rise), K, C, BLOCK), columns), P)
     if C == 4 * BLOCK:
         across = exp2(tl.where(block >= 2, inside, to_end) + middle[:, :, None])
         columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
@@ -173,28 +198,31 @@ def prepare_kernel(
     before, after, middle, whole = block_vectors(total, C, BLOCK)
     tl.store(decay_out + tile * K + columns, exp2(whole))
 
-    q_tile = load_rows(q, t0, n, head, q_t, q_h, 0.0, K, C, BLOCK).to(tl.float32)
     k_tile = load_rows(k, t0, n, head, k_t, k_h, 0.0, K, C, BLOCK).to(tl.float32)
-    q_norm = inverse_norm(q_tile)
     k_norm = inverse_norm(k_tile)
+    at = tl.arange(0, C // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if SAVE:
-        at = tl.arange(0, C // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(norms + tile * 2 * C + at, q_norm)
         tl.store(norms + tile * 2 * C + C + at, k_norm)
-    q_tile *= (q_norm * scale)[:, None, :]
+    q_raw = load_rows(q, t0, n, head, q_t, q_h, 0.0, K, C, BLOCK)
     k_tile *= k_norm[:, None, :]
     _, flat = tile_offsets(K, K, C, BLOCK)
     since_start = exp2(inside + before[:, :, None])
-    tl.store(q_in + tile * C * K + flat, to_bf16_rne(q_tile * since_start))
     tl.store(k_in + tile * C * K + flat, to_bf16_rne(k_tile * since_start))
     until_end = exp2((after + total)[:, :, None] - inside)
     tl.store(k_out + tile * C * K + flat, to_bf16_rne(k_tile * until_end))
+    q_tile = q_raw.to(tl.float32)
+    q_norm = inverse_norm(q_tile)
+    if SAVE:
+        tl.store(norms + tile * 2 * C + at, q_norm)
+    q_tile *= (q_norm * scale)[:, None, :]
+    tl.store(q_in + tile * C * K + flat, to_bf16_rne(q_tile * since_start))
 
     A, P = pair_products(q_tile, k_tile, inside, total, middle, K, C, BLOCK)
     square = tile * C * C + i * C + j
     tl.store(A_out + square, to_bf16_rne(A))
-    b = sigmoid(tl.load(beta + (t0 + rows).to(tl.int64) * b_t + head * b_h, mask=rows < n, other=0.0).to(tl.float32))
-    b = tl.where(rows < n, b, 0.0)
+    # Past the end beta is -inf, hence 0.
+    b = tl.load(beta + (t0 + rows).to(tl.int64) * b_t + head * b_h, mask=rows < n, other=-float("inf"))
+    b = sigmoid(b.to(tl.float32))
     tl.store(solve_out + square, to_bf16_rne(unit_lower_inverse(P * b[:, None], C) * b[None, :]))
 
 

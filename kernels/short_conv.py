@@ -36,10 +36,8 @@ def short_conv(
     if dispatch.use_kernel("short_conv", *xs) and len(xs) <= 3 and xs[0].shape[-1] % 128 == 0:
         from k3rl.kernels import short_conv_kernels
 
-        outputs = short_conv_kernels.short_conv(xs, weights, history, cu_seqlens)
-    else:
-        outputs = _convolve(xs, weights, history, cu_seqlens)
-    return outputs, new_history(xs, history, cu_seqlens)
+        return short_conv_kernels.short_conv(xs, weights, history, cu_seqlens)
+    return _convolve(xs, weights, history, cu_seqlens), new_history(xs, history, cu_seqlens)
 
 
 def short_conv_reference(xs, weights, *, history=None, cu_seqlens=None):

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.kda_autograd import fixed_chunks, packed_chunks
+from k3rl.kernels.kda_autograd import Chunks, Kept, capturing, packed_chunks, zero_tail
 from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
 
 STRIP_FORWARD = 32
@@ -42,6 +42,25 @@ def _before(x, history, t0, back, at_start, slot, column, valid, stride_t, width
 
 
 @triton.jit
+def _weights(w, column, valid, WIDE: tl.constexpr):
+    """The four weights [C, 4] of each column; WIDE: by one load of 16 bytes a column instead of four of 4."""
+    if WIDE:
+        tap = tl.arange(0, 4)
+        tile = tl.load(w + column[:, None] * 4 + tap[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(tile, [column.shape[0], 2, 2]))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        return w0, w1, w2, w3
+    else:
+        return (
+            tl.load(w + column * 4, mask=valid, other=0.0).to(tl.float32),
+            tl.load(w + column * 4 + 1, mask=valid, other=0.0).to(tl.float32),
+            tl.load(w + column * 4 + 2, mask=valid, other=0.0).to(tl.float32),
+            tl.load(w + column * 4 + 3, mask=valid, other=0.0).to(tl.float32),
+        )
+
+
+@triton.jit
 def _silu_store(pointer, c, mask, BF16: tl.constexpr):
     out = c * sigmoid(c)
     if BF16:
@@ -52,9 +71,10 @@ def _silu_store(pointer, c, mask, BF16: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    x_a, x_b, x_c, w_a, w_b, w_c, y_a, y_b, y_c, history, chunk_start, chunk_len, chunk_sequence, chunk_first,
+    x_a, x_b, x_c, w_a, w_b, w_c, y_a, y_b, y_c, history, chunk_start, chunk_len, chunk_sequence,
     x_t, channels, width,
     HAS_HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(1)
     stream = tl.program_id(2)
@@ -65,12 +85,11 @@ def forward_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     valid = column < channels
     t0 = tl.load(chunk_start + strip).to(tl.int64)
-    at_start = tl.load(chunk_first + strip)
-    slot = tl.load(chunk_sequence + strip).to(tl.int64)
-    w0 = tl.load(w + column * 4, mask=valid, other=0.0).to(tl.float32)
-    w1 = tl.load(w + column * 4 + 1, mask=valid, other=0.0).to(tl.float32)
-    w2 = tl.load(w + column * 4 + 2, mask=valid, other=0.0).to(tl.float32)
-    w3 = tl.load(w + column * 4 + 3, mask=valid, other=0.0).to(tl.float32)
+    # -1 - sequence where the strip is the first one of its sequence.
+    sequence = tl.load(chunk_sequence + strip)
+    at_start = (sequence < 0).to(tl.int32)
+    slot = tl.where(sequence < 0, -1 - sequence, sequence).to(tl.int64)
+    w0, w1, w2, w3 = _weights(w, column, valid, WIDE)
     past = history + stream * channels
     x3 = _before(x, past, t0, 3, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
     x2 = _before(x, past, t0, 2, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
@@ -93,9 +112,10 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     xa, xb, xc, wa, wb, wc, dya, dyb, dyc, dxa, dxb, dxc, dweight_rows, history,
-    chunk_start, chunk_len, chunk_sequence, chunk_first, chunk_rest,
+    chunk_start, chunk_len, chunk_sequence, chunk_rest,
     x_t, dy_t, channels, width,
     HAS_HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(1)
     stream = tl.program_id(2)
@@ -105,14 +125,13 @@ def backward_kernel(
     x, w = _pick(stream, xa, xb, xc), _pick(stream, wa, wb, wc)
     dy, dx = _pick(stream, dya, dyb, dyc), _pick(stream, dxa, dxb, dxc)
     t0 = tl.load(chunk_start + strip).to(tl.int64)
-    at_start = tl.load(chunk_first + strip)
-    slot = tl.load(chunk_sequence + strip).to(tl.int64)
+    # -1 - sequence where the strip is the first one of its sequence.
+    sequence = tl.load(chunk_sequence + strip)
+    at_start = (sequence < 0).to(tl.int32)
+    slot = tl.where(sequence < 0, -1 - sequence, sequence).to(tl.int64)
     # Tokens of the same sequence after this strip: their dy reaches back into it, 3 rows at most.
     rest = tl.load(chunk_rest + strip)
-    w0 = tl.load(w + column * 4, mask=valid, other=0.0).to(tl.float32)
-    w1 = tl.load(w + column * 4 + 1, mask=valid, other=0.0).to(tl.float32)
-    w2 = tl.load(w + column * 4 + 2, mask=valid, other=0.0).to(tl.float32)
-    w3 = tl.load(w + column * 4 + 3, mask=valid, other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = _weights(w, column, valid, WIDE)
     nothing = tl.zeros([COLUMNS], tl.float32)
     x3, x2, x1, d3, d2, d1 = nothing, nothing, nothing, nothing, nothing, nothing
     g0, g1, g2, g3 = nothing, nothing, nothing, nothing
@@ -140,21 +159,73 @@ def backward_kernel(
         else:
             tl.store(to, out, mask=valid & (row >= 3))
         x3, x2, x1, d3, d2, d1 = x2, x1, x0, d2, d1, d0
-    to = dweight_rows + (strip * 3 + stream).to(tl.int64) * 4 * channels + column
+    to = dweight_rows + (strip * tl.num_programs(2) + stream).to(tl.int64) * 4 * channels + column
     tl.store(to, g0, mask=valid)
     tl.store(to + channels, g1, mask=valid)
     tl.store(to + 2 * channels, g2, mask=valid)
     tl.store(to + 3 * channels, g3, mask=valid)
 
 
-def _strips(B, T, cu_seqlens, device, strip):
-    chunks = fixed_chunks(B, T, device, strip) if cu_seqlens is None else packed_chunks(cu_seqlens, T, strip)
-    index = torch.arange(chunks.count, dtype=torch.int32, device=device)
-    sequence = torch.searchsorted(chunks.offset[1:], index, right=True, out_int32=True).clamp_(max=chunks.sequences - 1)
-    first = (index == chunks.offset[sequence]).int()
-    ends = (sequence + 1) * T if cu_seqlens is None else cu_seqlens.to(torch.int32)[sequence + 1]
-    rest = (ends - chunks.start - chunks.length).clamp(0, 3)
-    return chunks, sequence.int(), first, rest.int()
+@triton.jit
+def history_kernel(
+    x_a, x_b, x_c, ends, history, new, tokens, x_t, channels, width,
+    PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr,
+):  # fmt: skip
+    """One of the last three raw inputs of one sequence and stream, out of the old history where that is reached."""
+    sequence = tl.program_id(2).to(tl.int64)
+    place = tl.program_id(1) % 3
+    stream = tl.program_id(1) // 3
+    first = sequence * tokens
+    last = first + tokens
+    if PACKED:
+        first = tl.load(ends + sequence).to(tl.int64)
+        last = tl.load(ends + sequence + 1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = column < channels
+    token = last - 3 + place
+    x = _pick(stream, x_a, x_b, x_c)
+    value = tl.load(x + token * x_t + column, mask=valid & (token >= first), other=0.0).to(tl.float32)
+    to = stream * channels + column
+    if HAS_HISTORY:
+        # A row that is still in the old history has moved by the sequence's length towards the front.
+        old = history + (sequence * 3 + place + last - first) * width + to
+        value += tl.load(old, mask=valid & (token < first), other=0.0).to(tl.float32)
+    to += (sequence * 3 + place) * width
+    if BF16:
+        tl.store(new + to, to_bf16_rne(value), mask=valid)
+    else:
+        tl.store(new + to, value, mask=valid)
+
+
+@torch.no_grad()
+def new_history(xs, history, cu_seqlens) -> torch.Tensor:
+    """`k3rl.kernels.short_conv.new_history` by one launch."""
+    B, T, C = xs[0].shape
+    n = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    flat, stride = _rows([x.detach() for x in xs])
+    like = xs[0] if history is None else history.contiguous()
+    new = torch.empty(n, 3, C * len(xs), dtype=like.dtype, device=like.device)
+    columns = min(1024, triton.next_power_of_2(C))
+    history_kernel[(triton.cdiv(C, columns), 3 * len(xs), n)](
+        *_three(flat), flat[0] if cu_seqlens is None else cu_seqlens, like, new, T, stride, C, C * len(xs),
+        PACKED=cu_seqlens is not None, HAS_HISTORY=history is not None, COLUMNS=columns,
+        BF16=new.dtype == torch.bfloat16, num_warps=4,
+    )  # fmt: skip
+    return new
+
+
+_fixed = Kept()
+
+
+def strips(B: int, T: int, cu_seqlens, device, size: int) -> Chunks:
+    """Strips of at most `size` tokens of one sequence."""
+    if cu_seqlens is not None:
+        return packed_chunks(cu_seqlens, T, size, where=True)
+
+    def make() -> Chunks:
+        return packed_chunks(torch.arange(B + 1, dtype=torch.int32, device=device) * T, B * T, size, where=True)
+
+    return _fixed.get((B, T, device, size), make, capturing(device))
 
 
 def _three(tensors):
@@ -175,10 +246,8 @@ class _ShortConv(torch.autograd.Function):
         xs, weights = tensors[:count], [w.contiguous() for w in tensors[count:]]
         B, T, C = xs[0].shape
         rows, stride = _rows(xs)
-        strips = _strips(B, T, cu_seqlens, xs[0].device, STRIP_FORWARD)
-        make = torch.empty if cu_seqlens is None else torch.zeros
-        ys = [make(B, T, C, dtype=x.dtype, device=x.device) for x in xs]
-        launch_forward(rows, stride, weights, ys, history, strips)
+        ys = [zero_tail(torch.empty(B, T, C, dtype=x.dtype, device=x.device), cu_seqlens) for x in xs]
+        launch_forward(rows, stride, weights, ys, history, strips(B, T, cu_seqlens, xs[0].device, STRIP_FORWARD))
         ctx.save_for_backward(history, cu_seqlens, *xs, *weights)
         ctx.count = count
         return tuple(ys)
@@ -189,44 +258,43 @@ class _ShortConv(torch.autograd.Function):
         history, cu_seqlens, *tensors = ctx.saved_tensors
         xs, weights = tensors[: ctx.count], tensors[ctx.count :]
         rows, stride = _rows(xs)
-        strips = _strips(*xs[0].shape[:2], cu_seqlens, xs[0].device, STRIP_BACKWARD)
-        make = torch.zeros_like if cu_seqlens is not None else torch.empty_like
-        dxs = [make(x, memory_format=torch.contiguous_format) for x in xs]
-        dws = launch_backward(rows, stride, weights, _rows(dys), dxs, history, strips)
+        table = strips(*xs[0].shape[:2], cu_seqlens, xs[0].device, STRIP_BACKWARD)
+        dxs = [zero_tail(torch.empty_like(x, memory_format=torch.contiguous_format), cu_seqlens) for x in xs]
+        dws = launch_backward(rows, stride, weights, _rows(dys), dxs, history, table)
         return None, None, None, *dxs, *(dw.to(w.dtype) for dw, w in zip(dws, weights, strict=True))
 
 
 def launch_forward(
-    rows, stride, weights, ys, history, strips, columns: int = COLUMNS, num_warps: int = 4, stages: int = 2
-):
+    rows, stride, weights, ys, history, table: Chunks,
+    columns: int = COLUMNS, num_warps: int = 4, stages: int = 2, wide: bool = False,
+):  # fmt: skip
     """Fill ys from rows [tokens, C]."""
-    chunks, sequence, first, _ = strips
     C = rows[0].shape[-1]
-    forward_kernel[(triton.cdiv(C, columns), chunks.count, len(rows))](
+    forward_kernel[(triton.cdiv(C, columns), table.count, len(rows))](
         *_three(rows), *_three(weights), *_three(ys), rows[0] if history is None else history,
-        chunks.start, chunks.length, sequence, first, stride, C, C * len(rows),
+        table.start, table.length, table.sequence, stride, C, C * len(rows),
         HAS_HISTORY=history is not None, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
-        STAGES=stages, num_warps=num_warps,
+        STAGES=stages, WIDE=wide, num_warps=num_warps,
     )  # fmt: skip
 
 
 def launch_backward(
-    rows, stride, weights, dys, dxs, history, strips, columns: int = COLUMNS, num_warps: int = 4, stages: int = 4
-):
+    rows, stride, weights, dys, dxs, history, table: Chunks,
+    columns: int = COLUMNS, num_warps: int = 4, stages: int = 4, wide: bool = False,
+):  # fmt: skip
     """Fill dxs; returns the weights' gradients [C, 4] fp32."""
-    chunks, sequence, first, rest = strips
     C = rows[0].shape[-1]
-    parts = torch.zeros(chunks.count, 3, 4, C, dtype=torch.float32, device=rows[0].device)
-    backward_kernel[(triton.cdiv(C, columns), chunks.count, len(rows))](
+    parts = torch.empty(table.count, len(rows), 4, C, dtype=torch.float32, device=rows[0].device)
+    backward_kernel[(triton.cdiv(C, columns), table.count, len(rows))](
         *_three(rows), *_three(weights), *_three(dys[0]), *_three(dxs), parts,
-        rows[0] if history is None else history, chunks.start, chunks.length, sequence, first, rest,
+        rows[0] if history is None else history, table.start, table.length, table.sequence, table.rest,
         stride, dys[1], C, C * len(rows),
         HAS_HISTORY=history is not None, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
-        STAGES=stages, num_warps=num_warps,
+        STAGES=stages, WIDE=wide, num_warps=num_warps,
     )  # fmt: skip
     return [parts[:, s].sum(0).t().contiguous() for s in range(len(rows))]
 
 
 def short_conv(xs, weights, history, cu_seqlens):
-    """The outputs of `k3rl.kernels.short_conv.short_conv` by the kernels: up to 3 streams, bf16 or fp32."""
-    return list(_ShortConv.apply(history, cu_seqlens, len(xs), *xs, *weights))
+    """`k3rl.kernels.short_conv.short_conv` by the kernels: up to 3 streams, bf16 or fp32."""
+    return list(_ShortConv.apply(history, cu_seqlens, len(xs), *xs, *weights)), new_history(xs, history, cu_seqlens)

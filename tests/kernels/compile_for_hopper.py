@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from k3rl.kernels import kda_backward, kda_decode_kernels, kda_forward, ptxas
+from k3rl.kernels import kda_backward, kda_decode_kernels, kda_decode_step, kda_forward, ptxas
 
-INTEGERS = {"chunk_start", "chunk_len", "chunk_offset", "segment_offset", "read_index", "write_index"}
+INTEGERS = {"chunk_start", "chunk_len", "chunk_offset", "segment_offset", "read_index", "write_index", "index", "span"}
 FLOAT32 = {
     "A_log",
     "dt_bias",
@@ -33,10 +33,14 @@ FLOAT32 = {
     "norms",
     "norm_weight",
     "state_pool",
+    "row_keys",
+    "row_updates",
+    "row_decay",
 }
 FLOAT32 |= {"dS_end", "dS0", "dbeta", "dbias_rows", "drate_rows", "fading", "along", "wq", "wk", "wv"}
 SCALARS = {"lower_bound", "scale", "eps"}
 STRIDE = re.compile(r".*(_t|_h|_stride)$|H$")
+STEP = {"D": 128, "ROWS": 16, "BF16": True, "POOL_BF16": True, "AHEAD": 1}
 K, C = {"K": 128}, {"C": kda_forward.CHUNK}
 SCAN = K | C | {"HAS_S0": True, "SAVE": False, "TRANSITION": False, "V": 128, "BV": 64, "STAGES": 3}
 CONFIGURATIONS = {
@@ -53,6 +57,12 @@ CONFIGURATIONS = {
     "state-gradients": (kda_backward.state_gradients_kernel, K | C | {"V": 128}, {}),
     "input-gradients": (kda_backward.input_gradients_kernel, K | C | {"KB": 64, "BLOCK": 16}, {}),
     "decode": (kda_decode_kernels.decode_kernel, {"D": 128, "BF16": True, "POOL_BF16": True, "EARLY": False}, {}),
+    "step": (kda_decode_step.step_kernel, STEP | {"BV": 64, "DEFERRED": False}, {}),
+    "step-32": (kda_decode_step.step_kernel, STEP | {"BV": 32, "DEFERRED": False}, {}),
+    "step-early": (kda_decode_step.step_kernel, STEP | {"BV": 64, "DEFERRED": False, "AHEAD": 2}, {}),
+    "deferred": (kda_decode_step.step_kernel, STEP | {"BV": 64, "DEFERRED": True}, {}),
+    "deferred-32": (kda_decode_step.step_kernel, STEP | {"BV": 32, "DEFERRED": True}, {}),
+    "flush": (kda_decode_step.flush_kernel, {"D": 128, "BV": 64, "ROWS": 16}, {}),
 }
 
 

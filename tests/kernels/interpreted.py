@@ -9,11 +9,12 @@ is read before it is written shows.
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
 
-from k3rl.kernels import gated_norm, kda_autograd, kda_decode_kernels, short_conv_kernels
+from k3rl.kernels import gated_norm, kda_autograd, kda_decode_kernels, kda_decode_step, short_conv_kernels
 from k3rl.kernels import kda as kda_reference
 from k3rl.kernels import kda_decode as decode_reference
 from k3rl.kernels import short_conv as conv_reference
@@ -97,28 +98,69 @@ def segments() -> None:
             require("S in segments", got, S, 3e-3)
 
 
-def decode(rows: int, early: bool) -> None:
-    """Strided projections and indices, padding, a fork, no write."""
-    B, H, D = rows, 2, 32
-    P, slots = H * D, rows + 3
+def decode_arguments(B: int, slots: int, H: int = 2, D: int = 32):
+    """Projections as strided slices of one matrix, weights, pools."""
+    P = H * D
     wide = bf16(B, 5 * P + H + 3)
     q, k, v, gate, out = (wide[:, s * P : (s + 1) * P].view(B, H, D) for s in range(5))
-    beta = wide[:, 5 * P : 5 * P + H]
-    weights = [torch.randn(P, 4) for _ in range(3)]
-    shared = (weights, 0.2 * torch.randn(H), 0.2 * torch.randn(P), torch.randn(D))
-    conv_pool, pool = bf16(slots, 3, 3 * P), torch.randn(slots, H, D, D)
+    rows = (q, k, v, gate, wide[:, 5 * P : 5 * P + H], out)
+    shared = ([torch.randn(P, 4) for _ in range(3)], 0.2 * torch.randn(H), 0.2 * torch.randn(P), torch.randn(D))
+    return rows, shared, bf16(slots, 3, 3 * P), torch.randn(slots, H, D, D)
+
+
+def decode(run) -> None:
+    """Strided projections and indices, padding, a fork, no write."""
+    B, slots = 5, 8
+    rows, shared, conv_pool, pool = decode_arguments(B, slots)
     index = torch.arange(B, dtype=torch.int32)[:, None].repeat(1, 2)
     index[1] = torch.tensor([slots - 1, slots - 2])
     index[2] = -1
     index[3, 1] = -1
     mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
-    args = (q, k, v, gate, beta, out, *shared)
-    y = kda_decode_kernels.kda_decode(*args, *mine, index[:, 0], index[:, 1], -5.0, 1e-5, early=early)
-    y2 = decode_reference.kda_decode_reference(*args, *wanted, index[:, 0], index[:, 1])
+    y = run(*rows, *shared, *mine, index[:, 0], index[:, 1], -5.0, 1e-5)
+    y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, index[:, 0], index[:, 1])
     require("y", y, y2, 1e-3)  # equal but for a rounding of o to bf16 that falls the other way
     require("state", mine[1], wanted[1], 1e-5)
     if not torch.equal(mine[0], wanted[0]) or y[2].any():
         raise SystemExit("decode: conv history or a padded row is wrong")
+
+
+def deferred() -> None:
+    """Steps with deferred writes against the reference that reads and writes: slots at different phases, in another
+    order at each step, with padding, a fork, a step without a write and a slot that is used again."""
+    B, slots = 4, 6
+    _, shared, conv_pool, pool = decode_arguments(B, slots, H=1)
+    mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
+    pending = decode_reference.PendingRows.empty(mine[1])
+    pending.begin(torch.arange(slots), torch.tensor([3, 0, 14, 16, 25, 7]))
+    for step in range(21):
+        rows, *_ = decode_arguments(B, slots, H=1)
+        read = torch.randperm(4)[:B].to(torch.int32)
+        write = read.clone()
+        if step % 5 == 1:
+            read[1] = write[1] = -1
+        if step in (4, 12):
+            write[0] = 4 if step == 4 else 5
+        if step == 9:
+            write[2] = -1
+        if step == 15:
+            for _, states in (mine, wanted):
+                states[3] = 0.5
+            pending.begin(torch.tensor([3]))
+        table = torch.stack([read, write], 1)  # read as strided slices
+        tile = 16 if step % 2 else 8
+        indices = (table[:, 0], table[:, 1])
+        y = kda_decode_step.step(*rows, *shared, *mine, *indices, -5.0, 1e-5, pending, tile=tile)
+        y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, *indices)
+        require(f"y of step {step}", y, y2, 2e-3)
+        if not torch.equal(mine[0], wanted[0]) or y[read < 0].any():
+            raise SystemExit("deferred: conv history or a padded row is wrong")
+        if step in (7, 20):
+            kda_decode_step.flush(mine[1], pending, torch.tensor([2, -1, 0, 5, 4]))
+            at = torch.tensor([0, 2, 4, 5])
+            require("flushed states", mine[1][at], wanted[1][at], 1e-5)
+    if not torch.equal(pending.span[2, :, 0], pending.span[2, :, 1]):
+        raise SystemExit("deferred: rows are left after a flush")
 
 
 def conv() -> None:
@@ -134,13 +176,15 @@ def conv() -> None:
         xs = [bf16(B, T, C).requires_grad_() for _ in range(3)]
         ws = [torch.randn(C, 4).requires_grad_() for _ in range(3)]
         history = bf16(n, 3, 3 * C) if with_history else None
-        ys = short_conv_kernels.short_conv(xs, ws, history, ends)
+        ys, new = short_conv_kernels.short_conv(xs, ws, history, ends)
         up = [bf16(B, 2 * T, C)[:, ::2] for _ in ys]  # strided gradients, as split and expand make them
         got = torch.autograd.grad(ys, [*xs, *ws], up)
         wide = [x.detach().double().requires_grad_() for x in [*xs, *ws]]
         past = None if history is None else history.double()
-        ys2, _ = conv_reference.short_conv_reference(wide[:3], wide[3:], history=past, cu_seqlens=ends)
+        ys2, new2 = conv_reference.short_conv_reference(wide[:3], wide[3:], history=past, cu_seqlens=ends)
         want = torch.autograd.grad(ys2, wide, [x.double() for x in up])
+        if not torch.equal(new, new2.to(new.dtype)):
+            raise SystemExit("conv: the new history differs")
         for a, b in zip([*ys, *got], [*ys2, *want], strict=True):
             require("conv", a, b, 3e-3)
 
@@ -167,8 +211,12 @@ CASES = {
     "kda-saturated": lambda: kda(80, 1, 32, 64, None, "saturated"),
     "kda-mixed": lambda: kda(48, 4, 64, 64, None, "mixed"),
     "segments": segments,
-    "decode-early-load": lambda: decode(5, True),
-    "decode-late-load": lambda: decode(5, False),
+    "decode-halves": lambda: decode(functools.partial(kda_decode_kernels.halves, early=True)),
+    "decode-tiles": lambda: (
+        decode(functools.partial(kda_decode_step.step, tile=16, ahead=1)),
+        decode(functools.partial(kda_decode_step.step, tile=8, ahead=2)),
+    ),
+    "decode-deferred": deferred,
     "conv": conv,
     "norm": norm,
 }

@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 CASES = ("kda-fixed", "kda-packed", "kda-slow", "kda-saturated", "kda-mixed", "segments")
-CASES += ("decode-early-load", "decode-late-load", "conv", "norm")
+CASES += ("decode-halves", "decode-tiles", "decode-deferred", "conv", "norm")
 
 
 @pytest.mark.parametrize("case", CASES)

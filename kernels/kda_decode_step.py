@@ -1,0 +1,294 @@
+"""The Triton kernels of `kda_decode` by tiles of V: the state read and written, or deferred.
+
+One program per row and head. All loads that the indices allow are issued first, so that a lone program waits for memory
+twice (indices, everything else); then one exchange between warps for both norms and k . q, one per tile of V for both
+sums over K. With kp = exp(G) k and qp = exp(G) q, G the log decay since the stored state S:
+
+    read and write   G is this token's: u = beta (v - S^T kp);   o = S^T qp + (k . q) u;   S <- diag(exp G) S + k u^T
+    deferred         G runs from the chunk boundary; each row i since then is kept as k_i exp(-G_i) and u_i: 16 more
+                     rows of the same products, S^T kp + sum_i u_i (k_i exp(-G_i) . kp), likewise qp. The 16th makes
+                     S <- diag(exp G) (S + sum_i k_i exp(-G_i) u_i^T). No exponential per row; exp(80) is finite.
+
+Traffic per row and head: 128 KiB read and written; deferred 64 KiB read, 1 to 16 KiB of rows, a 16th of 64 KiB written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from k3rl.kernels.kda_decode import CHUNK, PendingRows
+from k3rl.kernels.kda_decode_kernels import contiguous_rows, rounded, store_as
+from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2, sigmoid
+
+
+@triton.jit
+def _plus2(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _plus3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def sums2(a, b, axis: tl.constexpr):
+    """Two sums along an axis by one exchange."""
+    if INTERPRET:
+        return tl.sum(a, axis=axis), tl.sum(b, axis=axis)
+    else:
+        return tl.reduce((a, b), axis, _plus2)
+
+
+@triton.jit
+def sums3(a, b, c):
+    """Three sums of vectors by one exchange."""
+    if INTERPRET:
+        return tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(c, axis=0)
+    else:
+        return tl.reduce((a, b, c), 0, _plus3)
+
+
+@triton.jit
+def load_taps(x, weight, old, at, width):
+    """What the convolution of channels `at` needs: three past inputs, oldest first, the new one, four weights."""
+    w = weight + at * 4
+    return (
+        tl.load(old + at), tl.load(old + width + at), tl.load(old + 2 * width + at), tl.load(x + at),
+        tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3),
+    )  # fmt: skip
+
+
+@triton.jit
+def convolve(taps, BF16: tl.constexpr):
+    """SiLU of the convolution, in the precision that prefill hands on."""
+    c = taps[4].to(tl.float32) * taps[0].to(tl.float32)
+    c += taps[5].to(tl.float32) * taps[1].to(tl.float32)
+    c += taps[6].to(tl.float32) * taps[2].to(tl.float32)
+    c += taps[7].to(tl.float32) * taps[3].to(tl.float32)
+    return rounded(c * sigmoid(c), BF16)
+
+
+@triton.jit
+def shift(taps, new, at, width, keep, POOL_BF16: tl.constexpr):
+    """Store a history moved on by one token."""
+    tl.store(new + at, taps[1], mask=keep)
+    tl.store(new + width + at, taps[2], mask=keep)
+    store_as(new + 2 * width + at, taps[3].to(tl.float32), keep, POOL_BF16)
+
+
+@triton.jit
+def cut(x, PARTS: tl.constexpr):
+    """A vector as a tuple of 1, 2 or 4 equal pieces, in order."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        low, high = tl.split(tl.trans(tl.reshape(x, [2, x.shape[0] // 2])))
+        return cut(low, PARTS // 2) + cut(high, PARTS // 2)
+
+
+@triton.jit
+def paste(pieces, PARTS: tl.constexpr):
+    """The inverse of `cut`."""
+    if PARTS == 1:
+        return pieces[0]
+    elif PARTS == 2:
+        return tl.reshape(tl.trans(tl.join(pieces[0], pieces[1])), [2 * pieces[0].shape[0]])
+    else:
+        return paste((paste((pieces[0], pieces[1]), 2), paste((pieces[2], pieces[3]), 2)), 2)
+
+
+@triton.jit
+def take_in(S, keys, updates, first, count, value, D: tl.constexpr):
+    """S [D, BV] plus the outer products of the rows first .. count."""
+    column = tl.arange(0, D)
+    for i in tl.range(first, count, num_stages=1):
+        S += tl.load(keys + i * D + column)[:, None] * tl.load(updates + i * D + value)[None, :]
+    return S
+
+
+@triton.jit
+def step_kernel(
+    q, k, v, gate, beta, out_gate, wq, wk, wv, A_log, dt_bias, norm_weight, conv_pool, state_pool,
+    read_index, write_index, y, row_keys, row_updates, row_decay, span,
+    q_t, k_t, v_t, g_t, b_t, z_t, read_stride, write_stride, H, lower_bound, scale, eps,
+    D: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, DEFERRED: tl.constexpr,
+    BF16: tl.constexpr, POOL_BF16: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, D)
+    value = tl.arange(0, BV)
+    TILES: tl.constexpr = D // BV
+    read = tl.load(read_index + row * read_stride).to(tl.int64)
+    write = tl.load(write_index + row * write_stride).to(tl.int64)
+    out = y + (row * H + head) * D
+    if read < 0:
+        store_as(out + column, tl.zeros([D], tl.float32), column < D, BF16)
+        return
+    keep = write >= 0
+    moved = keep & (write != read)
+    write = tl.maximum(write, 0)
+    source = read * H + head
+    target = write * H + head
+    width = 3 * H * D
+
+    square = column[:, None] * D + value[None, :]
+    old = state_pool + source * D * D
+    new = state_pool + target * D * D
+    tiles = ()
+    for i in tl.static_range(AHEAD):
+        tiles = tiles + (tl.load(old + i * BV + square),)  # noqa: RUF005
+    past = conv_pool + read * 3 * width + head * D
+    channel = head * D
+    q_taps = load_taps(q + row * q_t + channel, wq + channel * 4, past, column, width)
+    k_taps = load_taps(k + row * k_t + channel, wk + channel * 4, past + H * D, column, width)
+    z = tl.load(gate + row * g_t + channel + column).to(tl.float32)
+    z += tl.load(dt_bias + channel + column).to(tl.float32)
+    rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    b = sigmoid(tl.load(beta + row * b_t + head).to(tl.float32))
+    v_taps = load_taps(v + row * v_t + channel, wv + channel * 4, past + 2 * H * D, column, width)
+    out_gate_row = tl.load(out_gate + row * z_t + channel + column)
+    norm_row = tl.load(norm_weight + column)
+    if DEFERRED:
+        first = tl.load(span + source * 2)
+        count = tl.load(span + source * 2 + 1)
+        slot = tl.arange(0, ROWS)
+        pending = (slot >= first) & (slot < count)
+        tile = slot[:, None] * D
+        kept = tl.load(row_keys + source * ROWS * D + tile + column[None, :], mask=pending[:, None], other=0.0)
+        passed = ()
+        for i in tl.static_range(TILES):
+            at = i * BV + value
+            rows = row_updates + source * ROWS * D + tile + at[None, :]
+            passed = passed + (tl.load(rows, mask=pending[:, None], other=0.0),)  # noqa: RUF005
+        since = tl.load(row_decay + source * D + column, mask=column < D * (first < count), other=0.0)
+
+    qc = convolve(q_taps, BF16)
+    kc = convolve(k_taps, BF16)
+    qq, kk, kq = sums3(qc * qc, kc * kc, kc * qc)
+    q_norm = tl.rsqrt(qq + 1e-6) * scale
+    k_norm = tl.rsqrt(kk + 1e-6)
+    kq *= q_norm * k_norm
+    kn = kc * k_norm
+    G = sigmoid(z * rate) * (lower_bound * LOG2E)
+    if DEFERRED:
+        G += since
+    fade = exp2(G)
+    kp = kn * fade
+    qp = qc * (q_norm * fade)
+    full = False
+    if DEFERRED:
+        by_k, by_q = sums2(kept * kp[None, :], kept * qp[None, :], 1)
+        full = count == ROWS - 1
+        k_row = kn * exp2(-G)
+    v_parts = cut(convolve(v_taps, BF16), TILES)
+    outs = ()
+    for i in tl.static_range(TILES):
+        S = tiles[i] if i < AHEAD else tl.load(old + i * BV + square)
+        if i + AHEAD < TILES and AHEAD > 0:
+            tiles = tiles + (tl.load(old + (i + AHEAD) * BV + square),)  # noqa: RUF005
+        along_k, along_q = sums2(S * kp[:, None], S * qp[:, None], 0)
+        at = i * BV + value
+        if DEFERRED:
+            U = passed[i]
+            more_k, more_q = sums2(U * by_k[:, None], U * by_q[:, None], 0)
+            along_k += more_k
+            along_q += more_q
+        u = b * (v_parts[i] - along_k)
+        outs = outs + (along_q + kq * u,)  # noqa: RUF005
+        if DEFERRED:
+            tl.store(row_updates + (target * ROWS + count) * D + at, u, mask=keep & (at < D) & (full == 0))
+            if moved:
+                tl.store(row_updates + target * ROWS * D + tile + at[None, :], U, mask=pending[:, None] & (full == 0))
+            if keep & full:
+                S = take_in(S, row_keys + source * ROWS * D, row_updates + source * ROWS * D, first, count, at, D)
+                tl.store(new + i * BV + square, fade[:, None] * (S + k_row[:, None] * u[None, :]))
+            elif moved:
+                tl.store(new + i * BV + square, S)
+        else:
+            tl.store(new + i * BV + square, S * fade[:, None] + kn[:, None] * u[None, :], mask=keep & (square >= 0))
+    o = rounded(paste(outs, TILES), BF16)
+    o *= tl.rsqrt(tl.sum(o * o, axis=0) / D + eps)
+    o *= norm_row.to(tl.float32) * sigmoid(out_gate_row.to(tl.float32))
+    store_as(out + column, o, column < D, BF16)
+
+    # Every thread has read histories, span and decay by now; Triton may have loaded a vector in several layouts.
+    tl.debug_barrier()
+    mask = keep & (column < D)
+    next_history = conv_pool + write * 3 * width + head * D
+    shift(q_taps, next_history, column, width, mask, POOL_BF16)
+    shift(k_taps, next_history + H * D, column, width, mask, POOL_BF16)
+    shift(v_taps, next_history + 2 * H * D, column, width, mask, POOL_BF16)
+    if DEFERRED:
+        if moved:
+            tl.store(row_keys + target * ROWS * D + tile + column[None, :], kept, mask=pending[:, None] & (full == 0))
+        more = mask & (full == 0)
+        tl.store(row_keys + (target * ROWS + count) * D + column, k_row, mask=more)
+        tl.store(row_decay + target * D + column, G, mask=more)
+        tl.store(span + target * 2, tl.where(full, 0, first), mask=keep)
+        tl.store(span + target * 2 + 1, tl.where(full, 0, count + 1), mask=keep)
+
+
+@triton.jit
+def flush_kernel(
+    state_pool, row_keys, row_updates, row_decay, span, index, index_stride, H,
+    D: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Bring the state of one slot and head up to date with its rows, and forget them."""
+    head = tl.program_id(0)
+    slot = tl.load(index + tl.program_id(1).to(tl.int64) * index_stride).to(tl.int64)
+    if slot < 0:
+        return
+    source = slot * H + head
+    first = tl.load(span + source * 2)
+    count = tl.load(span + source * 2 + 1)
+    if first == count:
+        return
+    column = tl.arange(0, D)
+    fade = exp2(tl.load(row_decay + source * D + column))
+    for i in tl.static_range(D // BV):
+        at = i * BV + tl.arange(0, BV)
+        square = state_pool + source * D * D + column[:, None] * D + at[None, :]
+        S = take_in(tl.load(square), row_keys + source * ROWS * D, row_updates + source * ROWS * D, first, count, at, D)
+        tl.store(square, fade[:, None] * S)
+    tl.debug_barrier()
+    tl.store(span + source * 2, count)
+
+
+def step(
+    q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool,
+    read_index, write_index, lower_bound, eps, pending: PendingRows | None = None,
+    tile: int = 64, ahead: int = 1, num_warps: int = 4, **options,
+):  # fmt: skip
+    """`k3rl.kernels.kda_decode.kda_decode` by `step_kernel`: D = 128, fp32 contiguous pools and rows.
+
+    tile: values of V a program works on at a time; ahead: tiles of the state in flight before they are needed.
+    """
+    B, H, D = q.shape
+    q, k, v, gate, out_gate = (contiguous_rows(x) for x in (q, k, v, gate, out_gate))
+    beta = beta if beta.stride(1) == 1 else beta.contiguous()
+    y = torch.empty(B, H, D, dtype=v.dtype, device=v.device)
+    rows = [state_pool] * 3 + [read_index]
+    if pending is not None:
+        rows = [pending.keys, pending.updates, pending.decay, pending.span]
+    step_kernel[(H, B)](
+        q, k, v, gate, beta, out_gate, *(w.contiguous() for w in conv_weights), A_log, dt_bias, norm_weight,
+        conv_pool, state_pool, read_index, write_index, y, *rows,
+        *(x.stride(0) for x in (q, k, v, gate, beta, out_gate)), read_index.stride(0), write_index.stride(0),
+        H, lower_bound, D**-0.5, eps,
+        D=D, BV=min(tile, D), ROWS=CHUNK, AHEAD=min(ahead, max(1, D // tile)), DEFERRED=pending is not None,
+        BF16=v.dtype == torch.bfloat16, POOL_BF16=conv_pool.dtype == torch.bfloat16, num_warps=num_warps, **options,
+    )  # fmt: skip
+    return y
+
+
+def flush(state_pool, pending: PendingRows, index) -> None:
+    """`k3rl.kernels.kda_decode.flush_pending` by `flush_kernel`."""
+    _, H, D, _ = state_pool.shape
+    flush_kernel[(H, index.numel())](
+        state_pool, pending.keys, pending.updates, pending.decay, pending.span, index, index.stride(0), H,
+        D=D, BV=min(64, D), ROWS=CHUNK, num_warps=4,
+    )  # fmt: skip
