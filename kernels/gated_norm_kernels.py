@@ -13,8 +13,8 @@ import triton.language as tl
 from k3rl.kernels.triton_ops import INTERPRET, sigmoid, to_bf16_rne
 
 ROWS_FORWARD = 32
-ROWS_BACKWARD = 32
-PROGRAMS_BACKWARD = 132 * 2
+# merged: both sums of a row by one exchange.
+BACKWARD = {"rows": 32, "programs": 132 * 2, "stages": 4, "num_warps": 8, "merged": False}
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _two_sums(a, b):
         return tl.reduce((a, b), 1, _plus2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def forward_kernel(x, gate, weight, y, n, eps, D: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, D)[None, :]
@@ -51,7 +51,7 @@ def forward_kernel(x, gate, weight, y, n, eps, D: tl.constexpr, ROWS: tl.constex
     _store(y + at, h * rstd * w * sigmoid(g), row < n, BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "steps"])
 def backward_kernel(
     x, gate, weight, dy, dx, dgate, dweight_rows, n, eps, steps,
     D: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr, MERGED: tl.constexpr,
@@ -103,14 +103,11 @@ class _GatedNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         x, gate, weight = ctx.saved_tensors
-        dx, dgate, dweight = backward(x, gate, weight, dy.contiguous(), ctx.eps)
+        dx, dgate, dweight = backward(x, gate, weight, dy.contiguous(), ctx.eps, **BACKWARD)
         return dx, dgate, dweight.to(weight.dtype), None
 
 
-def backward(
-    x, gate, weight, dy, eps, rows: int = ROWS_BACKWARD, programs: int = PROGRAMS_BACKWARD, stages: int = 4,
-    num_warps: int = 8, merged: bool = False,
-):  # fmt: skip
+def backward(x, gate, weight, dy, eps, *, rows: int, programs: int, stages: int, num_warps: int, merged: bool):
     """dx, dgate (contiguous, x's dtype) and dweight [D] fp32."""
     D = x.shape[-1]
     n = x.numel() // D

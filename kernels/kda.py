@@ -20,6 +20,8 @@ CHUNK = 16
 NORM_EPS = 1e-6
 # Below this many tokens per sequence the recurrence costs less than setting up chunks.
 RECURRENT_TOKENS = 2
+# exp of a larger A_log would overflow float32 once multiplied by a gate; the sigmoid is a step long before.
+A_LOG_MOST = 80.0
 
 
 def kda(
@@ -111,7 +113,7 @@ def check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initi
             raise ValueError(
                 f"kda: {name} must have shape {shape} to fit q {tuple(q.shape)}, got {tuple(tensor.shape)}{hint}"
             )
-    if not -5.0 <= gate_lower_bound < 0.0:
+    if gate_lower_bound is None or not -5.0 <= gate_lower_bound < 0.0:
         raise ValueError(
             f"kda: gate_lower_bound must be in [-5, 0) so that 16 tokens of decay stay finite, got {gate_lower_bound}"
         )
@@ -130,7 +132,7 @@ def log_decay(gate: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lo
     wide = torch.promote_types(gate.dtype, torch.float32)
     H, K = gate.shape[-2:]
     bias = dt_bias.to(wide).view(H, K)
-    return lower_bound * torch.sigmoid(A_log.to(wide).exp()[:, None] * (gate.to(wide) + bias))
+    return lower_bound * torch.sigmoid(A_log.to(wide).clamp(max=A_LOG_MOST).exp()[:, None] * (gate.to(wide) + bias))
 
 
 def l2_normalize(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ MULTIPROCESSORS = 132
 # A scan of few programs is cut into segments until this many run side by side, none shorter than SEGMENT_LEAST chunks.
 SEGMENT_PROGRAMS = 192
 SEGMENT_LEAST = 16
+# Warps of `state_gradients` and `input_gradients`.
+GRADIENT_WARPS = (4, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +270,7 @@ def reverse_scan(p: Prepared, do, dv, final_gradient, chunks: Chunks, stages: in
 
 def gradients(
     q, k, v, gate, beta, A_log, dt_bias, lower_bound, o, do, updates, dv, states, dstates, decay, norms, grads,
-    chunks: Chunks, columns: int = 64, warps=(4, 4), options=({}, {}),
+    chunks: Chunks, columns: int = 64, options=({}, {}),
 ):  # fmt: skip
     """Launch the gradient kernels: fill grads = (dq, dk, dgate), return dbeta [tokens, H], dA_log [H], ddt_bias."""
     tokens, H, K = q.shape
@@ -281,13 +283,13 @@ def gradients(
     kda_backward.state_gradients_kernel[(H, chunks.count)](
         v, beta, o, do, updates, dv, states, dstates, decay, chunks.start, chunks.length, *tiles, dbeta, fading, along,
         *(stride for x in (v, beta, o, do, dv) for stride in x.stride()[:2]), H, K=K, V=V, C=C,
-        num_warps=warps[0], **options[0],
+        num_warps=GRADIENT_WARPS[0], **options[0],
     )  # fmt: skip
     dbias, drate = torch.empty_like(decay), torch.empty_like(decay)
     kda_backward.input_gradients_kernel[(K // columns, H, chunks.count)](
         q, k, gate, A_log, dt_bias, *tiles, fading, norms, along, chunks.start, chunks.length, *grads, dbias, drate,
         *(stride for x in (q, k, gate) for stride in x.stride()[:2]), H, lower_bound, K**-0.5,
-        K=K, KB=columns, C=C, BLOCK=BLOCK, num_warps=warps[1], **options[1],
+        K=K, KB=columns, C=C, BLOCK=BLOCK, num_warps=GRADIENT_WARPS[1], **options[1],
     )  # fmt: skip
     return dbeta, drate.sum((0, 2)), dbias.sum(0).flatten()
 
@@ -322,7 +324,8 @@ class _KDA(torch.autograd.Function):
         dq, dk, dgate, dv = (
             zero_tail(torch.empty_like(x, memory_format=torch.contiguous_format), ctx.ends) for x in (q, k, gate, v)
         )
-        do = rows(do)
+        # An expanded gradient (of a sum) has strides of 0; the kernels step through states as they lie.
+        do, dfinal = rows(do), dfinal.contiguous()
         dS0, dstates = reverse_scan(p, do, dv.flatten(0, 1), dfinal, ctx.chunks)
         decay, norms, p = p.decay, p.norms, None
         dbeta, dA_log, dbias = gradients(
@@ -347,8 +350,13 @@ class _KDA(torch.autograd.Function):
         )
 
 
+def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def kda(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
     """`k3rl.kernels.kda.kda` by the kernels: bf16 rows, K = V = 128, fp32 states."""
+    A_log, dt_bias, initial_state, cu_seqlens = map(_contiguous, (A_log, dt_bias, initial_state, cu_seqlens))
     inputs = (q, k, v, gate, beta, A_log, dt_bias, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return _KDA.apply(*inputs[:7], lower_bound, initial_state, cu_seqlens, save)
@@ -357,6 +365,7 @@ def kda(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seql
 def kda_snapshots(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, every: int):
     """`k3rl.kernels.kda.kda_snapshots` by the kernels: the start states of segments of `every` tokens."""
     B, T = v.shape[:2]
+    A_log, dt_bias, initial_state = map(_contiguous, (A_log, dt_bias, initial_state))
     chunks = fixed_chunks(B, T, q.device)
     flat = [rows(x) for x in (q, k, gate, v)]
     p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks)

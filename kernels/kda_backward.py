@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.kda_forward import block_vectors, flatten, load_rows, split_pairs, tile_offsets
-from k3rl.kernels.triton_ops import LOG2E, dot, exp2, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import LOG2E, dot, exp2, exp_rate, sigmoid, to_bf16_rne
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def input_gradients_kernel(
         return
     t0 = tl.load(chunk_start + chunk)
     rows = tl.arange(0, C)
-    rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head * K + columns).to(tl.float32)
     z = load_rows(gate + first, t0, n, head, g_t, g_h, -float("inf"), KB, C, BLOCK).to(tl.float32) + bias[None, :, None]
     g = sigmoid(z * rate) * (lower_bound * LOG2E)

@@ -89,7 +89,7 @@ def kda_decode(
     sequence needs `pending.begin`. Raises ValueError on shapes that do not fit.
     """
     _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, read_index, write_index, pending)
-    if not -5.0 <= gate_lower_bound < 0.0:
+    if gate_lower_bound is None or not -5.0 <= gate_lower_bound < 0.0:
         raise ValueError(f"kda_decode: gate_lower_bound must be in [-5, 0), got {gate_lower_bound}")
     D = q.shape[-1]
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)

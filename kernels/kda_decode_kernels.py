@@ -13,10 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import LOG2E, exp2, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import LOG2E, exp2, exp_rate, sigmoid, to_bf16_rne
 
 # Up to this many rows x heads the state is loaded before anything else: registers are free, waiting is not.
 FEW_PROGRAMS = 264
+# What `kda_decode_step.step` gets: TILES without pending rows (None: `decode_kernel` runs instead), DEFERRED with them.
+TILES: dict | None = None
+DEFERRED: dict = {"tile": 32, "ahead": 1, "maxnreg": 168}
 
 
 @triton.jit
@@ -111,7 +114,7 @@ def decode_kernel(
     width = 3 * H * D
     qc = _convolve(q + row * q_t + at, wq, conv_pool, read, at, 0, width, BF16)
     kc = _convolve(k + row * k_t + at, wk, conv_pool, read, at, H * D, width, BF16)
-    rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     z = tl.load(gate + row * g_t + at).to(tl.float32) + tl.load(dt_bias + at).to(tl.float32)
     alpha = exp2(sigmoid(z * rate) * (lower_bound * LOG2E))
     b = sigmoid(tl.load(beta + row * b_t + head).to(tl.float32))
@@ -157,11 +160,11 @@ def kda_decode(
                          f"strides {state_pool.stride()} and {conv_pool.stride()}")  # fmt: skip
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
     args += (read_index, write_index, lower_bound, eps)
-    if pending is None:
+    if pending is None and TILES is None:
         return halves(*args)
     from k3rl.kernels import kda_decode_step
 
-    return kda_decode_step.step(*args, pending)
+    return kda_decode_step.step(*args, pending, **(TILES if pending is None else DEFERRED))
 
 
 def halves(

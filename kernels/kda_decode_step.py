@@ -20,7 +20,7 @@ import triton.language as tl
 
 from k3rl.kernels.kda_decode import CHUNK, PendingRows
 from k3rl.kernels.kda_decode_kernels import contiguous_rows, rounded, store_as
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2, sigmoid
+from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2, exp_rate, sigmoid
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def step_kernel(
     k_taps = load_taps(k + row * k_t + channel, wk + channel * 4, past + H * D, column, width)
     z = tl.load(gate + row * g_t + channel + column).to(tl.float32)
     z += tl.load(dt_bias + channel + column).to(tl.float32)
-    rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     b = sigmoid(tl.load(beta + row * b_t + head).to(tl.float32))
     v_taps = load_taps(v + row * v_t + channel, wv + channel * 4, past + 2 * H * D, column, width)
     out_gate_row = tl.load(out_gate + row * z_t + channel + column)
@@ -271,7 +271,7 @@ def step(
     q, k, v, gate, out_gate = (contiguous_rows(x) for x in (q, k, v, gate, out_gate))
     beta = beta if beta.stride(1) == 1 else beta.contiguous()
     y = torch.empty(B, H, D, dtype=v.dtype, device=v.device)
-    rows = [state_pool] * 3 + [read_index]
+    rows = [state_pool] * 3 + [read_index]  # not read
     if pending is not None:
         rows = [pending.keys, pending.updates, pending.decay, pending.span]
     step_kernel[(H, B)](

@@ -25,12 +25,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import LOG2E, dot, exp2, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import LOG2E, dot, exp2, exp_rate, sigmoid, to_bf16_rne
 
 CHUNK = 32
 
 
-@triton.jit
+# Counts that vary from call to call are not specialised: each would multiply the compiled variants.
+@triton.jit(do_not_specialize=["n", "most"])
 def chunk_table_kernel(
     ends, start, length, offset, sequence_out, rest_out, n, most, C,
     WHERE: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr,
@@ -63,7 +64,7 @@ def chunk_table_kernel(
         tl.store(rest_out + chunk, end - at - size, mask=chunk < most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "tokens"])
 def zero_tail_kernel(x, ends, n, tokens, row, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Zero the rows [row elements each, contiguous] of x from ends[n] on."""
     end = tl.load(ends + n).to(tl.int64)
@@ -187,7 +188,7 @@ def prepare_kernel(
     i = rows[:, None]
     j = rows[None, :]
     tile = (chunk * H + head).to(tl.int64)
-    rate = exp2(tl.load(A_log + head).to(tl.float32) * LOG2E)
+    rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     columns = tl.arange(0, K)
     bias = tl.load(dt_bias + head * K + columns).to(tl.float32) * rate
     # Past the end the gate is -inf, hence the decay exp(0).

@@ -14,9 +14,9 @@ import triton.language as tl
 from k3rl.kernels.kda_autograd import Chunks, Kept, capturing, packed_chunks, zero_tail
 from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
 
-STRIP_FORWARD = 32
-STRIP_BACKWARD = 256
-COLUMNS = 512
+# Tokens a strip, columns a program; `wide`: see `_weights`.
+FORWARD = {"strip": 32, "columns": 512, "num_warps": 4, "stages": 2, "wide": False}
+BACKWARD = {"strip": 256, "columns": 512, "num_warps": 4, "stages": 4, "wide": False}
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def backward_kernel(
     tl.store(to + 3 * channels, g3, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def history_kernel(
     x_a, x_b, x_c, ends, history, new, tokens, x_t, channels, width,
     PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr,
@@ -203,7 +203,7 @@ def new_history(xs, history, cu_seqlens) -> torch.Tensor:
     B, T, C = xs[0].shape
     n = B if cu_seqlens is None else cu_seqlens.numel() - 1
     flat, stride = _rows([x.detach() for x in xs])
-    like = xs[0] if history is None else history.contiguous()
+    like = xs[0] if history is None else history
     new = torch.empty(n, 3, C * len(xs), dtype=like.dtype, device=like.device)
     columns = min(1024, triton.next_power_of_2(C))
     history_kernel[(triton.cdiv(C, columns), 3 * len(xs), n)](
@@ -247,7 +247,8 @@ class _ShortConv(torch.autograd.Function):
         B, T, C = xs[0].shape
         rows, stride = _rows(xs)
         ys = [zero_tail(torch.empty(B, T, C, dtype=x.dtype, device=x.device), cu_seqlens) for x in xs]
-        launch_forward(rows, stride, weights, ys, history, strips(B, T, cu_seqlens, xs[0].device, STRIP_FORWARD))
+        table = strips(B, T, cu_seqlens, xs[0].device, FORWARD["strip"])
+        launch_forward(rows, stride, weights, ys, history, table, **FORWARD)
         ctx.save_for_backward(history, cu_seqlens, *xs, *weights)
         ctx.count = count
         return tuple(ys)
@@ -258,15 +259,14 @@ class _ShortConv(torch.autograd.Function):
         history, cu_seqlens, *tensors = ctx.saved_tensors
         xs, weights = tensors[: ctx.count], tensors[ctx.count :]
         rows, stride = _rows(xs)
-        table = strips(*xs[0].shape[:2], cu_seqlens, xs[0].device, STRIP_BACKWARD)
+        table = strips(*xs[0].shape[:2], cu_seqlens, xs[0].device, BACKWARD["strip"])
         dxs = [zero_tail(torch.empty_like(x, memory_format=torch.contiguous_format), cu_seqlens) for x in xs]
-        dws = launch_backward(rows, stride, weights, _rows(dys), dxs, history, table)
+        dws = launch_backward(rows, stride, weights, _rows(dys), dxs, history, table, **BACKWARD)
         return None, None, None, *dxs, *(dw.to(w.dtype) for dw, w in zip(dws, weights, strict=True))
 
 
 def launch_forward(
-    rows, stride, weights, ys, history, table: Chunks,
-    columns: int = COLUMNS, num_warps: int = 4, stages: int = 2, wide: bool = False,
+    rows, stride, weights, ys, history, table: Chunks, *, columns: int, num_warps: int, stages: int, wide: bool, **_,
 ):  # fmt: skip
     """Fill ys from rows [tokens, C]."""
     C = rows[0].shape[-1]
@@ -280,7 +280,7 @@ def launch_forward(
 
 def launch_backward(
     rows, stride, weights, dys, dxs, history, table: Chunks,
-    columns: int = COLUMNS, num_warps: int = 4, stages: int = 4, wide: bool = False,
+    *, columns: int, num_warps: int, stages: int, wide: bool, **_,
 ):  # fmt: skip
     """Fill dxs; returns the weights' gradients [C, 4] fp32."""
     C = rows[0].shape[-1]
@@ -297,4 +297,5 @@ def launch_backward(
 
 def short_conv(xs, weights, history, cu_seqlens):
     """`k3rl.kernels.short_conv.short_conv` by the kernels: up to 3 streams, bf16 or fp32."""
+    history, cu_seqlens = (None if x is None else x.contiguous() for x in (history, cu_seqlens))
     return list(_ShortConv.apply(history, cu_seqlens, len(xs), *xs, *weights)), new_history(xs, history, cu_seqlens)

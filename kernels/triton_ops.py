@@ -52,6 +52,12 @@ def exp2(x):
 
 
 @triton.jit
+def exp_rate(A_log):
+    """exp(A_log), cut off where a product with a gate would overflow (A_LOG_MOST of kda.py)."""
+    return exp2(tl.minimum(A_log, 80.0) * LOG2E)
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)) in fp32 to about 2 units in the last place, 0 and 1 at the infinities."""
     if INTERPRET:

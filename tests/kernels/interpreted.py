@@ -12,9 +12,18 @@ from __future__ import annotations
 import functools
 import sys
 
+import hypothesis
+import layer
 import torch
 
-from k3rl.kernels import gated_norm, kda_autograd, kda_decode_kernels, kda_decode_step, short_conv_kernels
+from k3rl.kernels import (
+    gated_norm,
+    gated_norm_kernels,
+    kda_autograd,
+    kda_decode_kernels,
+    kda_decode_step,
+    short_conv_kernels,
+)
 from k3rl.kernels import kda as kda_reference
 from k3rl.kernels import kda_decode as decode_reference
 from k3rl.kernels import short_conv as conv_reference
@@ -76,6 +85,114 @@ def kda(T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str) 
     require("S", S, S2, CAPS["S"])
     for name, got, expected in zip(("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "S0"), grads, want, strict=True):
         require(f"gradient of {name}", got, expected, CAPS[name])
+
+
+def inputs(T: int, H: int = 1, K: int = 32) -> list[torch.Tensor]:
+    """q, k, v, gate, beta, A_log, dt_bias."""
+    rows = [bf16(1, T, H, width) for width in (K, K, 2 * K, K)]
+    return [*rows, bf16(1, T, H), 0.3 * torch.randn(H), 0.3 * torch.randn(H * K)]
+
+
+def require_equal(what: str, some, others) -> None:
+    if not all(map(torch.equal, some, others)):
+        raise SystemExit(f"{what}: not equal to the bit")
+
+
+def kernels(args, initial_state=None, ends=None):
+    return kda_autograd.kda(*args, -5.0, initial_state, ends)
+
+
+def faults() -> None:
+    """Known faults of other kernels, on ours; the numbers are those of docs/kernels.md."""
+    # 1: a later token changes neither earlier outputs nor their gradients.
+    results = []
+    for change in (0.0, 2.0):
+        torch.manual_seed(1)
+        args = inputs(40)
+        for x in args[:5]:
+            x[:, 21:] += change
+        args = [x.requires_grad_() for x in args]
+        o = kernels(args)[0]
+        grads = torch.autograd.grad(o[:, :21].float().square().sum(), args[:5])
+        results.append([x[:, :21] for x in (o, *grads)])
+    require_equal("causality", *results)
+    # 2: one token from the zero state does not depend on its gate.
+    args = [x.requires_grad_() for x in inputs(1)]
+    with torch.no_grad():
+        args[3].fill_(20.0)
+    o, S = kernels(args)
+    if torch.autograd.grad(o.float().sum() + (S * torch.randn_like(S)).sum(), args[3])[0].any():
+        raise SystemExit("the diagonal leaves a gradient of the gate")
+    # 5: the largest rates and biases stay finite.
+    for A, bias in ((-20.0, 200.0), (20.0, -200.0), (100.0, 200.0)):
+        args = inputs(20)
+        args[5].fill_(A)
+        args[6].fill_(bias)
+        args = [x.requires_grad_() for x in args]
+        o, S = kernels(args)
+        for x in (o, S, *torch.autograd.grad([o, S], args, [torch.ones_like(o), torch.ones_like(S)])):
+            if not torch.isfinite(x).all():
+                raise SystemExit(f"not finite at A_log {A}, bias {bias}")
+    # 12, 13, 26: gradients that are slices or expanded (of the final state too), NaN behind every input.
+    args = []
+    for x in inputs(33):
+        buffer = torch.full((x.numel() + 512,), float("nan"), dtype=x.dtype)
+        buffer[: x.numel()] = x.flatten()
+        args.append(buffer[: x.numel()].view(x.shape).requires_grad_())
+    wide, one = bf16(1, 33, 3, 64), torch.ones(())
+    strided = (wide[:, :, 1:2], one.expand(1, 1, 32, 64))
+    expanded = (one.bfloat16().expand(1, 33, 1, 64), torch.randn(1, 1, 64, 32).transpose(2, 3))
+    for up in (strided, expanded):
+        results = [torch.autograd.grad(kernels(args), args, given) for given in (up, [x.contiguous() for x in up])]
+        require_equal("strided gradients", *results)
+        if not all(torch.isfinite(x).all() for x in results[0]):
+            raise SystemExit("NaN from behind an input")
+    # 14: a batch of empty sequences hands its states through.
+    S0 = torch.randn(2, 1, 32, 64)
+    o, S = kernels(inputs(3), S0, torch.tensor([0, 0, 0]))
+    require_equal("empty sequences", (o, S), (torch.zeros_like(o), S0))
+    # A state that is a transposed view is read as what it is.
+    turned = torch.randn(2, 1, 64, 32).transpose(2, 3)
+    args, ends = inputs(4), torch.tensor([0, 4, 4])
+    require_equal("strided state", kernels(args, turned, ends), kernels(args, turned.contiguous(), ends))
+
+
+def lengths() -> None:
+    """17: tails of every kind, repeats bit-equal, forward and backward, against the reference."""
+    sizes = [1, 2, 7, 15, 16, 17, 33]
+    ends = torch.tensor([0, *sizes]).cumsum(0)
+    args = [x.requires_grad_() for x in inputs(sum(sizes))]
+    results = []
+    for _ in range(2):
+        o, S = kernels(args, None, ends)
+        results.append((o, S, *torch.autograd.grad(o.float().sum() + S.sum(), args)))
+    require_equal("repeat", *results)
+    wide = [x.detach().double().requires_grad_() for x in args]
+    o2, S2 = kda_reference.kda_reference(*wide, -5.0, None, ends)
+    want = (o2, S2, *torch.autograd.grad(o2.sum() + S2.sum(), wide))
+    names = ("o", "S", "q", "k", "v", "gate", "beta", "A_log", "dt_bias")
+    for name, x, y in zip(names, results[0], want, strict=True):
+        require(name, x, y, 2 * CAPS[name])  # 32 channels average less than 128
+
+
+def offsets() -> None:
+    """11: rows whose offsets pass 2^31, in memory of which only those rows are ever touched."""
+    rows, K = 64, 128
+    first = (1 << 24) + 32
+    far = _empty(first + rows, 1, K, dtype=torch.bfloat16)
+    out = _empty(first + rows, 1, K, dtype=torch.bfloat16)
+    near = bf16(rows, 1, K)
+    far[first:] = near
+    beta = _empty(first + rows, 1, dtype=torch.bfloat16)
+    beta[first:] = 0.5
+    got = []
+    for x, o, b, start in ((far, out, beta, first), (near, _empty_like(near), beta[first:], 0)):
+        table = [torch.tensor(values, dtype=torch.int32) for values in ([start, start + 32], [32, 32], [0, 2])]
+        chunks = kda_autograd.Chunks(*table)
+        p = kda_autograd.prepare(x, x, x, b, torch.zeros(1), torch.zeros(K), -5.0, chunks, save=True)
+        S, states, updates = kda_autograd.scan(p, x, o, None, chunks, save=True, segment=0)
+        got.append((o[start:], S, states, updates, p.q_in))
+    require_equal("far rows", *got)
 
 
 def segments() -> None:
@@ -163,6 +280,36 @@ def deferred() -> None:
         raise SystemExit("deferred: rows are left after a flush")
 
 
+def splits() -> None:
+    """18: prefill in pieces, decode in either form, prefill again, in any order, against one pass of the kernels."""
+
+    def run_kda(q, k, v, gate, beta, A_log, dt_bias, state):
+        return kda_autograd.kda(q, k, v, gate, beta, A_log, dt_bias, -5.0, state, None)
+
+    def conv(xs, weights, history):
+        return short_conv_kernels.short_conv(xs, weights, history, None)
+
+    def step(*args):
+        return kda_decode_step.step(*args[:-1], -5.0, 1e-5, args[-1], tile=32)
+
+    def norm(o, z, weight):
+        return gated_norm_kernels.gated_norm(o, z, weight, 1e-5)
+
+    whole = layer.Layer(50, 64, torch.bfloat16, conv, run_kda, norm, step, kda_decode_step.flush)
+    with torch.no_grad():
+        y, state = whole.run([])
+
+    @hypothesis.settings(derandomize=True, deadline=None, max_examples=3, database=None)
+    @hypothesis.given(layer.PLANS)
+    def any_plan(plan):
+        with torch.no_grad():
+            y2, state2 = whole.run(plan)
+        require(f"y of {plan}", y2, y, 8e-3)
+        require(f"state of {plan}", state2, state, CAPS["S"])
+
+    any_plan()
+
+
 def conv() -> None:
     """Forward and gradients, short and empty sequences, history."""
     for B, T, lengths, with_history in (
@@ -193,9 +340,8 @@ def norm() -> None:
     """Forward and gradients for rows that fill no tile, with an expanded upstream gradient."""
     for rows in (1, 21, 70):
         args = [bf16(rows, 3, 128), bf16(rows, 3, 128), torch.randn(128)]
+        args[1][0] = 0
         args = [x.requires_grad_() for x in args]
-        from k3rl.kernels import gated_norm_kernels
-
         y = gated_norm_kernels.gated_norm(*args, 1e-5)
         wide = [x.detach().double().requires_grad_() for x in args]
         y2 = gated_norm.gated_norm_reference(*wide)
@@ -210,6 +356,9 @@ CASES = {
     "kda-slow": lambda: kda(80, 1, 64, 64, None, "slow"),
     "kda-saturated": lambda: kda(80, 1, 32, 64, None, "saturated"),
     "kda-mixed": lambda: kda(48, 4, 64, 64, None, "mixed"),
+    "kda-faults": faults,
+    "kda-lengths": lengths,
+    "kda-offsets": offsets,
     "segments": segments,
     "decode-halves": lambda: decode(functools.partial(kda_decode_kernels.halves, early=True)),
     "decode-tiles": lambda: (
@@ -217,6 +366,7 @@ CASES = {
         decode(functools.partial(kda_decode_step.step, tile=8, ahead=2)),
     ),
     "decode-deferred": deferred,
+    "splits": splits,
     "conv": conv,
     "norm": norm,
 }

@@ -1,44 +1,44 @@
-"""Every launch configuration of the KDA tables compiles for sm_90a on this CPU, within its resource limits.
+"""Every launch configuration of the tables compiles for sm_90a on this CPU, within its resource limits.
 
-Spills are bounded, not zero, for three kernels: `prepare` trades some for occupancy, `input-gradients` holds more tiles
-than registers, `merge` runs for microseconds (docs/kernels.md).
+K3RL_PTXAS names further assemblers that must agree (the one that the kernels want is not a dependency of the tests).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("compiling", Path(__file__).with_name("compile_for_hopper.py"))
+compiling = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(compiling)
+
 SHARED_MEMORY = 227 * 1024
-# name: (bytes of spill stores allowed, matrix instruction that must be there)
-LIMITS = {
-    "prepare": (64, "mma.sync"),
-    "scan": (0, "wgmma"),
-    "scan-save": (0, "wgmma"),
-    "scan-transition": (0, "wgmma"),
-    "merge": (768, "wgmma"),
-    "reverse-scan": (0, "wgmma"),
-    "state-gradients": (0, "wgmma"),
-    "input-gradients": (128, "mma.sync"),
-    "decode": (0, None),
-}
+# Bytes of spill stores, where they are not 0: `prepare` trades a few for a third program on a multiprocessor,
+# `input-gradients` holds more tiles than there are registers, and without any at 8 warps issues a sixth more
+# instructions (docs/kernels.md).
+SPILLS = {"prepare": 16, "prepare-save": 16, "input-gradients": 104}
+# Matrix instructions that must be there. The inverse in `prepare` must not use WGMMA: from registers it came out NaN.
+INSTRUCTIONS = {"prepare": "mma.sync", "prepare-save": "mma.sync"}
+INSTRUCTIONS |= dict.fromkeys(
+    ("scan", "scan-save", "scan-transition", "merge", "reverse-scan", "state-gradients"), "wgmma"
+)
+INSTRUCTIONS |= dict.fromkeys(("input-gradients", "input-gradients-8-warps"), "mma.sync")
 
 
-@pytest.mark.parametrize("name", LIMITS)
-def test_configuration_compiles_without_undue_spills(name):
-    run = subprocess.run(
-        [sys.executable, HERE / "compile_for_hopper.py", name],
-        env={"PYTHONPATH": str(HERE.parents[1]), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
-        capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    spill, instruction = LIMITS[name]
-    assert found["spill_bytes"] <= spill, found
+@pytest.mark.parametrize("name", compiling.CONFIGURATIONS)
+def test_configuration_compiles_within_its_limits(name):
+    found = compiling.resources(name)
+    for assembler, used in found["assemblers"].items():
+        assert used["spill_bytes"] <= SPILLS.get(name, 0), (assembler, found)
     assert found["shared_bytes"] <= SHARED_MEMORY, found
-    assert instruction is None or found[instruction] > 0, found
+    assert name not in INSTRUCTIONS or found[INSTRUCTIONS[name]] > 0, found
+    assert not name.startswith("prepare") or not found["wgmma"], found
+
+
+def test_the_number_of_compiled_variants_is_bounded():
+    """Per model: each configuration, times with and without states given and saved where that is a constant."""
+    flags = ("HAS_S0", "SAVE", "HAS_DS", "HAS_HISTORY", "PACKED", "EARLY", "TRANSITION", "WHERE")
+    kernels = {kernel: constants for kernel, constants, _ in compiling.CONFIGURATIONS.values()}
+    assert sum(2 ** sum(flag in constants for flag in flags) for constants in kernels.values()) <= 48

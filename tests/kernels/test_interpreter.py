@@ -11,12 +11,17 @@ import pytest
 
 HERE = Path(__file__).parent
 CASES = ("kda-fixed", "kda-packed", "kda-slow", "kda-saturated", "kda-mixed", "segments")
+CASES += ("kda-faults", "kda-lengths", "kda-offsets", "splits")
 CASES += ("decode-halves", "decode-tiles", "decode-deferred", "conv", "norm")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_agrees_with_its_reference(case):
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{HERE.parents[1]}:{HERE}",
+    }
     run = subprocess.run(
         [sys.executable, HERE / "interpreted.py", case], env=environment, capture_output=True, text=True, timeout=110
     )

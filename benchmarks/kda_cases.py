@@ -1,0 +1,448 @@
+"""The rows of `kda.py`: what is timed, our variants beside the peer, and how a time is taken.
+
+A `Case` builds its contenders on first use: "ours" is what the public function runs, "ours: NAME" the same with another
+setting of a kernel module, "peer" fla-core with the same contract. `SIZE` scales every shape: "full" for the figures,
+"small" to compile everything beforehand, "dry" to run the whole program on a CPU under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from k3rl.kernels import (
+    gated_norm,
+    gated_norm_kernels,
+    kda_autograd,
+    kda_decode,
+    kda_decode_kernels,
+    short_conv,
+    short_conv_kernels,
+)
+from k3rl.kernels import kda as kda_module
+
+BANDWIDTH = 4.3e12
+LEAD_CYCLES = 6_000_000
+D = 128
+REGIMES = ("production", "slow", "saturated", "mixed")
+# Measured on one NVIDIA H200 on 2026-11-29 with the peers' own harness: (heads, tokens) -> ms.
+FLASHKDA = {(96, 8192): 1.40, (96, 65536): 10.98, (12, 8192): 0.849}
+PACKINGS = {"6 ragged": [1300, 547, 2048, 963, 271, 3063], "8 x 1024": [1024] * 8, "64 x 128": [128] * 64}
+SIZE = "full"
+Contenders = dict[str, Callable[[], object]]
+
+
+def device() -> str:
+    """Where everything runs."""
+    return "cpu" if SIZE == "dry" else "cuda"
+
+
+def tokens(n: int) -> int:
+    """A count of tokens at the size in use."""
+    return n if SIZE == "full" else {"small": 2048, "dry": 64}[SIZE]
+
+
+def heads(n: int) -> int:
+    """A count of heads: kernels are compiled for it, so only a dry run changes it."""
+    return n if SIZE != "dry" else 1
+
+
+def rows_of(n: int) -> int:
+    """A batch of decode rows."""
+    return n if SIZE == "full" else min(n, 2)
+
+
+@dataclasses.dataclass
+class Case:
+    """One row of a table and its variants; floor in bytes moved. `build` returns the contenders."""
+
+    table: str
+    name: str
+    shape: str
+    regime: str
+    floor: float
+    build: Callable[[], Contenders]
+    graph: bool = False
+    samples: int = 48
+    peer: str = "fla-core"
+    recorded: float | None = None  # a figure of the peer from another process
+    memory: bool = False
+    # Backward alone is a difference: autograd does not run it without its forward, which this builds.
+    without: Callable[[], Contenders] | None = None
+
+
+@contextlib.contextmanager
+def setting(module, **values) -> Iterator[None]:
+    """Module constants changed within the block; a dict is updated, anything else replaced."""
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        old = before[name]
+        setattr(module, name, old | value if isinstance(old, dict) and isinstance(value, dict) else value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def under(module, run: Callable[[], object], **values) -> Callable[[], object]:
+    """`run` with changed module constants."""
+
+    def changed():
+        with setting(module, **values):
+            return run()
+
+    return changed
+
+
+def have_peer() -> bool:
+    """Whether fla-core is installed (never used in a dry run: the interpreter cannot run its autotuner)."""
+    return SIZE != "dry" and importlib.util.find_spec("fla") is not None
+
+
+def inputs(T: int, H: int, regime: str, B: int = 1, seed: int = 0) -> list[torch.Tensor]:
+    """q, k, v, gate, beta, A_log, dt_bias of one gate regime."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    new = functools.partial(torch.randn, device=device(), generator=generator)
+    q, k, v, z = (new(B, T, H, D).bfloat16() for _ in range(4))
+    beta = new(B, T, H).bfloat16()
+    slow = (0.3 * z.float() - 6.5).bfloat16()  # log decay about -0.0075
+    if regime == "slow":
+        z = slow
+    elif regime == "saturated":
+        z = torch.full_like(z, 12.0)
+    elif regime == "mixed":
+        z = torch.where(torch.arange(D, device=device()) % 2 == 0, slow, z)
+    return [q, k, v, z, beta, torch.zeros(H, device=device()), torch.zeros(H * D, device=device())]
+
+
+def fla_kda(args, cu_seqlens=None):
+    """fla's forward with the same contract."""
+    from fla.ops.kda import chunk_kda
+
+    q, k, v, z, beta, A_log, dt_bias = args
+    return lambda: chunk_kda(
+        q, k, v, z, beta, A_log=A_log, dt_bias=dt_bias, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=-5.0,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def _forward(H: int, T: int, regime: str, packing: str | None) -> Contenders:
+    args = inputs(tokens(T), heads(H), regime)
+    cu = None
+    if packing:
+        lengths = PACKINGS[packing] if SIZE == "full" else [tokens(T) - 33, 0, 33]
+        cu = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
+    run = lambda: kda_module.kda(*args, cu_seqlens=cu)  # noqa: E731
+    contenders: Contenders = {"ours": run}
+    if H < 96:
+        for programs, least in ((384, 16), (768, 8), (192, 32)):
+            name = f"ours: {programs} programs, segments of at least {least} chunks"
+            contenders[name] = under(kda_autograd, run, SEGMENT_PROGRAMS=programs, SEGMENT_LEAST=least)
+    if have_peer():
+        contenders["peer"] = fla_kda(args, cu)
+    return contenders
+
+
+def forward() -> Iterator[Case]:
+    """The forward at 96 and 12 heads, whole and packed, every regime apart."""
+    cases = [(H, T, regime, None) for T in (8192, 65536) for H in (96, 12) for regime in REGIMES]
+    cases += [(96, 8192, regime, name) for name in PACKINGS for regime in ("production", "slow")]
+    for H, T, regime, packing in cases:
+        graph = packing is None
+        shape = f"T={T} H={H}{' ' + packing if packing else ''}{' graph' if graph else ''}"
+        build = functools.partial(_forward, H, T, regime, packing)
+        samples = 48 if T < 60000 else 12
+        case = Case("forward", "kda forward", shape, regime, H * T * (5 * D * 2 + 2), build, graph, samples)
+        if (H, T) in FLASHKDA and not packing:
+            case.recorded = FLASHKDA[H, T]
+        yield case
+
+
+def _training(H: int, regime: str, packing: str | None) -> Contenders:
+    args = [x.requires_grad_() for x in inputs(tokens(8192), heads(H), regime)]
+    upstream = torch.randn_like(args[2])
+    cu = None
+    if packing:
+        lengths = PACKINGS[packing] if SIZE == "full" else [tokens(8192) - 33, 0, 33]
+        cu = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
+
+    def step(run):
+        run()[0].backward(upstream)
+        for x in args:
+            x.grad = None
+
+    ours = lambda: step(lambda: kda_module.kda(*args, cu_seqlens=cu))  # noqa: E731
+    contenders = {"ours": ours, "ours: input gradients by 8 warps": under(kda_autograd, ours, GRADIENT_WARPS=(4, 8))}
+    if have_peer():
+        peer = fla_kda(args, cu)
+        contenders["peer"] = lambda: step(peer)
+    return contenders
+
+
+def training() -> Iterator[Case]:
+    """Forward and backward, raw inputs to raw gradients, with the peak of extra memory."""
+    floor = 96 * 8192 * (14 * D * 2 + 6)
+    for regime in REGIMES:
+        build = functools.partial(_training, 96, regime, None)
+        yield Case("training", "kda forward+backward", "T=8192 H=96", regime, floor, build, samples=24, memory=True)
+    build = functools.partial(_training, 96, "production", "6 ragged")
+    yield Case("training", "kda forward+backward", "T=8192 H=96 6 ragged", "production", floor, build, samples=24,
+               memory=True)  # fmt: skip
+    build = functools.partial(_training, 12, "production", None)
+    yield Case("training", "kda forward+backward", "T=8192 H=12", "production", floor / 8, build, samples=24)
+
+
+# Variants of the decode step: what TILES or DEFERRED of kda_decode_kernels becomes.
+READ_WRITE = {
+    "tiles of 64": {"tile": 64, "ahead": 1},
+    "tiles of 64, 168 registers": {"tile": 64, "ahead": 1, "maxnreg": 168},
+    "tiles of 64, both at once": {"tile": 64, "ahead": 2},
+    "tiles of 32, 128 registers": {"tile": 32, "ahead": 1, "maxnreg": 128},
+    "tiles of 64, 8 warps": {"tile": 64, "ahead": 1, "num_warps": 8},
+}
+DEFERRED = {
+    "deferred, tiles of 64": {"tile": 64, "ahead": 1},
+    "deferred, tiles of 32": {"tile": 32, "ahead": 1},
+    "deferred, tiles of 32, 168 registers": {"tile": 32, "ahead": 1, "maxnreg": 168},
+    "deferred, tiles of 64, 8 warps": {"tile": 64, "ahead": 1, "num_warps": 8},
+}
+
+
+def decode_arguments(B: int, H: int, regime: str = "production", seed: int = 0):
+    """(q, k, v, gate, beta, out_gate), (weights, A_log, dt_bias, norm), conv pool, state pool; projections strided."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    new = functools.partial(torch.randn, device=device(), generator=generator)
+    P = H * D
+    x = new(B, 3 * P).bfloat16()
+    q, k, v = (x[:, s * P : (s + 1) * P].view(B, H, D) for s in range(3))
+    gate = new(B, H, D).bfloat16()
+    gate = {"slow": 0.3 * gate - 6.5, "saturated": gate * 0 + 12}.get(regime, gate)
+    rows = (q, k, v, gate, new(B, H).bfloat16(), new(B, H, D).bfloat16())
+    shared = ([new(P, 4) for _ in range(3)], torch.zeros(H, device=device()), torch.zeros(P, device=device()),
+              torch.ones(D, device=device()))  # fmt: skip
+    return rows, shared, new(B, 3, 3 * P).bfloat16(), new(B, H, D, D)
+
+
+def _decode(H: int, B: int) -> Contenders:
+    H, B = heads(H), rows_of(B)
+    rows, shared, conv_pool, pool = decode_arguments(B, H)
+    index = torch.randperm(B, device=device()).int()
+    plain = lambda: kda_decode.kda_decode(*rows, *shared, conv_pool, pool, index, index)  # noqa: E731
+    contenders: Contenders = {"ours": plain}
+    for name, options in READ_WRITE.items():
+        contenders[f"ours: {name}"] = under(kda_decode_kernels, plain, TILES=options)
+    for name, options in DEFERRED.items():
+        pending = kda_decode.PendingRows.empty(pool)
+        pending.keys.normal_()
+        pending.updates.normal_()
+        pending.decay.fill_(-1.0)
+        # Every phase of a chunk in the batch: its mean cost is what a token costs.
+        pending.span[:, :, 1] = torch.arange(B, device=device())[:, None] % 16
+        late = functools.partial(kda_decode.kda_decode, *rows, *shared, conv_pool, pool, index, index, pending=pending)
+        contenders[f"ours: {name}"] = under(kda_decode_kernels, late, DEFERRED=options)
+    if have_peer():
+        contenders |= _fla_decode(rows, shared, B, H)
+    return contenders
+
+
+def _fla_decode(rows, shared, B: int, H: int) -> Contenders:
+    from fla.modules.causal_conv1d import causal_conv1d_update
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
+    from fla.ops.kda import fused_recurrent_kda
+
+    q, _, _, gate, beta, z = rows
+    weights, A_log, dt_bias, norm = shared
+    P = H * D
+    x = q.as_strided((B, 3 * P), (3 * P, 1), q.storage_offset())
+    caches, taps = torch.zeros(B, 3 * P, 4, device="cuda").bfloat16(), torch.cat(weights).bfloat16()
+    state = torch.zeros(B, H, D, D, device="cuda")
+
+    def alone(mixed=x):
+        a, b, c = (mixed[:, s * P : (s + 1) * P].view(B, 1, H, D) for s in range(3))
+        return fused_recurrent_kda(
+            a, b, c, gate[:, None], beta[:, None], A_log=A_log, dt_bias=dt_bias, initial_state=state,
+            output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
+        )[0]  # fmt: skip
+
+    def whole():
+        mixed = causal_conv1d_update(x, caches, weight=taps, activation="silu")
+        mixed = mixed[0] if isinstance(mixed, tuple) else mixed
+        return rms_norm_gated(alone(mixed)[:, 0], z, norm, None, activation="sigmoid", eps=1e-5)
+
+    return {"peer": whole, "recurrence": alone}
+
+
+def decode() -> Iterator[Case]:
+    """The fused decode step against fla's convolution update, recurrence and gated norm, all under CUDA graphs."""
+    for H, B in ((96, 1), (96, 16), (96, 64), (96, 256), (12, 1), (12, 16), (12, 64)):
+        build = functools.partial(_decode, H, B)
+        floor = B * H * D * D * 4 * 2
+        yield Case("decode", "kda decode step", f"B={B} H={H} graph", "production", floor, build, True,
+                   96 if B < 200 else 48, "fla-core, three kernels")  # fmt: skip
+
+
+CONV_VARIANTS = {
+    "wide weights": {"wide": True},
+    "strips of 64": {"strip": 64},
+    "strips of 64, wide weights": {"strip": 64, "wide": True},
+    "strips of 64, 1024 columns by 8 warps, wide": {"strip": 64, "columns": 1024, "num_warps": 8, "wide": True},
+    "strips of 256, 256 columns by 2 warps": {"strip": 256, "columns": 256, "num_warps": 2, "stages": 1},
+    "strips of 256, 256 columns by 2 warps, wide": {
+        "strip": 256, "columns": 256, "num_warps": 2, "stages": 1, "wide": True,
+    },
+}  # fmt: skip
+NORM_VARIANTS = {
+    "one exchange": {"merged": True},
+    "one exchange, 64 rows by 16 warps": {"merged": True, "rows": 64, "num_warps": 16, "stages": 3, "programs": 132},
+    "one exchange, 396 programs": {"merged": True, "programs": 396, "stages": 2},
+    "one exchange, 1056 programs, 16 rows": {"merged": True, "programs": 1056, "rows": 16, "stages": 2, "num_warps": 4},
+}
+
+
+def _conv(backward: bool) -> Contenders:
+    T, P = tokens(8192), 12288 if SIZE != "dry" else 128
+    xs = [torch.randn(1, T, P, device=device()).bfloat16().requires_grad_() for _ in range(3)]
+    ws = [torch.randn(P, 4, device=device()).requires_grad_() for _ in range(3)]
+    up = [torch.randn_like(x) for x in xs]
+    run = lambda: short_conv.short_conv(xs, ws)  # noqa: E731
+    contenders: Contenders = {}
+    if backward:
+        both = lambda: torch.autograd.grad(run()[0], [*xs, *ws], up)  # noqa: E731
+        contenders["ours"] = both
+        contenders["ours: wide weights"] = under(short_conv_kernels, both, BACKWARD={"wide": True})
+    else:
+        contenders["ours"] = torch.no_grad()(run)
+        for name, options in CONV_VARIANTS.items():
+            contenders[f"ours: {name}"] = under(short_conv_kernels, torch.no_grad()(run), FORWARD=options)
+    if have_peer():
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        wide = torch.cat([x.detach() for x in xs], -1).requires_grad_()
+        taps, up_wide = torch.cat([w.detach() for w in ws]).bfloat16().requires_grad_(), torch.cat(up, -1)
+        peer = lambda: causal_conv1d(wide, taps, activation="silu")  # noqa: E731
+        contenders["peer"] = torch.no_grad()(peer)
+        if backward:
+            contenders["peer"] = lambda: torch.autograd.grad(peer()[0], [wide, taps], up_wide)
+    return contenders
+
+
+def _norm(backward: bool) -> Contenders:
+    n = tokens(8192) * heads(96)
+    x, g, dy = (torch.randn(n, D, device=device()).bfloat16() for _ in range(3))
+    leaves = [t.requires_grad_() for t in (x, g, torch.ones(D, device=device()))]
+    run = lambda: gated_norm.gated_norm(*leaves)  # noqa: E731
+    contenders: Contenders = {"ours": torch.no_grad()(run)}
+    if backward:
+        both = lambda: torch.autograd.grad(run(), leaves, dy)  # noqa: E731
+        contenders["ours"] = both
+        for name, options in NORM_VARIANTS.items():
+            contenders[f"ours: {name}"] = under(gated_norm_kernels, both, BACKWARD=options)
+    if have_peer():
+        from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+        peer = lambda: rms_norm_gated(*leaves, None, activation="sigmoid", eps=1e-5)  # noqa: E731
+        contenders["peer"] = torch.no_grad()(peer)
+        if backward:
+            contenders["peer"] = lambda: torch.autograd.grad(peer(), leaves, dy)
+    return contenders
+
+
+def elementwise() -> Iterator[Case]:
+    """Short convolution and gated norm, forward and backward."""
+    T, P = 8192, 12288
+    for name, shape, build, size, moved in (
+        ("short conv", f"{T} x {3 * P}", _conv, T * 3 * P * 2, (2, 3)),
+        ("gated norm", f"{T * 96} x {D}", _norm, T * 96 * D * 2, (3, 5)),
+    ):
+        one = functools.partial(build, False)
+        yield Case("elementwise", f"{name} forward", shape, "-", size * moved[0], one, True)
+        both = functools.partial(build, True)
+        yield Case("elementwise", f"{name} backward", shape, "-", size * moved[1], both, without=one)
+
+
+TABLES = {"decode": decode, "elementwise": elementwise, "forward": forward, "training": training}
+
+
+def measure(contenders: Contenders, samples: int, graph: bool) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Milliseconds of each contender in the order taken, and why contenders have none.
+
+    Contenders take turns, in another order each time, with the L2 cache flushed before each.
+    """
+    flush = None if SIZE == "dry" else torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+    runs: Contenders = {}
+    failed: dict[str, str] = {}
+    for name, run in contenders.items():
+        try:
+            for _ in range(1 if SIZE == "dry" else 3):
+                run()
+            runs[name] = _captured(run) if graph and SIZE != "dry" else run
+        except Exception as problem:  # a contender that fails is said, and has no time
+            failed[name] = f"{type(problem).__name__}: {problem}"[:300]
+            print(f"{name} failed: {failed[name]}", file=sys.stderr)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for sample in range(1 if SIZE == "dry" else samples):
+        turn = sample % max(1, len(names))
+        for name in names[turn:] + names[:turn]:
+            times[name].append(_sample(runs[name], flush, graph))
+    return times, failed
+
+
+def _sample(run, flush, graph: bool) -> float:
+    if flush is None:
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+    flush.zero_()
+    if not graph:
+        torch.cuda._sleep(LEAD_CYCLES)  # the host enqueues meanwhile: eager rows time the GPU, not Python
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    run()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after)
+
+
+def _captured(run):
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def typical(name: str, values: list[float]) -> float:
+    """The median; for a deferred step, whose cost has a period of 16, the median of the means of 16 samples."""
+    if "deferred" in name and len(values) >= 16:
+        whole = len(values) // 16 * 16
+        values = [statistics.fmean(values[at : at + 16]) for at in range(0, whole, 16)]
+    return statistics.median(values)
+
+
+def extra_memory(run) -> float | None:
+    """Peak GiB that a contender allocates beyond what is there; None in a dry run."""
+    if SIZE == "dry":
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
