@@ -204,17 +204,17 @@ def training() -> Iterator[Case]:
 
 # Variants of the decode step: what TILES or DEFERRED of kda_decode_kernels becomes.
 READ_WRITE = {
-    "tiles of 64": {"tile": 64, "ahead": 1},
-    "tiles of 64, 168 registers": {"tile": 64, "ahead": 1, "maxnreg": 168},
-    "tiles of 64, both at once": {"tile": 64, "ahead": 2},
-    "tiles of 32, 128 registers": {"tile": 32, "ahead": 1, "maxnreg": 128},
+    "tiles of 64": {"tile": 64, "ahead": 0},
+    "tiles of 64, all at once": {"tile": 64, "ahead": 2},
     "tiles of 64, 8 warps": {"tile": 64, "ahead": 1, "num_warps": 8},
+    "tiles of 32": {"tile": 32, "ahead": 1},
+    "tiles of 32, two ahead": {"tile": 32, "ahead": 2},
 }
 DEFERRED = {
-    "deferred, tiles of 64": {"tile": 64, "ahead": 1},
-    "deferred, tiles of 32": {"tile": 32, "ahead": 1},
-    "deferred, tiles of 32, 168 registers": {"tile": 32, "ahead": 1, "maxnreg": 168},
-    "deferred, tiles of 64, 8 warps": {"tile": 64, "ahead": 1, "num_warps": 8},
+    "deferred, tiles of 64": {"tile": 64, "ahead": 1, "maxnreg": None},
+    "deferred, tiles of 32": {"tile": 32, "ahead": 1, "maxnreg": 168},
+    "deferred, tiles of 32, none ahead": {"tile": 32, "ahead": 0, "maxnreg": 168},
+    "deferred, tiles of 64, 8 warps": {"tile": 64, "ahead": 1, "maxnreg": None, "num_warps": 8},
 }
 
 

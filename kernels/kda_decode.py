@@ -122,9 +122,11 @@ def _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, r
     wanted["conv_pool"] = (conv_pool, (conv_pool.shape[0], 3, 3 * H * D))
     wanted["state_pool"] = (state_pool, (conv_pool.shape[0], H, D, D))
     if pending is not None:
-        slots = state_pool.shape[0]
-        for name, shape in (("keys", (CHUNK, D)), ("updates", (CHUNK, D)), ("decay", (D,)), ("span", (2,))):
-            wanted[f"pending.{name}"] = (getattr(pending, name), (slots, H, *shape))
+        each = (state_pool.shape[0], H)
+        wanted["pending.keys"] = (pending.keys, (*each, CHUNK, D))
+        wanted["pending.updates"] = (pending.updates, (*each, CHUNK, D))
+        wanted["pending.decay"] = (pending.decay, (*each, D))
+        wanted["pending.span"] = (pending.span, (*each, 2))
     wanted |= {f"conv_weights[{s}]": (w, (H * D, 4)) for s, w in enumerate(conv_weights)}
     for name, (tensor, shape) in wanted.items():
         if tuple(tensor.shape) != shape:

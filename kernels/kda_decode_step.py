@@ -4,7 +4,8 @@ One program per row and head. All loads that the indices allow are issued first,
 twice (indices, everything else); then one exchange between warps for both norms and k . q, one per tile of V for both
 sums over K. With kp = exp(G) k and qp = exp(G) q, G the log decay since the stored state S:
 
-    read and write   G is this token's: u = beta (v - S^T kp);   o = S^T qp + (k . q) u;   S <- diag(exp G) S + k u^T
+    read and write   G is this token's (and S is scaled first): u = beta (v - S^T kp);   o = S^T qp + (k . q) u;
+                     S <- diag(exp G) S + k u^T
     deferred         G runs from the chunk boundary; each row i since then is kept as k_i exp(-G_i) and u_i: 16 more
                      rows of the same products, S^T kp + sum_i u_i (k_i exp(-G_i) . kp), likewise qp. The 16th makes
                      S <- diag(exp G) (S + sum_i k_i exp(-G_i) u_i^T). No exponential per row; exp(80) is finite.
@@ -72,11 +73,13 @@ def convolve(taps, BF16: tl.constexpr):
 
 
 @triton.jit
-def shift(taps, new, at, width, keep, POOL_BF16: tl.constexpr):
-    """Store a history moved on by one token."""
-    tl.store(new + at, taps[1], mask=keep)
-    tl.store(new + width + at, taps[2], mask=keep)
-    store_as(new + 2 * width + at, taps[3].to(tl.float32), keep, POOL_BF16)
+def shift(streams, new, at, width, keep, POOL_BF16: tl.constexpr):
+    """Store the histories of q, k and v moved on by one token."""
+    for s in tl.static_range(3):
+        to = new + s * (width // 3) + at
+        tl.store(to, streams[s][1], mask=keep)
+        tl.store(to + width, streams[s][2], mask=keep)
+        store_as(to + 2 * width, streams[s][3].to(tl.float32), keep, POOL_BF16)
 
 
 @triton.jit
@@ -107,6 +110,72 @@ def take_in(S, keys, updates, first, count, value, D: tl.constexpr):
     for i in tl.range(first, count, num_stages=1):
         S += tl.load(keys + i * D + column)[:, None] * tl.load(updates + i * D + value)[None, :]
     return S
+
+
+@triton.jit
+def load_pending(
+    row_keys, row_updates, row_decay, span, source, value,
+    D: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The rows that a slot and head's state has not taken in: bounds, keys, updates by tiles of V, running decay."""
+    first = tl.load(span + source * 2)
+    count = tl.load(span + source * 2 + 1)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, D)
+    waits = ((row >= first) & (row < count))[:, None]
+    tile = (source * ROWS + row)[:, None] * D
+    keys = tl.load(row_keys + tile + column[None, :], mask=waits, other=0.0)
+    updates = ()
+    for i in tl.static_range(D // BV):
+        at = i * BV + value[None, :]
+        updates = updates + (tl.load(row_updates + tile + at, mask=waits, other=0.0),)  # noqa: RUF005
+    decay = tl.load(row_decay + source * D + column, mask=column < D * (first < count), other=0.0)
+    return first, count, waits, keys, updates, decay
+
+
+@triton.jit
+def write_deferred(
+    S, U, u, k_row, fade, new, row_keys, row_updates, source, target, first, count, at, waits, keep, moved,
+    D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The update of one tile of V as a new row, or, where the row fills the chunk, all rows into the state."""
+    full = count == ROWS - 1
+    tl.store(row_updates + (target * ROWS + count) * D + at, u, mask=keep & (at < D) & (full == 0))
+    square = new + tl.arange(0, D)[:, None] * D + at[None, :]
+    if keep & full:
+        S = take_in(S, row_keys + source * ROWS * D, row_updates + source * ROWS * D, first, count, at, D)
+        tl.store(square, fade[:, None] * (S + k_row[:, None] * u[None, :]))
+    elif moved:
+        tl.store(square, S)
+        to = (target * ROWS + tl.arange(0, ROWS))[:, None] * D + at[None, :]
+        tl.store(row_updates + to, U, mask=waits)
+
+
+@triton.jit
+def write_row(
+    row_keys, row_decay, span, keys, k_row, G, target, first, count, waits, keep, moved,
+    D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The key and the decay of the new row, and where the rows now begin and end."""
+    full = count == ROWS - 1
+    column = tl.arange(0, D)
+    if moved:
+        to = (target * ROWS + tl.arange(0, ROWS))[:, None] * D + column[None, :]
+        tl.store(row_keys + to, keys, mask=waits & (full == 0))
+    mask = keep & (full == 0) & (column < D)
+    tl.store(row_keys + (target * ROWS + count) * D + column, k_row, mask=mask)
+    tl.store(row_decay + target * D + column, G, mask=mask)
+    tl.store(span + target * 2, tl.where(full, 0, first), mask=keep)
+    tl.store(span + target * 2 + 1, tl.where(full, 0, count + 1), mask=keep)
+
+
+@triton.jit
+def finish(outs, out, gate, weight, eps, D: tl.constexpr, TILES: tl.constexpr, BF16: tl.constexpr):
+    """The gated norm of a row's outputs, stored."""
+    column = tl.arange(0, D)
+    o = rounded(paste(outs, TILES), BF16)
+    o *= tl.rsqrt(tl.sum(o * o, axis=0) / D + eps)
+    store_as(out + column, o * weight.to(tl.float32) * sigmoid(gate.to(tl.float32)), column < D, BF16)
 
 
 @triton.jit
@@ -141,8 +210,8 @@ def step_kernel(
     tiles = ()
     for i in tl.static_range(AHEAD):
         tiles = tiles + (tl.load(old + i * BV + square),)  # noqa: RUF005
-    past = conv_pool + read * 3 * width + head * D
     channel = head * D
+    past = conv_pool + read * 3 * width + channel
     q_taps = load_taps(q + row * q_t + channel, wq + channel * 4, past, column, width)
     k_taps = load_taps(k + row * k_t + channel, wk + channel * 4, past + H * D, column, width)
     z = tl.load(gate + row * g_t + channel + column).to(tl.float32)
@@ -153,18 +222,9 @@ def step_kernel(
     out_gate_row = tl.load(out_gate + row * z_t + channel + column)
     norm_row = tl.load(norm_weight + column)
     if DEFERRED:
-        first = tl.load(span + source * 2)
-        count = tl.load(span + source * 2 + 1)
-        slot = tl.arange(0, ROWS)
-        pending = (slot >= first) & (slot < count)
-        tile = slot[:, None] * D
-        kept = tl.load(row_keys + source * ROWS * D + tile + column[None, :], mask=pending[:, None], other=0.0)
-        passed = ()
-        for i in tl.static_range(TILES):
-            at = i * BV + value
-            rows = row_updates + source * ROWS * D + tile + at[None, :]
-            passed = passed + (tl.load(rows, mask=pending[:, None], other=0.0),)  # noqa: RUF005
-        since = tl.load(row_decay + source * D + column, mask=column < D * (first < count), other=0.0)
+        first, count, waits, keys, updates, since = load_pending(
+            row_keys, row_updates, row_decay, span, source, value, D, BV, ROWS
+        )
 
     qc = convolve(q_taps, BF16)
     kc = convolve(k_taps, BF16)
@@ -177,59 +237,39 @@ def step_kernel(
     if DEFERRED:
         G += since
     fade = exp2(G)
-    kp = kn * fade
-    qp = qc * (q_norm * fade)
-    full = False
+    kp, qp = kn, qc * q_norm
     if DEFERRED:
-        by_k, by_q = sums2(kept * kp[None, :], kept * qp[None, :], 1)
-        full = count == ROWS - 1
+        kp, qp = kp * fade, qp * fade
+        by_k, by_q = sums2(keys * kp[None, :], keys * qp[None, :], 1)
         k_row = kn * exp2(-G)
     v_parts = cut(convolve(v_taps, BF16), TILES)
     outs = ()
     for i in tl.static_range(TILES):
         S = tiles[i] if i < AHEAD else tl.load(old + i * BV + square)
-        if i + AHEAD < TILES and AHEAD > 0:
-            tiles = tiles + (tl.load(old + (i + AHEAD) * BV + square),)  # noqa: RUF005
+        if not DEFERRED:
+            S *= fade[:, None]
         along_k, along_q = sums2(S * kp[:, None], S * qp[:, None], 0)
-        at = i * BV + value
         if DEFERRED:
-            U = passed[i]
-            more_k, more_q = sums2(U * by_k[:, None], U * by_q[:, None], 0)
+            more_k, more_q = sums2(updates[i] * by_k[:, None], updates[i] * by_q[:, None], 0)
             along_k += more_k
             along_q += more_q
         u = b * (v_parts[i] - along_k)
         outs = outs + (along_q + kq * u,)  # noqa: RUF005
         if DEFERRED:
-            tl.store(row_updates + (target * ROWS + count) * D + at, u, mask=keep & (at < D) & (full == 0))
-            if moved:
-                tl.store(row_updates + target * ROWS * D + tile + at[None, :], U, mask=pending[:, None] & (full == 0))
-            if keep & full:
-                S = take_in(S, row_keys + source * ROWS * D, row_updates + source * ROWS * D, first, count, at, D)
-                tl.store(new + i * BV + square, fade[:, None] * (S + k_row[:, None] * u[None, :]))
-            elif moved:
-                tl.store(new + i * BV + square, S)
+            write_deferred(
+                S, updates[i], u, k_row, fade, new, row_keys, row_updates, source, target, first, count,
+                i * BV + value, waits, keep, moved, D, ROWS,
+            )  # fmt: skip
         else:
-            tl.store(new + i * BV + square, S * fade[:, None] + kn[:, None] * u[None, :], mask=keep & (square >= 0))
-    o = rounded(paste(outs, TILES), BF16)
-    o *= tl.rsqrt(tl.sum(o * o, axis=0) / D + eps)
-    o *= norm_row.to(tl.float32) * sigmoid(out_gate_row.to(tl.float32))
-    store_as(out + column, o, column < D, BF16)
+            tl.store(new + i * BV + square, S + kn[:, None] * u[None, :], mask=keep & (square >= 0))
+    finish(outs, out, out_gate_row, norm_row, eps, D, TILES, BF16)
 
     # Every thread has read histories, span and decay by now; Triton may have loaded a vector in several layouts.
     tl.debug_barrier()
-    mask = keep & (column < D)
-    next_history = conv_pool + write * 3 * width + head * D
-    shift(q_taps, next_history, column, width, mask, POOL_BF16)
-    shift(k_taps, next_history + H * D, column, width, mask, POOL_BF16)
-    shift(v_taps, next_history + 2 * H * D, column, width, mask, POOL_BF16)
+    to = conv_pool + write * 3 * width + channel
+    shift((q_taps, k_taps, v_taps), to, column, width, keep & (column < D), POOL_BF16)
     if DEFERRED:
-        if moved:
-            tl.store(row_keys + target * ROWS * D + tile + column[None, :], kept, mask=pending[:, None] & (full == 0))
-        more = mask & (full == 0)
-        tl.store(row_keys + (target * ROWS + count) * D + column, k_row, mask=more)
-        tl.store(row_decay + target * D + column, G, mask=more)
-        tl.store(span + target * 2, tl.where(full, 0, first), mask=keep)
-        tl.store(span + target * 2 + 1, tl.where(full, 0, count + 1), mask=keep)
+        write_row(row_keys, row_decay, span, keys, k_row, G, target, first, count, waits, keep, moved, D, ROWS)
 
 
 @triton.jit
@@ -261,11 +301,11 @@ def flush_kernel(
 def step(
     q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool,
     read_index, write_index, lower_bound, eps, pending: PendingRows | None = None,
-    tile: int = 64, ahead: int = 1, num_warps: int = 4, **options,
+    tile: int = 64, ahead: int = 1, num_warps: int = 4, maxnreg: int | None = None,
 ):  # fmt: skip
     """`k3rl.kernels.kda_decode.kda_decode` by `step_kernel`: D = 128, fp32 contiguous pools and rows.
 
-    tile: values of V a program works on at a time; ahead: tiles of the state in flight before they are needed.
+    tile: values of V a program works on at a time; ahead: tiles of the state loaded before anything else.
     """
     B, H, D = q.shape
     q, k, v, gate, out_gate = (contiguous_rows(x) for x in (q, k, v, gate, out_gate))
@@ -280,7 +320,8 @@ def step(
         *(x.stride(0) for x in (q, k, v, gate, beta, out_gate)), read_index.stride(0), write_index.stride(0),
         H, lower_bound, D**-0.5, eps,
         D=D, BV=min(tile, D), ROWS=CHUNK, AHEAD=min(ahead, max(1, D // tile)), DEFERRED=pending is not None,
-        BF16=v.dtype == torch.bfloat16, POOL_BF16=conv_pool.dtype == torch.bfloat16, num_warps=num_warps, **options,
+        BF16=v.dtype == torch.bfloat16, POOL_BF16=conv_pool.dtype == torch.bfloat16,
+        num_warps=num_warps, maxnreg=maxnreg,
     )  # fmt: skip
     return y
 
