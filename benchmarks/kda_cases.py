@@ -204,7 +204,7 @@ def training() -> Iterator[Case]:
 
 # Variants of the decode step: what TILES or DEFERRED of kda_decode_kernels becomes.
 READ_WRITE = {
-    "tiles of 64": {"tile": 64, "ahead": 0},
+    "tiles of 64": {"tile": 64, "ahead": 1},
     "tiles of 64, all at once": {"tile": 64, "ahead": 2},
     "tiles of 64, 8 warps": {"tile": 64, "ahead": 1, "num_warps": 8},
     "tiles of 32": {"tile": 32, "ahead": 1},

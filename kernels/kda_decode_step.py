@@ -200,8 +200,7 @@ def step_kernel(
     keep = write >= 0
     moved = keep & (write != read)
     write = tl.maximum(write, 0)
-    source = read * H + head
-    target = write * H + head
+    source, target = read * H + head, write * H + head
     width = 3 * H * D
 
     square = column[:, None] * D + value[None, :]

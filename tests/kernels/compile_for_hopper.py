@@ -84,7 +84,7 @@ CONFIGURATIONS = {
     "input-gradients-8-warps": (kda_backward.input_gradients_kernel, GRADIENTS, {"num_warps": 8}),
     "decode": (kda_decode_kernels.decode_kernel, {"D": 128, "BF16": True, "POOL_BF16": True, "EARLY": False}, {}),
     "decode-early": (kda_decode_kernels.decode_kernel, {"D": 128, "BF16": True, "POOL_BF16": True, "EARLY": True}, {}),
-    "step": (kda_decode_step.step_kernel, STEP, {}),
+    "step": (kda_decode_step.step_kernel, STEP | {"AHEAD": 1}, {}),
     "step-all-at-once": (kda_decode_step.step_kernel, STEP | {"AHEAD": 2}, {}),
     "step-8-warps": (kda_decode_step.step_kernel, STEP | {"AHEAD": 1}, {"num_warps": 8}),
     "step-32": (kda_decode_step.step_kernel, STEP | {"BV": 32, "AHEAD": 1}, {}),
