@@ -206,15 +206,15 @@ def training() -> Iterator[Case]:
 READ_WRITE = {
     "tiles of 64": {"tile": 64, "ahead": 1},
     "tiles of 64, all at once": {"tile": 64, "ahead": 2},
-    "tiles of 64, 8 warps": {"tile": 64, "ahead": 1, "num_warps": 8},
+    "tiles of 64, 8 warps": {"tile": 64, "ahead": 2, "num_warps": 8},
+    "one tile, 16 warps": {"tile": 128, "ahead": 1, "num_warps": 16},
     "tiles of 32": {"tile": 32, "ahead": 1},
     "tiles of 32, two ahead": {"tile": 32, "ahead": 2},
 }
 DEFERRED = {
     "deferred, tiles of 64": {"tile": 64, "ahead": 1, "maxnreg": None},
     "deferred, tiles of 32": {"tile": 32, "ahead": 1, "maxnreg": 168},
-    "deferred, tiles of 32, none ahead": {"tile": 32, "ahead": 0, "maxnreg": 168},
-    "deferred, tiles of 64, 8 warps": {"tile": 64, "ahead": 1, "maxnreg": None, "num_warps": 8},
+    "deferred, one tile, 16 warps": {"tile": 128, "ahead": 1, "maxnreg": None, "num_warps": 16},
 }
 
 

@@ -53,33 +53,62 @@ def sums3(a, b, c):
 
 
 @triton.jit
-def load_taps(x, weight, old, at, width):
-    """What the convolution of channels `at` needs: three past inputs, oldest first, the new one, four weights."""
-    w = weight + at * 4
-    return (
-        tl.load(old + at), tl.load(old + width + at), tl.load(old + 2 * width + at), tl.load(x + at),
-        tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3),
-    )  # fmt: skip
+def load_taps(x, weight, old, at, width, TILED: tl.constexpr):
+    """The inputs of the convolution of channels `at`, oldest first, and its weights: 4 vectors or a tile [4, D] each.
+
+    Triton takes a load of fewer elements than a program has threads for cheap, and repeats it with all that follows in
+    every layout that the tiles of the state ask for: hence tiles where there are more than 4 warps.
+    """
+    if TILED:
+        tap = tl.arange(0, 4)[:, None]
+        past = tl.load(old + tap * width + at[None, :], mask=tap < 3, other=0.0).to(tl.float32)
+        past += tl.load(x + at[None, :] + 0 * tap, mask=tap == 3, other=0.0).to(tl.float32)
+        return past, tl.load(weight + at[None, :] * 4 + tap).to(tl.float32)
+    else:
+        w = weight + at * 4
+        return (
+            (tl.load(old + at), tl.load(old + width + at), tl.load(old + 2 * width + at), tl.load(x + at)),
+            (tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3)),
+        )
 
 
 @triton.jit
-def convolve(taps, BF16: tl.constexpr):
+def convolve(taps, BF16: tl.constexpr, TILED: tl.constexpr):
     """SiLU of the convolution, in the precision that prefill hands on."""
-    c = taps[4].to(tl.float32) * taps[0].to(tl.float32)
-    c += taps[5].to(tl.float32) * taps[1].to(tl.float32)
-    c += taps[6].to(tl.float32) * taps[2].to(tl.float32)
-    c += taps[7].to(tl.float32) * taps[3].to(tl.float32)
+    past, w = taps
+    if TILED:
+        c = tl.sum(past * w, axis=0)
+    else:
+        c = w[0].to(tl.float32) * past[0].to(tl.float32)
+        for i in tl.static_range(1, 4):
+            c += w[i].to(tl.float32) * past[i].to(tl.float32)
     return rounded(c * sigmoid(c), BF16)
 
 
 @triton.jit
-def shift(streams, new, at, width, keep, POOL_BF16: tl.constexpr):
+def shift(streams, new, at, width, keep, POOL_BF16: tl.constexpr, TILED: tl.constexpr):
     """Store the histories of q, k and v moved on by one token."""
     for s in tl.static_range(3):
         to = new + s * (width // 3) + at
-        tl.store(to, streams[s][1], mask=keep)
-        tl.store(to + width, streams[s][2], mask=keep)
-        store_as(to + 2 * width, streams[s][3].to(tl.float32), keep, POOL_BF16)
+        past = streams[s][0]
+        if TILED:
+            tap = tl.arange(0, 4)[:, None]
+            store_as(to[None, :] + (tap - 1) * width, past, keep & (tap > 0), POOL_BF16)
+        else:
+            tl.store(to, past[1], mask=keep & (at >= 0))
+            tl.store(to + width, past[2], mask=keep & (at >= 0))
+            store_as(to + 2 * width, past[3].to(tl.float32), keep & (at >= 0), POOL_BF16)
+
+
+@triton.jit
+def load_gate(gate, bias, at, TILED: tl.constexpr):
+    """gate + bias, fp32; as for `load_taps`, by tiles where a vector would be loaded again and again."""
+    if TILED:
+        which = tl.arange(0, 4)[:, None]
+        z = tl.load(gate + at[None, :] + 0 * which, mask=which == 0, other=0.0).to(tl.float32)
+        return tl.sum(z + tl.load(bias + at[None, :] + 0 * which, mask=which == 1, other=0.0).to(tl.float32), axis=0)
+    else:
+        return tl.load(gate + at).to(tl.float32) + tl.load(bias + at).to(tl.float32)
 
 
 @triton.jit
@@ -184,7 +213,7 @@ def step_kernel(
     read_index, write_index, y, row_keys, row_updates, row_decay, span,
     q_t, k_t, v_t, g_t, b_t, z_t, read_stride, write_stride, H, lower_bound, scale, eps,
     D: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, DEFERRED: tl.constexpr,
-    BF16: tl.constexpr, POOL_BF16: tl.constexpr,
+    TILED: tl.constexpr, BF16: tl.constexpr, POOL_BF16: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -211,13 +240,12 @@ def step_kernel(
         tiles = tiles + (tl.load(old + i * BV + square),)  # noqa: RUF005
     channel = head * D
     past = conv_pool + read * 3 * width + channel
-    q_taps = load_taps(q + row * q_t + channel, wq + channel * 4, past, column, width)
-    k_taps = load_taps(k + row * k_t + channel, wk + channel * 4, past + H * D, column, width)
-    z = tl.load(gate + row * g_t + channel + column).to(tl.float32)
-    z += tl.load(dt_bias + channel + column).to(tl.float32)
+    q_taps = load_taps(q + row * q_t + channel, wq + channel * 4, past, column, width, TILED)
+    k_taps = load_taps(k + row * k_t + channel, wk + channel * 4, past + H * D, column, width, TILED)
+    z = load_gate(gate + row * g_t + channel, dt_bias + channel, column, TILED)
     rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     b = sigmoid(tl.load(beta + row * b_t + head).to(tl.float32))
-    v_taps = load_taps(v + row * v_t + channel, wv + channel * 4, past + 2 * H * D, column, width)
+    v_taps = load_taps(v + row * v_t + channel, wv + channel * 4, past + 2 * H * D, column, width, TILED)
     out_gate_row = tl.load(out_gate + row * z_t + channel + column)
     norm_row = tl.load(norm_weight + column)
     if DEFERRED:
@@ -225,8 +253,8 @@ def step_kernel(
             row_keys, row_updates, row_decay, span, source, value, D, BV, ROWS
         )
 
-    qc = convolve(q_taps, BF16)
-    kc = convolve(k_taps, BF16)
+    qc = convolve(q_taps, BF16, TILED)
+    kc = convolve(k_taps, BF16, TILED)
     qq, kk, kq = sums3(qc * qc, kc * kc, kc * qc)
     q_norm = tl.rsqrt(qq + 1e-6) * scale
     k_norm = tl.rsqrt(kk + 1e-6)
@@ -241,7 +269,7 @@ def step_kernel(
         kp, qp = kp * fade, qp * fade
         by_k, by_q = sums2(keys * kp[None, :], keys * qp[None, :], 1)
         k_row = kn * exp2(-G)
-    v_parts = cut(convolve(v_taps, BF16), TILES)
+    v_parts = cut(convolve(v_taps, BF16, TILED), TILES)
     outs = ()
     for i in tl.static_range(TILES):
         S = tiles[i] if i < AHEAD else tl.load(old + i * BV + square)
@@ -266,7 +294,7 @@ def step_kernel(
     # Every thread has read histories, span and decay by now; Triton may have loaded a vector in several layouts.
     tl.debug_barrier()
     to = conv_pool + write * 3 * width + channel
-    shift((q_taps, k_taps, v_taps), to, column, width, keep & (column < D), POOL_BF16)
+    shift((q_taps, k_taps, v_taps), to, column, width, keep, POOL_BF16, TILED)
     if DEFERRED:
         write_row(row_keys, row_decay, span, keys, k_row, G, target, first, count, waits, keep, moved, D, ROWS)
 
@@ -319,7 +347,7 @@ def step(
         *(x.stride(0) for x in (q, k, v, gate, beta, out_gate)), read_index.stride(0), write_index.stride(0),
         H, lower_bound, D**-0.5, eps,
         D=D, BV=min(tile, D), ROWS=CHUNK, AHEAD=min(ahead, max(1, D // tile)), DEFERRED=pending is not None,
-        BF16=v.dtype == torch.bfloat16, POOL_BF16=conv_pool.dtype == torch.bfloat16,
+        TILED=num_warps > 4, BF16=v.dtype == torch.bfloat16, POOL_BF16=conv_pool.dtype == torch.bfloat16,
         num_warps=num_warps, maxnreg=maxnreg,
     )  # fmt: skip
     return y

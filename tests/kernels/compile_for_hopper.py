@@ -44,7 +44,7 @@ OWN_TYPES = {("merge_kernel", "ends"): "*fp32"}
 K, C = {"K": 128}, {"C": kda_forward.CHUNK}
 SCAN = K | C | {"HAS_S0": True, "SAVE": False, "TRANSITION": False, "V": 128, "BV": 64, "STAGES": 3}
 GRADIENTS = K | C | {"KB": 64, "BLOCK": 16}
-STEP = {"D": 128, "ROWS": 16, "BF16": True, "POOL_BF16": True, "BV": 64, "AHEAD": 0, "DEFERRED": False}
+STEP = {"D": 128, "ROWS": 16, "BF16": True, "POOL_BF16": True, "BV": 64, "AHEAD": 0, "DEFERRED": False, "TILED": False}
 LATE = STEP | {"DEFERRED": True, "AHEAD": 1}
 CONV = {"HAS_HISTORY": True, "BF16": True}
 NORM = {"D": 128, "BF16": True}
@@ -86,13 +86,15 @@ CONFIGURATIONS = {
     "decode-early": (kda_decode_kernels.decode_kernel, {"D": 128, "BF16": True, "POOL_BF16": True, "EARLY": True}, {}),
     "step": (kda_decode_step.step_kernel, STEP | {"AHEAD": 1}, {}),
     "step-all-at-once": (kda_decode_step.step_kernel, STEP | {"AHEAD": 2}, {}),
-    "step-8-warps": (kda_decode_step.step_kernel, STEP | {"AHEAD": 1}, {"num_warps": 8}),
+    "step-8-warps": (kda_decode_step.step_kernel, STEP | {"AHEAD": 2, "TILED": True}, {"num_warps": 8}),
+    "step-16-warps": (
+        kda_decode_step.step_kernel, STEP | {"AHEAD": 1, "BV": 128, "TILED": True}, {"num_warps": 16},
+    ),
     "step-32": (kda_decode_step.step_kernel, STEP | {"BV": 32, "AHEAD": 1}, {}),
     "step-32-two-ahead": (kda_decode_step.step_kernel, STEP | {"BV": 32, "AHEAD": 2}, {}),
     "deferred": (kda_decode_step.step_kernel, LATE, {}),
     "deferred-32": (kda_decode_step.step_kernel, LATE | {"BV": 32}, {"maxnreg": 168}),
-    "deferred-32-none-ahead": (kda_decode_step.step_kernel, LATE | {"BV": 32, "AHEAD": 0}, {"maxnreg": 168}),
-    "deferred-8-warps": (kda_decode_step.step_kernel, LATE, {"num_warps": 8}),
+    "deferred-16-warps": (kda_decode_step.step_kernel, LATE | {"BV": 128, "TILED": True}, {"num_warps": 16}),
     "flush": (kda_decode_step.flush_kernel, {"D": 128, "BV": 64, "ROWS": 16}, {}),
     "conv": _conv(short_conv_kernels.forward_kernel, short_conv_kernels.FORWARD),
     "conv-wide": _conv(short_conv_kernels.forward_kernel, short_conv_kernels.FORWARD | {"wide": True}),

@@ -311,13 +311,15 @@ def splits() -> None:
 
 
 def conv() -> None:
-    """Forward and gradients, short and empty sequences, history."""
-    for B, T, lengths, with_history in (
-        (2, 5, None, False),
-        (2, 1, None, True),
-        (1, 20, [1, 0, 8, 9], True),
-        (1, 300, [280, 20], True),
+    """Forward and gradients, short and empty sequences, history, several strips of a sequence."""
+    for B, T, lengths, with_history, wide_weights in (
+        (2, 5, None, False, False),
+        (2, 1, None, True, True),
+        (1, 20, [1, 0, 8, 9], True, True),
+        (1, 48, [37, 9], True, False),
     ):
+        for settings in (short_conv_kernels.FORWARD, short_conv_kernels.BACKWARD):
+            settings |= {"strip": 16, "wide": wide_weights}
         C, n = 128, B if lengths is None else len(lengths)
         ends = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
         xs = [bf16(B, T, C).requires_grad_() for _ in range(3)]
@@ -364,6 +366,7 @@ CASES = {
     "decode-tiles": lambda: (
         decode(functools.partial(kda_decode_step.step, tile=16, ahead=1)),
         decode(functools.partial(kda_decode_step.step, tile=8, ahead=2)),
+        decode(functools.partial(kda_decode_step.step, tile=32, num_warps=8)),
     ),
     "decode-deferred": deferred,
     "splits": splits,
