@@ -198,8 +198,6 @@ def training() -> Iterator[Case]:
     build = functools.partial(_training, 96, "production", "6 ragged")
     yield Case("training", "kda forward+backward", "T=8192 H=96 6 ragged", "production", floor, build, samples=24,
                memory=True)  # fmt: skip
-    build = functools.partial(_training, 12, "production", None)
-    yield Case("training", "kda forward+backward", "T=8192 H=12", "production", floor / 8, build, samples=24)
 
 
 # Variants of the decode step: what TILES or DEFERRED of kda_decode_kernels becomes.
