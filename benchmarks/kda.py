@@ -115,9 +115,8 @@ def rows(case: cases.Case) -> list[dict[str, object]]:
     typical = {name: cases.typical(name, values) for name, values in times.items()}
     if case.without is not None:
         forward, _ = cases.measure({k: run for k, run in case.without().items() if k in ("ours", "peer")}, 24, False)
-        for name in typical:
-            base = forward.get("peer" if name == "peer" else "ours")
-            typical[name] = typical[name] - cases.typical(name, base) if base else math.nan
+        bases = {name: forward.get("peer" if name == "peer" else "ours") for name in typical}
+        typical = {name: typical[name] - cases.typical(name, base) for name, base in bases.items() if base}
     memory = {}
     if case.memory:
         memory = {name: cases.extra_memory(contenders[name]) for name in ("ours", "peer") if name in times}
