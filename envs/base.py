@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from k3rl.config import ConfigError
 from k3rl.types import Budgets, Episode, Invalid, Message, Score, Scored, StopReason, Task
 
 if TYPE_CHECKING:
@@ -89,6 +90,10 @@ class EpisodeContext:
     budgets: Budgets = field(default_factory=Budgets)
     programs: ProgramService | None = None
     sandboxes: SandboxProvider | None = None
+
+
+class NoOracle(ConfigError):
+    """This environment does not say what the right answer is."""
 
 
 class NoSnapshot(RuntimeError):
@@ -205,9 +210,14 @@ class Environment:
     `provider=` and `workers=`). demonstrations: (seed, n, split="train") -> chat examples, dicts with
     "messages" in OpenAI form and, where used, "tools". oracle: task with hidden part -> the right answer.
 
+    judged_while_played: rewards come from what is done in an episode, so there is no answer to grade by itself; in
+    place of `oracle` there is oracle_turn: (task with hidden part, all messages so far) -> the right next turn.
+    no_oracle: why there is neither, for the report of a check; `oracle` may raise NoOracle for a single task.
+
     What `k3rl env check` tries, each given the task with its hidden part: oracle_expected, the oracle's reward
     (where it is not the same for all tasks, a function); null, the answer of an agent that does nothing; hacks,
-    submissions by name that must not pay (plain text is a `Hack` of kind "cheat").
+    submissions by name that must not pay (plain text is a `Hack` of kind "cheat"; where judged while
+    played, what is said in every turn).
 
     reward_range: what rewards may be; one outside of it, NaN or infinite makes the score Failed. make_harness: a
     fresh agent program for one episode, which then plays it through the gateway in the place of `make_env`.
@@ -218,7 +228,7 @@ class Environment:
     source: TaskSource
     make_env: Callable[[], Env]
     grader: Callable[..., Rubric]
-    oracle: Callable[[Task], str]
+    oracle: Callable[[Task], str] | None = None
     demonstrations: Callable[..., list[dict[str, Any]]] | None = None
     needs_programs: bool = False
     domain: str = "general"
@@ -228,6 +238,15 @@ class Environment:
     oracle_expected: Callable[[Task], float] | float = 1.0
     reward_range: tuple[float, float] | None = None
     make_harness: Callable[[], Harness] | None = None
+    judged_while_played: bool = False
+    oracle_turn: Callable[[Task, Sequence[Message]], Message] | None = None
+    no_oracle: str = ""
+
+    def right_answer(self, task: Task) -> str:
+        """What `oracle` gives. Raises NoOracle where there is none, with the reason."""
+        if self.oracle is None:
+            raise NoOracle(f"{self.name} has no right answer to show: {self.no_oracle or 'nobody gave one'}")
+        return self.oracle(task)
 
     @property
     def reward_limits(self) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """Whether an environment keeps its promises: `k3rl env check`.
 
-The oracle gets its expected reward and the null agent the least; no hack pays; the same seed gives the same task,
-in a fresh interpreter too; episodes share nothing; nothing is left behind.
+The oracle gets its expected reward and the null agent the least, for every kind of task; no hack pays; episodes that
+act out the right answer and nothing end as they should, and share nothing; the same seed gives the same task, in a
+fresh interpreter too; nothing is left behind. What an environment does not have is named with the reason.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from k3rl.config import MissingResource
-from k3rl.envs.base import Action, Env, Environment, EpisodeContext, Hack, Observation, Rubric, StepResult
+from k3rl.envs.base import Environment, EpisodeContext, Hack, NoOracle, Rubric
+from k3rl.envs.faults import grade as graded
 from k3rl.envs.faults import honest as honest_score
 from k3rl.envs.leaks import watched
+from k3rl.envs.played import Says, acted, play, way
 from k3rl.envs.registry import make
+from k3rl.envs.rollout import gradable
 from k3rl.envs.sandbox import ProgramRunner, provider_named
-from k3rl.types import Failed, Invalid, Message, Score, Scored, Task
+from k3rl.types import Episode, Failed, Invalid, Score, Scored, Task
 
 TOLERANCE = 1e-3  # of a reward: counts of instructions differ a little from machine to machine
 WORKERS = 4
@@ -49,13 +53,19 @@ class Tried:
 
 @dataclass
 class Report:
-    """What a check found. `problems` says in words what is wrong; empty means that the environment passes."""
+    """What a check found. `problems` says in words what is wrong; empty means that the environment passes.
+
+    oracle: the reward farthest from what was expected of it; null: the greatest of the null agent. None: there is
+    none, and `absent` says why. tasks: those whose right answer was graded. episodes: those that were played.
+    """
 
     name: str
     oracle: float | None = None
     oracle_expected: float | None = None
     null: float | None = None
     hacks: dict[str, Tried] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    episodes: list[dict[str, Any]] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -70,28 +80,50 @@ class Report:
         return dataclasses.asdict(self) | {"ok": self.ok}
 
 
-def check(name: str, *, tasks: int = 1, seed: int = 0, provider: str = "bwrap") -> Report:
-    """Check the environment of a name (anything that `make` takes).
+def check(
+    name: str,
+    *,
+    tasks: int = 1,
+    seed: int = 0,
+    provider: str = "bwrap",
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Check the environment of a name and its options (anything that `make` takes).
 
-    Hacks are tried on the first task of `tasks` kinds (family and level), and a hack that exists only for another
-    kind on the first task of that one. Raises MissingResource when its answers cannot be judged on this machine.
+    The oracle and the null agent are graded on the first task of every kind (family and level). Hacks are tried on the
+    first of `tasks` kinds, and a hack that exists only for another kind on the first task of that one. Raises
+    MissingResource when its answers cannot be judged on this machine.
     """
     started = time.monotonic()
-    environment = make(name)
+    options = dict(options or {})
+    environment = make(name, **options)
     report = Report(environment.name)
-    chosen = _chosen(environment, seed)
+    try:  # before the watch: what a source holds is held as long as the environment
+        chosen = _chosen(environment, seed)
+    except MissingResource:
+        raise
+    except Exception as error:
+        report.problems.append(f"its tasks cannot be made: {type(error).__name__}: {error}")
+        return report
     with watched() as watch:
         try:
             plan = _plan(environment, [task for _, _, task in chosen], tasks, report)
-            _grade(environment, plan, provider, report)
-            _episodes(environment, [task for task, _ in plan][:2], provider, report)
+            two = _two(environment, chosen, seed)
+            rubric = _rubric(environment, provider)
+            try:
+                if not environment.judged_while_played:
+                    _grade(environment, plan, rubric, report)
+                _episodes(environment, plan, two, provider, rubric, report)
+            finally:
+                rubric.close()
+                rubric.close()
         except MissingResource:
             raise
         except Exception as error:
             report.problems.append(f"the environment raised {type(error).__name__}: {error}")
         report.leaks = watch.leaks()
     report.problems += [f"left behind: {leak}" for leak in report.leaks]
-    _same_tasks(name, environment, chosen, seed, report)
+    _same_tasks(name, options, environment, chosen, seed, report)
     report.seconds = time.monotonic() - started
     return report
 
@@ -114,10 +146,14 @@ def _chosen(environment: Environment, seed: int) -> list[tuple[str, int, Task]]:
 def _plan(
     environment: Environment, kinds: Sequence[Task], tasks: int, report: Report
 ) -> list[tuple[Task, dict[str, Hack]]]:
-    """Tasks to grade with the hacks to try on each: all of them on the first `tasks`, else those not tried yet."""
+    """A task of each kind with the hacks to try on it: all of them on the first `tasks`, else those not tried yet."""
     if not kinds:
         raise ValueError("its first split that is not for training has no task")
-    if environment.null is None:
+    if environment.oracle is None and environment.oracle_turn is None:
+        report.absent["oracle"] = environment.no_oracle
+        if not environment.no_oracle:
+            report.problems.append("it has no oracle; give Environment(oracle=...), or no_oracle=..., the reason")
+    if environment.null is None and not environment.judged_while_played:
         report.problems.append("it has no null agent; give Environment(null=...), the answer that does nothing")
     if environment.hacks is None:
         report.problems.append("it has no hacks; give Environment(hacks=...), submissions that must not pay")
@@ -130,38 +166,58 @@ def _plan(
             for name, hack in offered.items()
             if number < tasks or name not in tried
         }
-        if number < tasks or hacks:
-            plan.append((task, hacks))
-            tried |= hacks.keys()
+        plan.append((task, hacks))
+        tried |= hacks.keys()
     return plan
 
 
+def _two(environment: Environment, chosen: Sequence[tuple[str, int, Task]], seed: int) -> tuple[Task, Task]:
+    """Two tasks to be played beside each other: of two kinds, else two of one kind, else one task twice."""
+    split, index, first = chosen[0]
+    if len(chosen) > 1:
+        return first, chosen[1][2]
+    length = environment.source.length(split)
+    more = length is None or index + 1 < length
+    return first, environment.source.get(split, index + 1, seed) if more else first
+
+
 def _grade(
-    environment: Environment, plan: Sequence[tuple[Task, dict[str, Hack]]], provider: str, report: Report
+    environment: Environment, plan: Sequence[tuple[Task, dict[str, Hack]]], rubric: Rubric, report: Report
 ) -> None:
     """The honest answers by themselves, then all hacks at once, then an oracle again, which they must not harm."""
-    null = environment.null or environment.oracle  # a missing null agent is a problem already
-    honest = [(task, make_answer(task)) for task, _ in plan for make_answer in (environment.oracle, null)]
+    right = [_right_answer(environment, task, report) for task, _ in plan]
+    nothing = ["" if environment.null is None else environment.null(task) for task, _ in plan]
+    honest = [(task, answer) for (task, _), answer in zip(plan, right, strict=True) if answer is not None]
     tried = [(task, hack.submission) for task, hacks in plan for hack in hacks.values()]
-    rubric = _rubric(environment, provider)
     limits = environment.reward_limits
-    try:
-        pairs = _scores(rubric, honest, limits)
-        scores = iter(_scores(rubric, tried, limits))
-        again = _scores(rubric, honest[:1], limits)[0]
-    finally:
-        rubric.close()
-        rubric.close()
-    if not _equal(_reward(again), _reward(pairs[0])):
-        report.problems.append(f"the oracle got {_words(pairs[0])} before the hacks and {_words(again)} after them")
-    for number, (task, hacks) in enumerate(plan):
+    oracles = _scores(rubric, honest, limits)
+    nulls = _scores(rubric, list(zip([task for task, _ in plan], nothing, strict=True)), limits)
+    scores = iter(_scores(rubric, tried, limits))
+    again = _scores(rubric, honest[:1], limits)
+    if again and not _equal(_reward(again[0]), _reward(oracles[0])):
+        before, after = _words(oracles[0]), _words(again[0])
+        report.problems.append(f"the oracle got {before} before the hacks and {after} after them")
+    found = iter(oracles)
+    for (task, hacks), answer, null in zip(plan, right, nulls, strict=True):
         report.tasks.append(task.id)
-        oracle, nothing = pairs[2 * number : 2 * number + 2]
-        if environment.null is None:
-            nothing = Scored(0.0)
-        _judge_honest(environment, task, oracle, nothing, report)
+        null = Scored(0.0) if environment.null is None else null
+        _judge_honest(environment, task, None if answer is None else next(found), null, report)
+        if answer is not None and _is_public(task, answer):
+            report.problems.append(f"{task.id}: the right answer stands in the task's public part")
         for name, hack in hacks.items():
-            _judge_hack(task, name, hack, next(scores), nothing, report)
+            _judge_hack(task, name, hack, next(scores), null, report)
+
+
+def _is_public(task: Task, answer: str) -> bool:
+    return len(answer) > _ORACLE_CHARS and json.dumps(answer)[1:-1] in json.dumps(canonical(task.public()))
+
+
+def _right_answer(environment: Environment, task: Task, report: Report) -> str | None:
+    try:
+        return environment.right_answer(task)
+    except NoOracle as error:
+        report.absent["oracle"] = str(error)
+        return None
 
 
 def _rubric(environment: Environment, provider: str) -> Rubric:
@@ -178,25 +234,27 @@ def _scores(rubric: Rubric, items: Sequence[tuple[Task, str]], limits: tuple[flo
     return [honest_score(score, limits) for score in scores]
 
 
-def _judge_honest(environment: Environment, task: Task, oracle: Score, null: Score, report: Report) -> None:
-    expected = environment.oracle_expected
-    wanted = expected(task) if callable(expected) else expected
-    got, least = _reward(oracle), _reward(null)
-    worst = report.oracle is None or (got is not None and abs(got - wanted) > _distance(report))
-    if worst:
-        report.oracle, report.oracle_expected = got, wanted
-    if got is None or not math.isfinite(got) or abs(got - wanted) > TOLERANCE:
-        report.problems.append(f"{task.id}: the oracle is worth {wanted:g} and got {_words(oracle)}")
-    if environment.null is None:
-        return
-    if least is not None:
+def _judge_honest(environment: Environment, task: Task, oracle: Score | None, null: Score, report: Report) -> None:
+    """oracle: None where nobody knows the right answer."""
+    wanted = _wanted(environment, task)
+    least, got = _reward(null), None if oracle is None else _reward(oracle)
+    if oracle is not None:
+        worst = report.oracle_expected is None or (got is not None and abs(got - wanted) > _distance(report))
+        if worst:
+            report.oracle, report.oracle_expected = got, wanted
+        if not _equal(got, wanted):
+            report.problems.append(f"{task.id}: the oracle is worth {wanted:g} and got {_words(oracle)}")
+    if least is not None and (environment.null is not None or environment.judged_while_played):
         report.null = least if report.null is None else max(report.null, least)
-    if least is None or got is None or not least < got:
+    if isinstance(null, Failed) and environment.judged_while_played:
+        report.absent["null"] = null.reason
+    elif least is None or (got is not None and not least < got):
         report.problems.append(f"{task.id}: the null agent got {_words(null)}, not less than the oracle")
-    text = environment.oracle(task)
-    public = json.dumps(canonical(task.public()))
-    if len(text) > _ORACLE_CHARS and json.dumps(text)[1:-1] in public:
-        report.problems.append(f"{task.id}: the right answer stands in the task's public part")
+
+
+def _wanted(environment: Environment, task: Task) -> float:
+    expected = environment.oracle_expected
+    return expected(task) if callable(expected) else expected
 
 
 def _distance(report: Report) -> float:
@@ -242,53 +300,127 @@ def _words(score: Score) -> str:
 # ----------------------------------------------------------------------------------------------- episodes
 
 
-def _episodes(environment: Environment, tasks: Sequence[Task], provider: str, report: Report) -> None:
-    """An episode goes the same way alone and beside another one, and one that is given up can be closed."""
+def _episodes(
+    environment: Environment,
+    plan: Sequence[tuple[Task, dict[str, Hack]]],
+    two: tuple[Task, Task],
+    provider: str,
+    rubric: Rubric,
+    report: Report,
+) -> None:
+    """Whole episodes, by the way of a run: they end as they should, alone and beside another one."""
     chosen = provider_named(provider)
     programs = ProgramRunner(chosen) if environment.needs_programs else None
     try:
         context = EpisodeContext(seed=0, programs=programs, sandboxes=chosen)
-        asyncio.run(_apart(environment, tasks, context, report))
+        asyncio.run(_all_episodes(environment, plan, two, context, rubric, report))
     finally:
         if programs is not None:
             programs.close()
 
 
-async def _apart(environment: Environment, tasks: Sequence[Task], context: EpisodeContext, report: Report) -> None:
-    one, other = tasks[0], tasks[-1]
-    answers = environment.oracle(one), "" if environment.null is None else environment.null(other)
-    envs = [environment.make_env() for _ in range(4)]
-    alone, first, second, given_up = envs
-    if len(set(map(id, envs))) != len(envs):
-        report.problems.append("make_env gives the same object again; it must make a fresh environment each time")
-        return
-    try:
+async def _all_episodes(
+    environment: Environment,
+    plan: Sequence[tuple[Task, dict[str, Hack]]],
+    two: tuple[Task, Task],
+    context: EpisodeContext,
+    rubric: Rubric,
+    report: Report,
+) -> None:
+    await _apart(environment, two, context, rubric, report)
+    if environment.judged_while_played:
+        await _judged_while_played(environment, plan, context, rubric, report)
+
+
+async def _apart(
+    environment: Environment, two: tuple[Task, Task], context: EpisodeContext, rubric: Rubric, report: Report
+) -> None:
+    """An episode goes the same way alone and beside another one, and one that is given up can be closed."""
+    one, other = two
+    if environment.make_harness is None:
+        envs = [environment.make_env(), environment.make_env()]
+        if envs[0] is envs[1]:
+            report.problems.append("make_env gives the same object again; it must make a fresh environment each time")
+            return
         async with asyncio.timeout(EPISODE_S):
-            seen: list[Observation | StepResult] = [await alone.reset(one.public(), context)]
-            seen.append(await _said(alone, answers[0]))
-            begun = await first.reset(one.public(), context)
-            await second.reset(other.public(), context)
-            await given_up.reset(other.public(), context)
-            await _said(second, answers[1])
-            beside: list[Observation | StepResult] = [begun, await _said(first, answers[0])]
-    finally:
-        for env in envs:
-            await env.close()
-            await env.close()
-    if [_visible(item) for item in seen] != [_visible(item) for item in beside]:
+            try:
+                await envs[0].reset(other.public(), context)
+            finally:
+                for env in (*envs, *envs):
+                    await env.close()
+    alone = await _played(environment, one, "oracle", context, rubric, report)
+    beside, _ = await asyncio.gather(
+        _played(environment, one, "oracle", context, rubric, report),
+        _played(environment, other, "null", context, rubric, report),
+    )
+    if way(alone) != way(beside):
         report.problems.append(f"{one.id}: an episode goes another way when another one runs beside it")
 
 
-async def _said(env: Env, text: str) -> StepResult:
-    return await env.step(Action(Message("assistant", text)))
+async def _played(
+    environment: Environment, task: Task, who: str, context: EpisodeContext, rubric: Rubric, report: Report
+) -> Episode:
+    """An episode of the oracle or the null agent, its row in the report, and what is wrong with it."""
+    says = _oracle_says(environment, task) if who == "oracle" else None
+    who, says = ("null", _null_says(environment, task)) if says is None else (who, says)
+    episode, score = await _episode(environment, task, says, context, rubric)
+    row = {"task": task.id, "who": who, "stop_reason": str(episode.stop_reason), "status": _status(score)}
+    turns = sum(len(branch.turns) for branch in episode.branches)
+    report.episodes.append(row | {"turns": turns, "reward": _reward(score)})
+    if not gradable(episode):
+        report.problems.append(f"{task.id}: an episode of the {who} agent broke: {_words(score)}")
+    elif who == "oracle" and environment.make_harness is None:  # what becomes of an answer is up to a program
+        wanted = _wanted(environment, task)
+        if not _equal(_reward(score), wanted):
+            report.problems.append(
+                f"{task.id}: the right answer, acted out, got {_words(score)} ({episode.stop_reason}); it is worth "
+                f"{wanted:g}"
+            )
+    return episode
 
 
-def _visible(item: Observation | StepResult) -> Any:
-    """What must not depend on others; metrics may be times."""
-    if isinstance(item, StepResult):
-        seen = None if item.observation is None else canonical(item.observation)
-        return [seen, item.done, item.stop_reason, item.answer]
-    return canonical(item)
+async def _episode(
+    environment: Environment, task: Task, says: Says, context: EpisodeContext, rubric: Rubric
+) -> tuple[Episode, Score]:
+    async with asyncio.timeout(EPISODE_S):
+        episode = await play(environment, task, says, context)
+    if not gradable(episode):
+        return episode, episode.score
+    return episode, (await asyncio.to_thread(graded, environment, rubric, [(task, episode)]))[0]
+
+
+def _oracle_says(environment: Environment, task: Task) -> Says | None:
+    """None where nobody knows the right answer."""
+    turn = environment.oracle_turn
+    if turn is not None:
+        return lambda said, tools: turn(task, said)
+    try:
+        return acted(environment.right_answer(task))
+    except NoOracle:
+        return None
+
+
+def _null_says(environment: Environment, task: Task) -> Says:
+    return acted("" if environment.null is None else environment.null(task))
+
+
+async def _judged_while_played(
+    environment: Environment,
+    plan: Sequence[tuple[Task, dict[str, Hack]]],
+    context: EpisodeContext,
+    rubric: Rubric,
+    report: Report,
+) -> None:
+    """The oracle, the null agent and the hacks where a reward comes from what is done, not from an answer."""
+    for task, hacks in plan:
+        report.tasks.append(task.id)
+        _, null = await _episode(environment, task, _null_says(environment, task), context, rubric)
+        says = _oracle_says(environment, task)
+        oracle = None if says is None else (await _episode(environment, task, says, context, rubric))[1]
+        _judge_honest(environment, task, oracle, null, report)
+        for name, hack in hacks.items():
+            _, score = await _episode(environment, task, acted(hack.submission), context, rubric)
+            _judge_hack(task, name, hack, score, null, report)
 
 
 # ------------------------------------------------------------------------------------------ same seed, same task
@@ -321,30 +453,37 @@ def digest(task: Task) -> str:
     return hashlib.sha256(json.dumps(canonical(task), sort_keys=True).encode()).hexdigest()
 
 
-def digests(name: str, places: Sequence[tuple[str, int]], seed: int) -> list[str]:
+def digests(name: str, options: Mapping[str, Any], places: Sequence[tuple[str, int]], seed: int) -> list[str]:
     """Digests of tasks, from an environment made anew."""
-    source = make(name).source
+    source = make(name, **options).source
     return [digest(source.get(split, index, seed)) for split, index in places]
 
 
 def _same_tasks(
-    name: str, environment: Environment, chosen: Sequence[tuple[str, int, Task]], seed: int, report: Report
+    name: str,
+    options: Mapping[str, Any],
+    environment: Environment,
+    chosen: Sequence[tuple[str, int, Task]],
+    seed: int,
+    report: Report,
 ) -> None:
     places = [(split, index) for split, index, _ in chosen[:4]]
-    for split in environment.source.splits:
-        length = environment.source.length(split)
-        places += [(split, index) for index in range(2 if length is None else min(2, length))]
     try:
-        before = digests(name, places, seed)
-        if digests(name, places, seed) != before:
+        for split in environment.source.splits:
+            length = environment.source.length(split)
+            places += [(split, index) for index in range(2 if length is None else min(2, length))]
+        before = digests(name, options, places, seed)
+        if digests(name, options, places, seed) != before:
             report.problems.append("the same split, index and seed gave another task the second time")
-        if _digests_elsewhere(name, places, seed) != before:
+        if _digests_elsewhere(name, options, places, seed) != before:
             report.problems.append("the same split, index and seed gave another task in a fresh interpreter")
     except TypeError as error:
         report.problems.append(str(error))
 
 
-def _digests_elsewhere(name: str, places: Sequence[tuple[str, int]], seed: int) -> list[str]:
+def _digests_elsewhere(
+    name: str, options: Mapping[str, Any], places: Sequence[tuple[str, int]], seed: int
+) -> list[str]:
     """The same from a new process with another hash seed."""
     program = "import json, sys; from k3rl.envs.check import digests; print(json.dumps(digests(*json.load(sys.stdin))))"
     place = name.partition(":")[0]
@@ -353,7 +492,7 @@ def _digests_elsewhere(name: str, places: Sequence[tuple[str, int]], seed: int) 
     paths = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     done = subprocess.run(
         [sys.executable, "-P", "-c", program],
-        input=json.dumps([name, places, seed]),
+        input=json.dumps([name, options, places, seed]),
         env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "20011"},
         capture_output=True,
         text=True,

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import sys
 import tomllib
+import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from k3rl.config import ConfigError
+from k3rl.config import ConfigError, K3Error
 from k3rl.envs.base import Environment
 
 GROUP = "k3rl.envs"
@@ -55,6 +56,10 @@ class UnknownEnvironment(ConfigError, LookupError):
     """No environment has this name; the message says which there are."""
 
 
+class BrokenEnvironment(ConfigError):
+    """What was found does not give an environment: its code raised, takes other options, or gives something else."""
+
+
 def register(name: str, factory: Factory) -> None:
     """Make `factory` known under `name` in this process. Raises ValueError for a name that is taken."""
     if name in _BUILTIN or _registered.get(name, factory) is not factory:
@@ -82,15 +87,59 @@ def make(name: str, **options: Any) -> Environment:
 
     A shipped name wins over a registered one, that over an installed one, and all of them over a folder of that
     name. A folder is a project with an entry point in its pyproject.toml, or a package; a file or package without
-    an entry point is asked for `environment`. Raises UnknownEnvironment, and TypeError when the object found does
-    not give an `Environment`.
+    an entry point is asked for `environment`. Raises UnknownEnvironment; BrokenEnvironment when its code raises, with
+    the place, or gives no `Environment`; and typed errors of the environment as they are.
     """
-    environment = _find(name)(**options)
+    try:
+        environment = _find(name)(**options)
+    except K3Error:
+        raise
+    except Exception as error:
+        raise BrokenEnvironment(
+            f"{name!r} cannot be made: {type(error).__name__}: {error} ({_place(error)})", key="env", got=name
+        ) from error
     if not isinstance(environment, Environment):
-        raise TypeError(
-            f"{name!r} gave a {type(environment).__name__}; an environment factory must return k3rl.envs.Environment"
+        raise BrokenEnvironment(
+            f"{name!r} gave {_kind(environment)}; an environment factory must return k3rl.envs.Environment"
         )
     return environment
+
+
+def object_at(place: str) -> Any:
+    """What is at `pkg.module:Object` or `file.py:Object`. Raises ConfigError, also where its code raises."""
+    path, _, attribute = place.rpartition(":")
+    if not path:
+        raise ConfigError(f"{place!r} names no object; write pkg.module:Object or file.py:Object", got=place)
+    try:
+        if path.endswith(".py"):
+            if not Path(path).is_file():
+                raise UnknownEnvironment(f"{path!r}: there is no such file")
+            module = _loaded(_key(Path(path)), Path(path))
+        else:
+            module = importlib.import_module(path)
+        return getattr(module, attribute)
+    except K3Error:
+        raise
+    except Exception as error:
+        raise BrokenEnvironment(f"{place!r}: {type(error).__name__}: {error} ({_place(error)})", got=place) from error
+
+
+def _key(path: Path) -> str:
+    """The name under which a file is a module."""
+    return f"k3rl_env_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+
+
+def _place(error: Exception) -> str:
+    """File and line where code of an environment went wrong."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
 
 
 def _find(name: str) -> Factory:
@@ -112,7 +161,7 @@ def _find(name: str) -> Factory:
         return _imported(name)
     known = names()
     near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise UnknownEnvironment(
         f"no environment is named {name!r}{hint} Known: {', '.join(known)}. Others: `pkg.module:Object`, a .py file, "
         f"a folder, a package with an entry point in the group {GROUP!r}, a collection of tasks by "
@@ -141,8 +190,7 @@ def _imported(path: str) -> Factory:
 def _from_path(path: Path, attribute: str) -> Factory:
     """What a `.py` file, a project folder or a package folder offers."""
     if path.is_file():
-        key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-        return _attribute(_loaded(f"k3rl_env_{path.stem}_{key}", path), attribute or OBJECT, str(path))
+        return _attribute(_loaded(_key(path), path), attribute or OBJECT, str(path))
     if not path.is_dir():
         raise UnknownEnvironment(f"{str(path)!r}: there is no such file or folder")
     project = path / "pyproject.toml"
@@ -164,11 +212,16 @@ def _entry_point_of(project: Path, name: str) -> str:
         table = tomllib.loads(project.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{project} is not TOML: {error}", key=str(project)) from None
-    points: dict[str, str] = table.get("project", {}).get("entry-points", {}).get(GROUP, {})
+    points = table
+    for key in ("project", "entry-points", GROUP):
+        points = points.get(key, {})
+        if not isinstance(points, dict):
+            raise ConfigError(f"{project}: `{key}` is {_kind(points)}; wants a table", key=str(project))
     if name in points or (not name and len(points) == 1):
         return points[name or next(iter(points))]
     wanted = f"one of {', '.join(points)} after a colon" if points else f'a table [project.entry-points."{GROUP}"]'
-    raise UnknownEnvironment(f"{project}: no environment {name!r}; wants {wanted}")
+    what = f"there is no environment {name!r}" if name else f"it has {len(points)} environments"
+    raise UnknownEnvironment(f"{project}: {what}; wants {wanted}")
 
 
 def _loaded(name: str, file: Path) -> ModuleType:
@@ -208,6 +261,6 @@ def _checked(found: Any, name: str) -> Factory:
 
         return give
     if not callable(found):
-        raise TypeError(f"{name!r} is a {type(found).__name__}; it must be an Environment or give one when called")
+        raise BrokenEnvironment(f"{name!r} is {_kind(found)}; it must be an Environment or give one when called")
     factory: Factory = found
     return factory

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from k3rl.cli import unknown
 from k3rl.cli_words import Parser, print_json
-from k3rl.config import ConfigError, MissingResource
+from k3rl.config import Config, ConfigError, K3Error, MissingResource, load, read_toml, split_words
 from k3rl.envs import Environment, make, names
 from k3rl.envs.check import Report, check
 from k3rl.envs.faults import honest
@@ -19,18 +19,50 @@ from k3rl.envs.rollout import gradable
 from k3rl.envs.scaffold import write_package
 from k3rl.run.recorder import score_row
 from k3rl.run.terminal import visible
-from k3rl.types import Failed, Score, Task
+from k3rl.types import Failed, Score, StopReason, Task
 
 USAGE = """\
 usage: k3rl env list [--json]
        k3rl env check [ENV ... | --all] [--tasks 1] [--json]
        k3rl env grade ENV SUBMISSION --task N [--split heldout] [--seed 0] [--json]
-       k3rl env play ENV --task N [--split heldout] [--seed 0] [--json]
+       k3rl env play ENV --task N [--split heldout] [--seed 0] [--state FILE] [--clocks] [--json]
        k3rl env new NAME [--out DIR]
 
-ENV is a name from `k3rl env list`, package.module:Object, a .py file, or the folder of a package."""
+ENV is a name from `k3rl env list`, package.module:Object, a .py file, or the folder of a package. check, grade
+and play take its options as --env-args.KEY VALUE, and `@ FILE` in the place of ENV: the [env] of a run's file."""
 MAX_FOLDER_BYTES = 16 * 2**20
 _NOT_SUBMITTED = {".git", "__pycache__"}
+
+
+class EnvWords(Config):
+    """What stands on a command line for an environment."""
+
+    env_args: dict[str, Any] = {}
+    """Its options, as `env.args` of a run."""
+
+
+def taken_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """(the other words, options of the environment). `@ FILE` stands for `env.name` of a run's file, whose `env.args`
+    are options, and --env-args.KEY VALUE gives others. Raises ConfigError."""
+    rest: list[str] = []
+    own: list[str] = []
+    options: dict[str, Any] = {}
+    waiting = iter(words)
+    for word in waiting:
+        if word == "@":
+            table = read_toml(Path(next(waiting, ""))).get("env")
+            if not isinstance(table, dict) or not isinstance(table.get("name"), str):
+                raise ConfigError("a file after @ wants a table [env] with a name, as a run's file has it", key="@")
+            rest.append(table["name"])
+            options |= table.get("args", {})
+        elif word.startswith("--env-args."):
+            own.append(word)
+            if "=" not in word and (value := next(waiting, None)) is not None:
+                own.append(value)
+        else:
+            rest.append(word)
+    _, flags = split_words(own)
+    return rest, load(EnvWords(env_args=options), flags=flags).env_args
 
 
 def env(words: Sequence[str]) -> int:
@@ -50,19 +82,27 @@ def _list(words: Sequence[str]) -> int:
     arguments = parser.read(words)
     if arguments is None:
         return 0
-    found = [_about(_environment(name)) for name in names()]
+    found = [_about(name) for name in names()]
     if arguments.json:
         print_json({"environments": found})
         return 0
     for about in found:
+        if "error" in about:
+            print(f"{about['name']}   broken: {visible(about['error'])}")
+            continue
         sizes = "  ".join(f"{split} {'endless' if n is None else n}" for split, n in about["splits"].items())
         print(f"{about['name']}   {about['description']}\n    {sizes}")
     return 0
 
 
-def _about(environment: Environment) -> dict[str, Any]:
-    splits = {split: environment.source.length(split) for split in environment.source.splits}
-    about = {"name": environment.name, "description": environment.description, "domain": environment.domain}
+def _about(name: str) -> dict[str, Any]:
+    """What the list says of an environment; one that cannot be made hides no other."""
+    try:
+        environment = make(name)
+        splits = {split: environment.source.length(split) for split in environment.source.splits}
+    except (K3Error, OSError, ValueError) as error:
+        return {"name": name, "error": str(error)}
+    about = {"name": name, "description": environment.description, "domain": environment.domain}
     return about | {"version": environment.version, "splits": splits}
 
 
@@ -74,15 +114,18 @@ def _check(words: Sequence[str]) -> int:
         "--tasks", type=int, default=1, metavar="N", help="kinds of tasks that get all hacks; default: 1"
     )
     parser.add_argument("--json", action="store_true")
-    arguments = parser.read(words)
+    rest, options = taken_options(words)
+    arguments = parser.read(rest)
     if arguments is None:
         return 0
     if bool(arguments.env) == arguments.all or arguments.tasks < 1:
         raise ConfigError("env check wants environments or --all, and --tasks of at least 1", key="env check")
+    if options and len(arguments.env) != 1:
+        raise ConfigError("options of an environment go with the one environment that takes them", key="--env-args")
     chosen = shipped() if arguments.all else arguments.env
     rows: dict[str, dict[str, Any]] = {}
     for name in chosen:
-        row, words_for_people = _checked(name, arguments.tasks)
+        row, words_for_people = _checked(name, arguments.tasks, options)
         rows[row["name"]] = row
         if not arguments.json:
             print(words_for_people, flush=True)
@@ -95,11 +138,11 @@ def _check(words: Sequence[str]) -> int:
     return 0 if all(row["ok"] for row in rows.values()) else 1
 
 
-def _checked(name: str, tasks: int) -> tuple[dict[str, Any], str]:
+def _checked(name: str, tasks: int, options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """What a check found, for programs and for people; `missing` says what this machine lacks to check it."""
-    environment = _environment(name)
+    environment = make(name, **options)
     try:
-        report = check(name, tasks=tasks)
+        report = check(name, tasks=tasks, options=options)
     except MissingResource as error:
         return {
             "name": environment.name,
@@ -115,10 +158,13 @@ def _about_report(report: Report) -> str:
         "no oracle" if report.oracle is None else f"oracle {report.oracle:g} (wants {report.oracle_expected:g})",
         "no null agent" if report.null is None else f"null {report.null:g}",
         f"{refused} of {len(report.hacks)} hacks refused",
+        f"{len(report.tasks)} kinds of tasks",
+        f"{len(report.episodes)} episodes",
         f"{len(report.leaks)} leaks",
         f"{report.seconds:.0f} s",
     ]
     lines = [f"{report.name}   {'ok' if report.ok else 'FAILED'}   {', '.join(numbers)}"]
+    lines += [f"  no {what}: {visible(why)}" for what, why in report.absent.items()]
     return "\n".join(lines + [f"  {visible(problem)}" for problem in report.problems])
 
 
@@ -139,17 +185,32 @@ def _new(words: Sequence[str]) -> int:
 def _play(words: Sequence[str]) -> int:
     parser = Parser("env play", "You are the policy: act by hand, under the rules and budgets of a run.")
     _add_task(parser)
-    arguments = parser.read(words)
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="keep the episode in FILE, and go on with the one that is there"
+    )
+    parser.add_argument("--clocks", action="store_true", help="the task's budgets of time count too")
+    rest, options = taken_options(words)
+    arguments = parser.read(rest)
     if arguments is None:
         return 0
     from k3rl.cli_play import play
 
-    environment = _environment(arguments.env)
+    environment = make(arguments.env, **options)
     task = _task(environment, arguments.split, arguments.task, arguments.seed)
-    episode = play(environment, task, sys.stdin, sys.stdout)
-    score = _score(environment, task, episode.answer) if gradable(episode) else episode.score
+    episode = play(environment, task, sys.stdin, sys.stdout, state=arguments.state, clocks=arguments.clocks)
     about = {"task": task.id, "stop_reason": str(episode.stop_reason), "turns": episode.budgets_used["turns"]}
+    if episode.stop_reason is StopReason.PAUSED:
+        return _print_paused(arguments.state, about, as_json=arguments.json)
+    score = _score(environment, task, episode.answer) if gradable(episode) else episode.score
     return _print_score(score, about, as_json=arguments.json)
+
+
+def _print_paused(state: Path, about: dict[str, Any], *, as_json: bool) -> int:
+    if as_json:
+        print_json({"status": "paused", "reward": None, "state": str(state)} | about)
+    else:
+        print(f"{about['task']}: put aside in {state} after {about['turns']:g} turns; the same command goes on with it")
+    return 0
 
 
 def _add_task(parser: Parser) -> None:
@@ -164,10 +225,11 @@ def _grade(words: Sequence[str]) -> int:
     parser = Parser("env grade", "Scores one answer to one task, as a run would.")
     _add_task(parser)
     parser.add_argument("submission", help="the file or folder that is the answer, or - for standard input")
-    arguments = parser.read(words)
+    rest, options = taken_options(words)
+    arguments = parser.read(rest)
     if arguments is None:
         return 0
-    environment = _environment(arguments.env)
+    environment = make(arguments.env, **options)
     task = _task(environment, arguments.split, arguments.task, arguments.seed)
     score = _score(environment, task, _read(arguments.submission))
     return _print_score(score, {"task": task.id}, as_json=arguments.json)
@@ -197,13 +259,6 @@ def result_of(score: Score) -> dict[str, Any]:
         "evidence": row.get("evidence") or row.get("reason"),
         "hack": row.get("hack"),
     }
-
-
-def _environment(name: str) -> Environment:
-    try:
-        return make(name)
-    except TypeError as error:
-        raise ConfigError(str(error), key="env", got=name, wanted=f"one of {', '.join(names())}") from None
 
 
 def _task(environment: Environment, split: str, index: int, seed: int) -> Task:

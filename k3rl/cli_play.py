@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from k3rl.config import ConfigError
-from k3rl.envs import Action, Budgets, Env, Environment, EpisodeContext, Observation, StepResult, Task
+from k3rl.config import ConfigError, MissingResource
+from k3rl.envs import Budgets, Env, Environment, EpisodeContext, Observation, Task
+from k3rl.envs.base import NoSnapshot
+from k3rl.envs.episode_state import BrokenState, EpisodeState
+from k3rl.envs.played import MAX_TURN_TOKENS, Seen, sampled
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.run.terminal import framed
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import Tokenizer
 from k3rl.tokens.images import shown_text
 from k3rl.types import Completion, EncodedImage, Episode, Message, SamplingParams, StopReason, ToolCall
 
@@ -24,37 +28,116 @@ Type your turn and end it with a line that holds a single dot. Instead of text:
   /TOOL                     the same, its text on the lines up to the dot
   /file PATH                the text of a file is your answer
   /quit                     gives up"""
-MAX_TURN_TOKENS = 1_000_000
+LATER = "  /later                    puts the episode aside in %s; so does the end of the input"
 
 
-def play(environment: Environment, task: Task, source: TextIO, shown: TextIO) -> Episode:
+def play(
+    environment: Environment,
+    task: Task,
+    source: TextIO,
+    shown: TextIO,
+    *,
+    state: Path | None = None,
+    clocks: bool = False,
+) -> Episode:
     """One episode whose turns are read from `source`; what the policy would see goes to `shown`.
 
-    Budgets of tokens and of time are the machine's and do not bind a person. The end of `source` gives up:
-    the episode is ABORTED and its answer empty.
+    Budgets of tokens are the machine's and do not bind a person; those of time do with `clocks`. The end of `source`
+    gives up: the episode is ABORTED and its answer empty.
+
+    state: a file that is written before each turn and holds the episode and its workspace. Where it exists the episode
+    goes on from there, also after this process was killed. It is removed when the episode is over; the end of `source`
+    leaves it, and the episode is PAUSED. Raises ConfigError for a file of another task or of no episode, and for an
+    environment whose episodes cannot be put aside or are played by a program.
     """
-    task = dataclasses.replace(
-        task, budgets=dataclasses.replace(task.budgets, tokens=None, tokens_per_turn=None, wall_s=None, virtual_s=None)
-    )
+    if environment.make_harness is not None:
+        raise ConfigError(f"{environment.name} is played by an agent program of its own, not turn by turn", key="env")
+    budgets = dataclasses.replace(task.budgets, tokens=None, tokens_per_turn=None)
+    if not clocks:
+        budgets = dataclasses.replace(budgets, wall_s=None, virtual_s=None)
     provider = provider_named("bwrap")
     programs = ProgramRunner(provider) if environment.needs_programs else None
     person = _Person(source, shown)
-    print(HELP, file=shown)
+    kept = None if state is None else _Kept(state, task, person)
+    print(HELP if state is None else f"{HELP}\n{LATER % state}", file=shown)
     try:
-        return asyncio.run(
+        resume = None if kept is None else kept.read()
+        env = _Put(environment.make_env(), person)
+        episode = asyncio.run(
             run_episode(
-                _Shown(environment.make_env(), person),
-                task,
+                env,
+                dataclasses.replace(task, budgets=budgets),
                 person,
                 person.tokenizer,
                 episode_id="by-hand",
                 sampling=SamplingParams(max_tokens=MAX_TURN_TOKENS),
                 context=EpisodeContext(seed=task.seed, budgets=Budgets(), programs=programs, sandboxes=provider),
+                resume=resume,
+                keep=None if kept is None else kept.keep,
             )
         )
     finally:
         if programs is not None:
             programs.close()
+    if kept is None:
+        return episode
+    if episode.stop_reason is StopReason.CANCELLED and not person.gave_up and kept.path.exists():
+        return dataclasses.replace(episode, stop_reason=StopReason.PAUSED)
+    kept.path.unlink(missing_ok=True)
+    return episode
+
+
+class _Kept:
+    """The file of an episode: a line of JSON, the tools that were declared last, and the episode's own bytes."""
+
+    def __init__(self, path: Path, task: Task, person: _Person) -> None:
+        self.path = path
+        self._task, self._person = task, person
+
+    def read(self) -> EpisodeState | None:
+        """The episode to go on with, None where there is no file. Shows what was said last."""
+        if not self.path.exists():
+            return None
+        try:
+            head, _, body = self.path.read_bytes().partition(b"\n")
+            tools = tuple(json.loads(head)["tools"])
+            state = EpisodeState.from_bytes(body)
+        except OSError as error:
+            raise MissingResource(f"cannot read {self.path}: {error.strerror}") from None
+        except (BrokenState, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.path} holds no episode that can go on: {error}", key="--state") from None
+        if state.task_id != self._task.id:
+            raise ConfigError(
+                f"{self.path} holds an episode of task {state.task_id}, not of {self._task.id}", key="--state"
+            )
+        self._person.tools = tools
+        last = max((n for n, one in enumerate(state.messages) if one.role == "assistant"), default=-1)
+        self._person.show([*state.messages[:1], *state.messages[last:]] if last > 0 else state.messages)
+        return state
+
+    def keep(self, state: EpisodeState) -> bool:
+        """Write it; the file is whole or as it was."""
+        head = json.dumps({"tools": self._person.tools}, default=dict).encode()
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        fresh.write_bytes(head + b"\n" + state.to_bytes())
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())
+        fresh.replace(self.path)
+        return False
+
+
+class _Put(Seen):
+    """What a person sees; an environment that cannot be put aside says so in the words of the command."""
+
+    def __init__(self, env: Env, person: _Person) -> None:
+        super().__init__(env, person.see)
+
+    async def snapshot(self) -> bytes:
+        """See `Env.snapshot`. Raises ConfigError."""
+        try:
+            return await super().snapshot()
+        except NoSnapshot as error:
+            raise ConfigError(f"{error}; play it without --state", key="--state") from None
 
 
 class _Person:
@@ -63,8 +146,14 @@ class _Person:
     def __init__(self, source: TextIO, shown: TextIO) -> None:
         self.tokenizer = Tokenizer.builtin()
         self.tools: tuple[Mapping[str, Any], ...] = ()
+        self.gave_up = False
         self._lines = iter(source.readline, "")
         self._shown = shown
+
+    def see(self, observation: Observation) -> None:
+        """Show what the environment said, and know its tools."""
+        self.show(observation.messages)
+        self.tools = observation.tools or self.tools
 
     def show(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -75,21 +164,17 @@ class _Person:
     ) -> Completion:
         """The next turn; `params` do not bind a person, who sees `images` as the messages show them."""
         message = self._turn()
-        ids = () if message is None else self._sampled(message)
+        ids = () if message is None else sampled(message, self.tokenizer)
         stop = StopReason.ABORTED if message is None else StopReason.STOP
         return Completion(ids, (0.0,) * len(ids), stop, weight_version=0, first_version=0)
 
-    def _sampled(self, message: Message) -> tuple[int, ...]:
-        user = Message("user", "-")
-        segments, sampled = xtml.render_trained([user, message], thinking=False, add_generation_prompt=False)
-        return tuple(self.tokenizer.encode_segments([one for one, own in zip(segments, sampled, strict=True) if own]))
-
     def _turn(self) -> Message | None:
-        """What the person says, None for giving up. A mistake is explained and asked for again."""
+        """What the person says, None for giving up or going away. A mistake is explained and asked for again."""
         print("[you]", file=self._shown, flush=True)
         for line in self._lines:
             try:
-                if line.strip() == "/quit":
+                if line.strip() in ("/quit", "/later"):
+                    self.gave_up = line.strip() == "/quit"
                     return None
                 if not line.startswith("/"):
                     return Message("assistant", self._until_dot(line))
@@ -134,31 +219,3 @@ def _chained(first: str, lines: Iterator[str]) -> Iterator[str]:
     if first:
         yield first
     yield from lines
-
-
-class _Shown(Env):
-    """An environment whose observations a person sees."""
-
-    def __init__(self, env: Env, person: _Person) -> None:
-        self._env = env
-        self._person = person
-
-    async def reset(self, task: Task, context: EpisodeContext) -> Observation:
-        """See `Env.reset`."""
-        return self._seen(await self._env.reset(task, context))
-
-    async def step(self, action: Action) -> StepResult:
-        """See `Env.step`."""
-        result = await self._env.step(action)
-        if result.observation is not None:
-            self._seen(result.observation)
-        return result
-
-    async def close(self) -> None:
-        """See `Env.close`."""
-        await self._env.close()
-
-    def _seen(self, observation: Observation) -> Observation:
-        self._person.show(observation.messages)
-        self._person.tools = observation.tools or self._person.tools
-        return observation

@@ -99,7 +99,8 @@ class Budgets:
     tokens: int | None = None  # sampled tokens, all turns together
     tokens_per_turn: int | None = None
     tool_calls: int | None = None
-    wall_s: float | None = None
+    sub_agents: int | None = None
+    wall_s: float | None = None  # real time of the episode
     virtual_s: float | None = None  # time of tools plus sampled tokens at a nominal rate
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from k3rl.actors.jobs import EpisodeJob, TaskRef
 from k3rl.actors.rollouts import Rollouts
+from k3rl.config import ConfigError
+from k3rl.envs import make
 from k3rl.pipelines.batches import check_failures, reward_of
-from k3rl.pipelines.configs import EvalConfig
+from k3rl.pipelines.configs import EnvConfig, EvalConfig
 from k3rl.types import Episode, SamplingParams, StopReason
 
 _FAILURE_LIMIT = 0.02  # an evaluation with more missing rewards than this measures the sandbox, not the policy
@@ -22,6 +24,7 @@ _FAILURE_LIMIT = 0.02  # an evaluation with more missing rewards than this measu
 class Evaluation:
     """One checkpoint on the held-out tasks.
 
+    splits: how many tasks of each split were played; a split that the environment does not have is not there.
     pass_at_1: mean reward at temperature 1 over the n tasks of the families that are trained; ci95: its Wilson
     interval; greedy: mean reward at temperature 0; by_family: temperature 1, the kept-out family included;
     by_level: "family/level"; parsed: share of answers that are valid messages.
@@ -36,6 +39,7 @@ class Evaluation:
     by_level: dict[str, float]
     parsed: float
     missing: int
+    splits: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -54,33 +58,59 @@ class Evaluation:
         }
 
 
-def evaluate(rollouts: Rollouts, checkpoint: str, config: EvalConfig) -> Evaluation:
-    """Loads the checkpoint into the engines and measures it. Raises TooManyFailures when rewards are missing."""
+def held_out(env: EnvConfig, config: EvalConfig, *, required: bool = True) -> dict[str, int]:
+    """How many tasks of which split of this environment a measurement plays: what is asked for, where it is there.
+
+    Without a split `heldout` there is nothing to measure a policy on: ConfigError, or nothing where not `required`.
+    Raises what making the environment raises.
+    """
+    source = make(env.name, **env.args).source
+    if "heldout" not in source.splits:
+        if not required:
+            return {}
+        raise ConfigError(
+            f"{env.name} has no split heldout to measure a policy on; it has {', '.join(source.splits)}",
+            key="env.name",
+            got=env.name,
+        )
+    tasks = {}
+    for split, wanted in (("heldout", config.n), ("heldout_family", config.n_family)):
+        if split in source.splits and wanted:
+            length = source.length(split)
+            tasks[split] = wanted if length is None else min(wanted, length)
+    return tasks
+
+
+def evaluate(rollouts: Rollouts, checkpoint: str, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
+    """Loads the checkpoint into the engines and measures it on `held_out` tasks. Raises TooManyFailures when rewards
+    are missing."""
     rollouts.load(checkpoint)
-    return measure(rollouts, config)
+    return measure(rollouts, config, tasks)
 
 
-def measure(rollouts: Rollouts, config: EvalConfig) -> Evaluation:
+def measure(rollouts: Rollouts, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
     """Measures whatever the engines serve now."""
-    sampled = _play(rollouts, config, "heldout", config.n, 1.0)
-    greedy = _play(rollouts, config, "heldout", config.n, 0.0)
-    family = _play(rollouts, config, "heldout_family", config.n_family, 1.0) if config.n_family else []
-    family_greedy = _play(rollouts, config, "heldout_family", config.n_family, 0.0) if config.n_family else []
+    sampled, greedy = (_play(rollouts, config, "heldout", tasks["heldout"], heat) for heat in (1.0, 0.0))
+    few = tasks.get("heldout_family", 0)
+    family, family_greedy = (_play(rollouts, config, "heldout_family", few, heat) for heat in (1.0, 0.0))
     rewards = _rewards(sampled)
     return Evaluation(
         pass_at_1=_mean(rewards),
         ci95=wilson(sum(rewards), len(rewards)),
         greedy=_mean(_rewards(greedy)),
-        n=config.n,
+        n=tasks["heldout"],
         by_family=_split(sampled + family, lambda e: e.family),
         greedy_by_family=_split(greedy + family_greedy, lambda e: e.family),
         by_level=_split(sampled + family, lambda e: f"{e.family}/{e.level}"),
         parsed=_mean([float(e.stop_reason is not StopReason.PARSE_ERROR) for e in sampled]),
         missing=sum(reward_of(e) is None for e in sampled + greedy + family + family_greedy),
+        splits=dict(tasks),
     )
 
 
 def _play(rollouts: Rollouts, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
+    if n == 0:
+        return []
     seeds = np.random.default_rng([config.seed, int(temperature > 0)]).integers(2**62, size=n)
     jobs = [
         EpisodeJob(f"eval-{split}-{i}", f"eval-{split}-{i}", TaskRef(split, i, config.seed), int(seed))

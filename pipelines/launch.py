@@ -22,6 +22,7 @@ from k3rl.pipelines.configs import (
     StageConfig,
 )
 from k3rl.pipelines.evaluation import evaluate as evaluate_on
+from k3rl.pipelines.evaluation import held_out
 from k3rl.pipelines.recovery import with_restarts
 from k3rl.pipelines.session import Session, session
 from k3rl.pipelines.stage import StageResult, resolve_start
@@ -38,6 +39,7 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
     if not isinstance(config, StageConfig):
         raise ConfigError(f"{type(config).__name__} is not a pipeline's config", key=pipeline)
     check_start(config)
+    tasks = held_out(config.env, config.evaluation, required=False)
     started = time.monotonic()
     opened = session(
         pipeline,
@@ -50,17 +52,25 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
     )
     with opened as job:
         result = _train(job, config)
-        measured = evaluate_on(job.fleet.rollouts, result.checkpoint, config.evaluation)
-        add_to_card(result.checkpoint, measured.facts(config.env.name))
         report = {
             "run": str(job.run.root),
             "checkpoint": result.checkpoint,
             "env": config.env.name,
             "steps": result.steps,
-            "reward": measured.pass_at_1,
-            "evaluation": measured.to_json(),
+            **_measured(job, config, result.checkpoint, tasks),
         }
     return report | {"seconds": round(time.monotonic() - started, 1), "peak_rss_mb": round(job.memory.peak_mb)}
+
+
+def _measured(job: Session, config: StageConfig, checkpoint: str, tasks: dict[str, int]) -> dict[str, Any]:
+    """`reward` and `evaluation` of a report; None for an environment that has nothing held out."""
+    if not tasks:
+        job.progress.note(f"{config.env.name} has no split heldout, so the policy is not measured")
+        return {"reward": None, "evaluation": None}
+    job.progress.note(f"measuring on {', '.join(f'{n} tasks of {split}' for split, n in tasks.items())}")
+    measured = evaluate_on(job.fleet.rollouts, checkpoint, config.evaluation, tasks)
+    add_to_card(checkpoint, measured.facts(config.env.name))
+    return {"reward": measured.pass_at_1, "evaluation": measured.to_json()}
 
 
 def _train(job: Session, config: StageConfig) -> StageResult:
@@ -87,6 +97,7 @@ def evaluate(
     if resolve_start(checkpoint) is None:
         raise ConfigError(f"{checkpoint} holds no checkpoint (no config.json)", key="CHECKPOINT", got=checkpoint)
     chosen = EnvConfig(name=env, args=env_args or {})
+    tasks = held_out(chosen, evaluation)
     provider_named(chosen.sandbox).check()
     with (
         cluster(cluster_config),
@@ -100,5 +111,5 @@ def evaluate(
             learner=False,
         ) as members,
     ):
-        measured = evaluate_on(members.rollouts, str(Path(checkpoint).resolve()), evaluation)
+        measured = evaluate_on(members.rollouts, str(Path(checkpoint).resolve()), evaluation, tasks)
     return {"checkpoint": checkpoint, "env": env, **measured.to_json()}

@@ -12,7 +12,7 @@ from rich.console import Console
 from k3rl.checkpoint import add_to_card
 from k3rl.pipelines import distill, rl, sft
 from k3rl.pipelines.configs import QuickstartConfig, StageConfig
-from k3rl.pipelines.evaluation import Evaluation, evaluate
+from k3rl.pipelines.evaluation import Evaluation, evaluate, held_out
 from k3rl.pipelines.recovery import with_restarts
 from k3rl.pipelines.session import Session, session
 from k3rl.pipelines.stage import StageResult
@@ -49,10 +49,11 @@ def run(config: QuickstartConfig, options: RunOptions) -> dict[str, Any]:
 def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResult], dict[str, Evaluation]]:
     stages: dict[str, StageResult] = {}
     measured: dict[str, Evaluation] = {}
+    tasks = held_out(config.rl.env, config.evaluation)
 
     def keep(result: StageResult) -> str:
         stages[result.name] = result
-        measured[result.name] = _measured(job, config, result)
+        measured[result.name] = _measured(job, config, result, tasks)
         return result.checkpoint
 
     warm = keep(with_restarts(job, lambda session: sft.train(session, _seeded(config.sft, config))))
@@ -65,15 +66,16 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
     return stages, measured
 
 
-def _measured(job: Session, config: QuickstartConfig, result: StageResult) -> Evaluation:
+def _measured(job: Session, config: QuickstartConfig, result: StageResult, tasks: dict[str, int]) -> Evaluation:
     """The stage's figures on the held-out tasks: those an earlier attempt took of this very result, else new ones."""
     path = job.run.root / "evaluations" / f"{result.name}.json"
     asked = {"result": asdict(result), "env": config.rl.env.model_dump(), "evaluation": config.evaluation.model_dump()}
+    asked |= {"tasks": tasks}
     asked = json.loads(json.dumps(asked, default=str))
     if path.is_file() and (kept := json.loads(path.read_text()))["of"] == asked:
         return Evaluation.from_json(kept["found"])
-    job.progress.note(f"{result.name}: measuring on {config.evaluation.n} held-out tasks")
-    found = evaluate(job.fleet.rollouts, result.checkpoint, config.evaluation)
+    job.progress.note(f"{result.name}: measuring on {tasks['heldout']} held-out tasks")
+    found = evaluate(job.fleet.rollouts, result.checkpoint, config.evaluation, tasks)
     add_to_card(result.checkpoint, found.facts(config.rl.env.name))
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, json.dumps({"of": asked, "found": found.to_json()}, indent=1) + "\n")
@@ -93,7 +95,7 @@ def _report(
 ) -> dict[str, Any]:
     report: dict[str, Any] = {
         "env": config.rl.env.name,
-        "n": config.evaluation.n,
+        "n": measured["sft"].n,
         "seed": config.seed,
         "run": str(job.run.root),
         "sft_checkpoint": stages["sft"].checkpoint,
@@ -144,7 +146,7 @@ def _print(
     )
     report["curve"] = str(curve)
     notes = [
-        f"held-out pass rate at temperature 1 over {config.evaluation.n} tasks, never trained on by text or program; "
+        f"held-out pass rate at temperature 1 over {before.n} tasks, never trained on by text or program; "
         "95 % interval " + ", ".join(f"{name} {_interval(measured[name])}" for name in ("sft", "rl", "distill")),
         "by family: " + "; ".join(f"{name} {_families(e)}" for name, e in measured.items()),
         "demonstrations are of mixed quality on purpose; RL with executed rewards repairs them",

@@ -6,7 +6,7 @@ Nothing is imported or started before the first episode, or before the first tas
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,41 @@ from pydantic import Field
 from k3rl.config import ConfigError, MissingResource, from_tree
 from k3rl.envs.adapters.bridge import BlockingBridge, BridgeSpec, ForeignLied
 from k3rl.envs.adapters.foreign import (
+    NO_ORACLE,
     BridgedEnv,
     ForeignConfig,
     ProcessConfig,
     RecordGrader,
     SeededTasks,
-    no_oracle,
+    forgeries,
+    oracle_of,
 )
 from k3rl.envs.base import Environment
 from k3rl.types import Task
 
 
-def played(name: str, about: str, source: SeededTasks, config: ForeignConfig, make_env: Any) -> Environment:
-    """An environment that is judged while it is played."""
+def played(
+    name: str,
+    about: str,
+    source: SeededTasks,
+    config: ForeignConfig,
+    make_env: Any,
+    row: Callable[[Task], Mapping[str, Any]] | None = None,
+) -> Environment:
+    """An environment that is judged while it is played. row: what an oracle is told of a task beside its seed."""
+    most = 1.0 if config.reward_range is None else config.reward_range[1]
     return Environment(
         name=name,
         description=about,
         source=source,
         make_env=make_env,
         grader=RecordGrader(config),
-        oracle=no_oracle,
         domain="agents",
+        hacks=forgeries,
+        oracle_expected=most if config.oracle_reward is None else config.oracle_reward,
+        judged_while_played=True,
+        oracle_turn=oracle_of(config, row or no_row),
+        no_oracle=NO_ORACLE,
     )
 
 
@@ -162,7 +176,9 @@ def skyrl_gym(target: str, **options: Any) -> Environment:
     spec = config.spec("skyrl_gym", "skyrl-gym", {"id": named(target, "skyrl-gym:ID"), **own})
     name = f"skyrl-gym:{target}"
     source = RowTasks(name, config, target, spec)
-    return played(name, f"SkyRL-gym's {target}", source, config, lambda: BridgedEnv(config, spec, source.row))
+    return played(
+        name, f"SkyRL-gym's {target}", source, config, lambda: BridgedEnv(config, spec, source.row), source.row
+    )
 
 
 class VerifiersConfig(ProcessConfig):

@@ -11,7 +11,7 @@ from k3rl.config import from_tree
 from k3rl.envs.adapters.bridge import BlockingBridge, BridgeError, BridgeSpec, ForeignLied
 from k3rl.envs.adapters.foreign import ProcessConfig, SeededTasks, mapping, seed_of, unlikely
 from k3rl.envs.adapters.packages import named
-from k3rl.envs.base import Action, Env, Environment, EpisodeContext, Hack, Observation, Rubric, StepResult
+from k3rl.envs.base import Action, Env, Environment, EpisodeContext, Hack, NoOracle, Observation, Rubric, StepResult
 from k3rl.types import Failed, Message, Score, Scored, StopReason, Task
 
 
@@ -119,7 +119,7 @@ class ReasoningGrader:
 def oracle(task: Task) -> str:
     """The entry's own answer. Some datasets have none, because many are right."""
     if task.hidden is None or task.hidden["answer"] is None:
-        raise ValueError(f"{task.id} has no answer of its own")
+        raise NoOracle(f"{task.id} has no answer of its own: many are right, and the dataset only judges them")
     return wrapped(task.hidden["answer"], task.hidden["tag"])
 
 

@@ -37,17 +37,31 @@ class Spending:
         """Whether the task's own time is used up."""
         return budgets.virtual_s is not None and self.virtual_s >= budgets.virtual_s
 
-    def left(self, budgets: Budgets) -> str:
-        """What is left, in words for the policy; empty where nothing is limited."""
+    def left(self, budgets: Budgets, *, sub_agents: int = 0, real_s: float = 0.0) -> str:
+        """What is left, in words for the policy; empty where nothing is limited.
+
+        sub_agents: those that were begun; real_s: seconds since the episode began.
+        """
         parts = [
             f"{max(0, limit - used)} {name}"
             for name, limit, used in (
                 ("turns", budgets.turns, self.turns),
                 ("tokens", budgets.tokens, self.tokens),
                 ("tool calls", budgets.tool_calls, self.tool_calls),
+                ("sub-agents", budgets.sub_agents, sub_agents),
             )
             if limit is not None
         ]
         if budgets.virtual_s is not None:
-            parts.append(f"{max(0.0, budgets.virtual_s - self.virtual_s):.0f} s")
+            parts.append(f"{span(budgets.virtual_s - self.virtual_s)} of task time")
+        if budgets.wall_s is not None:
+            parts.append(f"{span(budgets.wall_s - real_s)} of real time")
         return f"[left: {', '.join(parts)}]" if parts else ""
+
+
+def span(seconds: float) -> str:
+    """A time in two units at most: "23 h 59 min", "12 min", "42 s"; what is over is "0 s"."""
+    minutes = int(max(0.0, seconds) // 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min" if minutes >= 10 else f"{max(0.0, seconds):.0f} s"

@@ -79,6 +79,7 @@ class _State:
     cuts: int = 0
     waiting: Conversation | None = None  # of the agent whose sub-agent acts now
     sub_agents: int = 0
+    real_s: float = 0.0  # since the episode began, up to the snapshot that holds it
 
 
 class HarnessEnv(Env):
@@ -99,6 +100,7 @@ class HarnessEnv(Env):
         self._workspace: Workspace | None = None
         self._state = _State()
         self._started = False
+        self._began = time.monotonic()
 
     async def reset(self, task: Task, context: EpisodeContext) -> Observation:
         """Open the workspace; the system message and the request."""
@@ -108,7 +110,7 @@ class HarnessEnv(Env):
         words = [self._config.system, *(module.system() for module in self._modules.values())]
         said = "\n\n".join(filter(None, words))
         system = (Message("system", said),) if said else ()
-        return self._observed((*system, *task.messages))
+        return self._observed((*system, *self._with_budget(task.messages)))
 
     async def step(self, action: Action) -> StepResult:
         """Answer one turn."""
@@ -142,7 +144,7 @@ class HarnessEnv(Env):
 
     async def snapshot(self) -> bytes:
         """The files and everything else."""
-        rows = dataclasses.asdict(self._state)
+        rows = dataclasses.asdict(dataclasses.replace(self._state, real_s=self._real_s()))
         rows["variant"] = self._variant
         rows["modules"] = {name: module.state() for name, module in self._modules.items()}
         rows["conversation"] = [message_row(message) for message in self._state.conversation]
@@ -184,9 +186,11 @@ class HarnessEnv(Env):
         if self._started:
             raise RuntimeError("an environment is single use; make a new one for each episode")
         self._started = True
+        self._began = time.monotonic()
         provider: SandboxProvider = context.sandboxes or provider_named("bwrap")
         self._task = task
-        self._budgets = tighter(task.budgets, context.budgets)
+        few = Budgets(sub_agents=self._config.sub_agents or None)
+        self._budgets = tighter(tighter(task.budgets, context.budgets), few)
         self._workspace = await Workspace.open(provider, self._agentic.workspace(task), files)
 
     def _chosen(self, variant: int) -> HarnessConfig:
@@ -226,7 +230,7 @@ class HarnessEnv(Env):
     def _no_tool(self, name: str) -> str:
         """Why a call is not answered."""
         if name == "delegate" and self._config.sub_agents and self._state.waiting is None:
-            left = self._config.sub_agents - self._state.sub_agents
+            left = (self._budgets.sub_agents or 0) - self._state.sub_agents
             return f"delegate must be the only call of its turn and wants text as `work`; {left} sub-agents are left"
         there = [one for one in self._tools if one != "submit" or self._state.waiting is None]
         return f"there is no tool {name!r} here; there are {', '.join(there)}"
@@ -237,7 +241,8 @@ class HarnessEnv(Env):
         if len(calls) != 1 or only.name != "delegate" or not isinstance(only.arguments, Mapping):
             return None
         work = only.arguments.get("work")
-        may = self._state.waiting is None and self._state.sub_agents < self._config.sub_agents
+        few = (self._budgets.sub_agents or 0) if self._config.sub_agents else 0
+        may = self._state.waiting is None and self._state.sub_agents < few
         return work if may and isinstance(work, str) else None
 
     def _sub_agent(self, work: str) -> StepResult:
@@ -281,9 +286,7 @@ class HarnessEnv(Env):
 
     def _go_on(self, said: list[Message], tokens: int) -> StepResult:
         """What the policy reads next, after a cut where the conversation has grown too long."""
-        budget = self._state.spent.left(self._budgets) if self._config.show_budget else ""
-        if budget:
-            said[-1] = dataclasses.replace(said[-1], content=f"{said[-1].content}\n{budget}")
+        said = list(self._with_budget(said))
         cut = self._config.context.cut((*self._state.conversation, *said), tokens)
         if cut is None:
             return StepResult(self._observed(tuple(said)), metrics=self._metrics())
@@ -292,6 +295,17 @@ class HarnessEnv(Env):
             self._change(kept=cut)
             return StepResult(self._observed((*said, Message("user", question))), metrics=self._metrics())
         return StepResult(self._restarted(cut), metrics=self._metrics())
+
+    def _with_budget(self, said: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages, the last one with what is left of the budgets where that is shown."""
+        spent, begun = self._state.spent, self._state.sub_agents
+        budget = spent.left(self._budgets, sub_agents=begun, real_s=self._real_s()) if self._config.show_budget else ""
+        if not budget or not said or not isinstance(said[-1].content, str):
+            return tuple(said)
+        return (*said[:-1], dataclasses.replace(said[-1], content=f"{said[-1].content}\n{budget}"))
+
+    def _real_s(self) -> float:
+        return self._state.real_s + time.monotonic() - self._began
 
     def _resume(self, summary: Message) -> Observation:
         """The conversation that begins with the summary just given."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from k3rl.config import ConfigError
 from k3rl.envs.base import Env, Environment
-from k3rl.envs.harness import HarnessConfig, HarnessEnv
+from k3rl.envs.harness import AnyHarness, HarnessEnv, harness_of
 from k3rl.envs.kernel.collection import Collection
 from k3rl.envs.kernel.env import agentic
 from k3rl.envs.kernel.grader import KernelRubric
@@ -48,7 +48,7 @@ def environment(
     wall_s: float | None = None,
     folder: str | None = None,
     provider: str = "bwrap",
-    harness: HarnessConfig | Mapping[str, Any] | None = None,
+    harness: AnyHarness | Mapping[str, Any] | None = None,
 ) -> Environment:
     """The environment.
 
@@ -61,7 +61,7 @@ def environment(
         raise ConfigError(f"kernels are written in {', '.join(FILE)} for cpu or cuda; got {language!r} for {device!r}")
     if (device == "cuda") != (language == "cuda") and (language != "triton" or folder is not None):
         raise ConfigError(f"kernels in {language} do not run on {device!r}; triton runs on both, cuda on a GPU only")
-    config = harness if isinstance(harness, HarnessConfig) else HarnessConfig(**(harness or {}))
+    config = harness_of(harness)
     parts = agentic(language, provider, files=folder is not None)
 
     def make_env() -> Env:
@@ -74,7 +74,8 @@ def environment(
         source=KernelLadder(language, device, wall_s) if folder is None else Collection(folder),
         make_env=make_env,
         grader=KernelRubric,
-        oracle=oracle,
+        oracle=oracle if folder is None else None,
+        no_oracle="" if folder is None else "nobody wrote right kernels for the files of this folder",
         null=null,
         hacks=hacks,
         domain="code",

@@ -31,9 +31,7 @@ def answer(file: str, text: str) -> str:
 
 
 def oracle(task: Task) -> str:
-    """The expert's kernel; for numba, and for a collection whose files nobody knows, an honest one or none."""
-    if "text" in task.data:
-        return null(task)
+    """The expert's kernel; for numba an honest one."""
     operator = operator_of(task)
     experts = {"c": lambda: operator.expert, "numba": lambda: _NUMBA.read_text(encoding="utf-8")}
     return answer(task.data["file"], experts.get(task.data["language"], lambda: operator.gpu_expert)())

@@ -1,11 +1,11 @@
-"""One episode of an environment of another system, with turns that are written here.
+"""One episode of an environment of another system, acted out by its oracle.
 
     python examples/adapters/play.py gymnasium --python ~/envs/gym/bin/python
     python examples/adapters/play.py openenv --url http://127.0.0.1:8000     (after: python openenv_server.py 8000)
 
-Each system wants its own package: gymnasium, reasoning-gym, textarena, skyrl-gym, verifiers (and uv, with which it
-prepares its chat program), openenv. Without --python they are looked for in this Python. Prints what was said, and the
-score; --json prints the score alone as one line of JSON.
+The environments are those of the TOML files of this folder, which `k3rl env check @ FILE`, `k3rl env play @ FILE` and
+`k3rl rl @ FILE` take too. Without --python a package is looked for in this Python. Prints what was said, and the score;
+--json prints the score alone as one line of JSON.
 """
 
 from __future__ import annotations
@@ -14,102 +14,26 @@ import argparse
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import os
 from pathlib import Path
-from typing import Any
 
-from k3rl.config import K3Error
+from k3rl.config import K3Error, read_toml
 from k3rl.envs import Environment, EpisodeContext, make
-from k3rl.envs.rollout import gradable, run_episode
-from k3rl.tokens import Tokenizer, xtml
-from k3rl.types import Completion, Episode, Message, SamplingParams, Score, StopReason, Task, ToolCall
+from k3rl.envs.played import acted, play
+from k3rl.envs.rollout import gradable
+from k3rl.types import Episode, Score
 
 HERE = Path(__file__).resolve().parent
-TOKENIZER = Tokenizer.builtin()
-Turns = Callable[[Environment, Task], list[Message]]
+SYSTEMS = ("gymnasium", "openenv", "reasoning-gym", "skyrl-gym", "textarena", "verifiers")
 
 
-def says(*texts: str) -> Turns:
-    """The same texts whatever the task is."""
-    return lambda environment, task: [Message("assistant", text) for text in texts]
-
-
-def right_answer(environment: Environment, task: Task) -> list[Message]:
-    """What the environment itself takes for right."""
-    return [Message("assistant", environment.oracle(task))]
-
-
-def every_digit(environment: Environment, task: Task) -> list[Message]:
-    """One of them is it."""
-    return [Message("assistant", str(digit)) for digit in range(10)]
-
-
-def twice_doubled(environment: Environment, task: Task) -> list[Message]:
-    """Calls of the taskset's tool, then the answer."""
-    number = task.data["index"]
-    calls = [ToolCall("doubler_double", {"number": one}) for one in (number, 2 * number)]
-    return [*(Message("assistant", "", tool_calls=(call,)) for call in calls), Message("assistant", str(4 * number))]
-
-
-# name, options and turns of each example
-EXAMPLES: dict[str, tuple[str, dict[str, Any], Turns]] = {
-    # Down, down, right, right, down, right: around the holes of the map that does not change.
-    "gymnasium": (
-        "gymnasium:FrozenLake-v1",
-        {
-            "kwargs": {"is_slippery": False},
-            "observe": f"{HERE / 'frozen_lake.py'}:observe",
-            "act": f"{HERE / 'frozen_lake.py'}:act",
-            "instructions": "Walk over the ice from S to G. Answer with left, down, right or up.",
-            "reward_range": (0.0, 1.0),
-        },
-        says("down", "down", "right", "right", "down", "right"),
-    ),
-    "reasoning-gym": ("reasoning-gym:leg_counting", {}, right_answer),
-    "textarena": (
-        "textarena:TowerOfHanoi-v0",
-        {},
-        says("[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"),
-    ),
-    "skyrl-gym": (
-        "skyrl-gym:gsm8k",
-        {"data": {"train": str(HERE / "gsm8k_rows.jsonl")}},
-        says("Half of 48 is 24, and 48 + 24 = 72.\n#### 72"),
-    ),
-    "verifiers": ("verifiers:doubling_taskset", {"paths": [str(HERE)]}, twice_doubled),
-    "openenv": ("openenv:", {"field": "message", "show": "text"}, every_digit),
-}
-
-
-class Script:
-    """A policy that says these turns, as the tokens that a model would sample for them."""
-
-    def __init__(self, turns: Sequence[Message]) -> None:
-        self._turns = list(turns)
-
-    async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        turn = self._turns.pop(0)
-        rendered = xtml.render_trained([Message("user", "-"), turn], thinking=False, add_generation_prompt=False)
-        own = [segment for segment, sampled in zip(*rendered, strict=True) if sampled]
-        ids = tuple(TOKENIZER.encode_segments(own))
-        return Completion(ids, (0.0,) * len(ids), StopReason.STOP, weight_version=1, first_version=1)
-
-
-def play(environment: Environment, turns: Turns, index: int = 3) -> tuple[Episode, Score]:
+def played(environment: Environment, index: int = 3) -> tuple[Episode, Score]:
     """One episode of a training task, and its score."""
     length = environment.source.length("train")
     task = environment.source.get("train", index if length is None else index % length)
-    episode = asyncio.run(
-        run_episode(
-            environment.make_env(),
-            task.public(),
-            Script(turns(environment, task)),
-            TOKENIZER,
-            episode_id="example",
-            sampling=SamplingParams(max_tokens=4000),
-            context=EpisodeContext(),
-        )
-    )
+    turn = environment.oracle_turn
+    says = acted(environment.right_answer(task)) if turn is None else lambda said, tools: turn(task, said)
+    episode = asyncio.run(play(environment, task, says, EpisodeContext()))
     if not gradable(episode):
         return episode, episode.score
     rubric = environment.grader()
@@ -122,18 +46,20 @@ def play(environment: Environment, turns: Turns, index: int = 3) -> tuple[Episod
 def main() -> None:
     """Play one example."""
     parser = argparse.ArgumentParser(description="one episode of an environment of another system")
-    parser.add_argument("system", choices=sorted(EXAMPLES))
+    parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--python", default="", help="bin/python of the virtual environment that has the package")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the OpenEnv server is")
+    parser.add_argument("--url", default="", help="where the OpenEnv server is")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    name, options, turns = EXAMPLES[chosen.system]
-    if chosen.system == "openenv":
-        name += chosen.url
-    elif chosen.python:
-        options = {**options, "python": chosen.python}
+    os.chdir(HERE)  # the files name each other
+    given = read_toml(Path(f"{chosen.system}.toml"))["env"]
+    name, options = given["name"], given["args"]
+    if chosen.url:
+        name = f"openenv:{chosen.url}"
+    if chosen.python:
+        options["python"] = str(Path(chosen.python).expanduser())
     try:
-        episode, score = play(make(name, **options), turns)
+        episode, score = played(make(name, **options))
     except K3Error as error:
         raise SystemExit(f"{error}") from None
     if chosen.json:

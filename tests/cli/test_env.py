@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
+import subprocess
+import sys
+import time
+from importlib.metadata import EntryPoint
 
 import pytest
 
 from k3rl.cli import main
 from k3rl.cli_env import answer_of, result_of
 from k3rl.config import ConfigError, MissingResource
-from k3rl.envs import make
+from k3rl.envs import make, registry
 from k3rl.envs.check import Report
+from k3rl.envs.episode_state import EpisodeState
 from k3rl.types import Failed, Invalid, Scored
 
 
@@ -33,6 +39,21 @@ def test_the_list_names_the_quickstart_environment_and_its_splits(capsys):
     assert about["splits"]["heldout"] >= 256
     assert main(["env", "list"]) == 0
     assert "coding-lists" in capsys.readouterr().out
+
+
+def test_an_installed_environment_that_cannot_be_made_hides_no_other(capsys, monkeypatch, tmp_path):
+    (tmp_path / "half_written.py").write_text("import a_package_that_is_not_here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("half", "half_written:environment", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    assert main(["env", "list"]) == 0
+    said = capsys.readouterr().out
+    assert "half   broken: 'half' cannot be made: ModuleNotFoundError" in said
+    assert "coding-lists   " in said
+    assert main(["env", "check", "half"]) == 2
+    error = capsys.readouterr().err
+    assert "half_written.py:1)" in error
+    assert "Traceback" not in error
 
 
 def test_a_right_program_is_worth_one(capsys, tmp_path, task):
@@ -138,7 +159,7 @@ def test_a_new_environment_passes_its_check_as_folder_and_as_module(written, cap
 
 
 def test_all_is_every_shipped_environment_and_what_is_missing_exits_3(monkeypatch, capsys):
-    def checked(name, tasks):
+    def checked(name, **_):
         if name == "chip":
             raise MissingResource("run `apt-get install yosys`")
         return Report(name, oracle=1.0, oracle_expected=1.0, null=0.0)
@@ -153,7 +174,7 @@ def test_all_is_every_shipped_environment_and_what_is_missing_exits_3(monkeypatc
 
 
 def test_a_failed_check_exits_1_and_says_why(monkeypatch, capsys):
-    monkeypatch.setattr("k3rl.cli_env.check", lambda name, tasks: Report(name, problems=["a hack paid"]))
+    monkeypatch.setattr("k3rl.cli_env.check", lambda name, **_: Report(name, problems=["a hack paid"]))
     assert main(["env", "check", "coding-lists"]) == 1
     assert "FAILED" in (said := capsys.readouterr().out)
     assert "a hack paid" in said
@@ -212,3 +233,86 @@ def test_a_person_can_call_a_tool_answer_from_a_file_and_is_told_of_mistakes(cap
 def test_a_person_can_give_up(capsys, monkeypatch, script):
     _, result = played(capsys, monkeypatch, 3, script)
     assert (result["status"], result["stop_reason"]) == ("failed", "cancelled")
+
+
+REPAIR = ["env", "play", "coding-repair", "--task", "0", "--json", "--env-args.harness", '{"memory": 2}']
+
+
+def repaired(tail: str) -> str:
+    """What a person types who repairs the package, and then `tail`."""
+    task = make("coding-repair").source.get("heldout", 0)
+    calls = [json.dumps({"path": path, "content": text}) for path, text in task.hidden["files"].items()]
+    return "".join(f"/write_file {call}\n" for call in calls) + tail
+
+
+@pytest.fixture
+def half_played(tmp_path):
+    """The file of an episode whose player was killed after the repair, before it was handed in."""
+    state = tmp_path / "episode"
+    player = subprocess.Popen(
+        [sys.executable, "-m", "k3rl.cli", *REPAIR, "--state", str(state)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert player.stdin is not None
+    player.stdin.write(repaired("/bash echo noted > note\n"))
+    player.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not (state.exists() and b"exit status 0" in state.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    player.kill()
+    player.wait()
+    player.stdin.close()
+    return state
+
+
+def by_hand(capsys, monkeypatch, state, text: str, *words: str) -> tuple[str, dict]:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main([*REPAIR, "--state", str(state), *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return "\n".join(lines[:-1]), json.loads(lines[-1])
+
+
+def test_a_killed_episode_goes_on_with_its_workspace_and_what_it_has_spent(capsys, monkeypatch, half_played):
+    shown, result = by_hand(capsys, monkeypatch, half_played, "/bash cat note\n")
+    assert "noted" in shown
+    assert (result["status"], result["stop_reason"], result["reward"]) == ("paused", "paused", None)
+    _, result = by_hand(capsys, monkeypatch, half_played, "/submit\n")
+    assert (result["status"], result["reward"], result["stop_reason"]) == ("scored", 1.0, "completed")
+    assert result["turns"] == len(make("coding-repair").source.get("heldout", 0).hidden["files"]) + 3
+    assert not half_played.exists()
+
+
+def test_the_clock_goes_on_where_it_stood_and_ends_the_episode_with_what_is_there(capsys, monkeypatch, half_played):
+    head, _, body = half_played.read_bytes().partition(b"\n")
+    late = dataclasses.replace(EpisodeState.from_bytes(body), wall_s=3600.0)
+    half_played.write_bytes(head + b"\n" + late.to_bytes())
+    _, result = by_hand(capsys, monkeypatch, half_played, "", "--clocks")
+    assert (result["status"], result["reward"], result["stop_reason"]) == ("scored", 1.0, "wall_timeout")
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "said"),
+    [
+        (["coding-repair", "--task", "1"], None, "holds an episode of task"),
+        (["coding-repair", "--task", "0"], b"{}\nnothing", "holds no episode"),
+        (["coding-repair", "--task", "0"], b"", "holds no episode"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(capsys, tmp_path, words, content, said):
+    state = tmp_path / "episode"
+    task = make("coding-repair").source.get("heldout", 0)
+    other = EpisodeState(task.id, (1,), (), (), (), {}, 0, 0, 0.0, b"")
+    state.write_bytes(b'{"tools": []}\n' + other.to_bytes() if content is None else content)
+    assert main(["env", "play", *words, "--state", str(state)]) == 2
+    assert said in capsys.readouterr().err
+    assert state.exists()
+
+
+def test_an_episode_that_cannot_be_put_aside_says_so(capsys, monkeypatch, tmp_path):
+    probe = next(t for t in make("coding-lists").tasks("heldout") if t.family == "probe")
+    monkeypatch.setattr("sys.stdin", io.StringIO('/run {"code": ""}\nx\n.\n'))
+    index = probe.id.rpartition("/")[2]
+    assert main(["env", "play", "coding-lists", "--task", index, "--state", str(tmp_path / "e")]) == 2
+    assert "play it without --state" in capsys.readouterr().err

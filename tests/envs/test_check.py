@@ -16,6 +16,8 @@ import pytest
 
 from k3rl.envs import Env, Environment, EpisodeContext, Hack, Message, Observation, Rubric, StepResult, Task, registry
 from k3rl.envs.check import Report, canonical, check, digest
+from k3rl.envs.gateway import ProgramHarness
+from k3rl.envs.harness import WorkspaceSpec
 from k3rl.envs.leaks import watched
 from k3rl.envs.sandbox.cgroups import Cgroups
 from k3rl.envs.scaffold import write_package
@@ -62,6 +64,16 @@ class Shared(Plain):
 
     async def step(self, action: Any) -> StepResult:
         return StepResult(done=True, answer=f"{action.message.content}{next(self.turns)}")
+
+
+class Stumbling(Plain):
+    async def step(self, action: Any) -> StepResult:
+        raise OSError("no such server")
+
+
+class Clipping(Plain):
+    async def step(self, action: Any) -> StepResult:
+        return StepResult(done=True, answer=action.message.content[:5])
 
 
 class Judge(Rubric):
@@ -148,6 +160,12 @@ def test_an_honest_environment_passes(checked: Callable[..., Report]) -> None:
         ({"oracle_expected": 0.5}, "the oracle is worth 0.5 and got 1"),
         ({"oracle_expected": lambda task: 0.25}, "the oracle is worth 0.25 and got 1"),
         ({"oracle": lambda task: "wrong answer"}, "the oracle is worth 1 and got 0"),
+        ({"oracle": None}, "it has no oracle; give Environment(oracle=...)"),
+        (
+            {"make_env": Stumbling},
+            "an episode of the oracle agent broke: failed (environment: OSError: no such server)",
+        ),
+        ({"make_env": Clipping}, "the right answer, acted out, got 0 (env_done); it is worth 1"),
         ({"null": lambda task: SECRET}, "the null agent got 1"),
         ({"null": None}, "no null agent"),
         ({"hacks": None}, "no hacks"),
@@ -169,6 +187,49 @@ def test_a_broken_promise_is_said(checked: Callable[..., Report], fields: dict[s
     report = checked(**fields)
     assert not report.ok
     assert said in "\n".join(report.problems)
+
+
+def test_an_oracle_that_is_not_there_is_named_with_its_reason_and_everything_else_is_tried(
+    checked: Callable[..., Report],
+) -> None:
+    report = checked(oracle=None, no_oracle="nobody solved it yet")
+    assert (report.problems, report.oracle, report.null) == ([], None, 0.0)
+    assert report.absent == {"oracle": "tried has no right answer to show: nobody solved it yet"}
+    assert {row["who"] for row in report.episodes} == {"null"}
+    assert [tried.refused for tried in report.hacks.values()] == [True, True]
+
+
+def test_the_oracle_is_graded_on_every_kind_of_task(checked: Callable[..., Report]) -> None:
+    report = checked(oracle=lambda task: SECRET if task.family == "kind 0" else "a guess")
+    assert report.tasks == ["heldout/0/0", "heldout/0/1"]
+    assert (report.oracle, report.oracle_expected) == (0.0, 1.0)
+    assert report.problems == [
+        "heldout/0/1: the oracle is worth 1 and got 0",
+        "heldout/0/1: the null agent got 0, not less than the oracle",
+    ]
+
+
+def test_a_program_is_played_through_the_gateway(
+    checked: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k3rl.envs.leaks.SETTLE_S", 5.0)  # what starts commands lingers for a moment
+    program = (
+        "import json, os, urllib.request\nbody = json.dumps({'messages': [{'role': 'user', 'content': 'say it'}]})\n"
+        "ask = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body.encode(), "
+        "{'Content-Type': 'application/json'})\n"
+        "print(json.load(urllib.request.urlopen(ask))['choices'][0]['message']['content'], end='')\n"
+    )
+
+    def harness(text: str) -> Callable[[], ProgramHarness]:
+        return lambda: ProgramHarness(
+            lambda task: ["python3", "-c", text], lambda task: WorkspaceSpec({}, ()), answer="stdout"
+        )
+
+    report = checked(make_harness=harness(program))
+    assert report.problems == []
+    assert [(row["who"], row["reward"]) for row in report.episodes] == [("oracle", 1.0), ("oracle", 1.0), ("null", 0.0)]
+    report = checked(make_harness=harness("raise SystemExit(3)"))
+    assert "an episode of the oracle agent broke: failed (program: it ended with status 3" in report.problems[0]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from k3rl.config import ConfigError
 from k3rl.envs import Environment, UnknownEnvironment, make, names, register, registry
+from k3rl.envs.registry import BrokenEnvironment
 from k3rl.envs.sandbox import SandboxUnavailable
 
 
@@ -83,12 +84,16 @@ def test_what_cannot_be_found_or_is_no_environment_is_said(package: str) -> None
         make("nowhere.at:all")
     with pytest.raises(UnknownEnvironment, match="has no 'absent'"):
         make(f"{package}:absent")
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+    with pytest.raises(BrokenEnvironment, match=r"a_module_that_is_not_there.*broken_envs\.py:1\)"):
         make("broken_envs:x")
-    with pytest.raises(TypeError, match="int"):
+    with pytest.raises(BrokenEnvironment, match="is an int; it must be"):
         make(f"{package}:NOTHING")
-    with pytest.raises(TypeError, match="must return"):
+    with pytest.raises(BrokenEnvironment, match="gave an int; an environment factory must return"):
         make(f"{package}:wrong")
+    with pytest.raises(BrokenEnvironment, match="unexpected keyword argument 'side'"):
+        make(f"{package}:cube", side=3)
+    with pytest.raises(BrokenEnvironment, match="unexpected keyword argument 'languag'"):
+        make("kernel", languag="c")
 
 
 def test_importing_environments_loads_neither_torch_nor_ray() -> None:
@@ -120,6 +125,21 @@ def test_a_file_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
         make("square.py:absent")
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def environment(:", r"SyntaxError.*own\.py:1\)"),
+        ("\nimport nowhere_at_all", r"No module named 'nowhere_at_all'.*own\.py:2\)"),
+        ("def environment():\n    return [][3]", r"IndexError.*own\.py:2\)"),
+        ("def environment(path):\n    return path", "missing 1 required positional argument: 'path'"),
+    ],
+)
+def test_code_of_a_user_that_raises_is_named_with_its_place(tmp_path: Path, code: str, said: str) -> None:
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(BrokenEnvironment, match=said):
+        make(f"{tmp_path}/own.py")
+
+
 def test_a_package_folder_is_found_by_its_path(tmp_path: Path) -> None:
     folder = tmp_path / "squared_package"
     folder.mkdir()
@@ -140,9 +160,13 @@ def test_a_project_folder_is_found_by_its_entry_points(tmp_path: Path, monkeypat
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "their_squares.py").write_text(SQUARE)
     project = tmp_path / "pyproject.toml"
-    for text in ('[project]\nname = "x"\n', '[project.entry-points."k3rl.envs"]\na = "m:x"\nb = "m:y"\n'):
+    for text in (
+        '[project]\nname = "x"\n',
+        '[project.entry-points]\n"k3rl.envs" = "x"\n',
+        '[project.entry-points."k3rl.envs"]\na = "m:x"\nb = "m:y"\n',
+    ):
         project.write_text(text)
-        with pytest.raises(UnknownEnvironment, match="wants"):
+        with pytest.raises(ConfigError, match="wants"):
             make(str(tmp_path))
     project.write_text(
         '[project.entry-points."k3rl.envs"]\na = "their_squares:OTHER"\nb = "their_squares:environment"\n'

@@ -6,7 +6,64 @@ import math
 
 import pytest
 
-from k3rl.pipelines.evaluation import wilson
+from k3rl.config import ConfigError
+from k3rl.pipelines.configs import EnvConfig, EvalConfig
+from k3rl.pipelines.evaluation import held_out, measure, wilson
+from k3rl.types import Branch, Episode, Group, Scored, StopReason
+
+TRAIN_ONLY = """
+import dataclasses
+from k3rl.envs import make
+
+def environment():
+    lists = make("coding-lists")
+    class Source:
+        splits = ("train",)
+        length = lists.source.length
+        get = lists.source.get
+    return dataclasses.replace(lists, source=Source())
+"""
+
+
+class Players:
+    """Stands where rollouts stand; keeps what was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def play(self, jobs, params):
+        self.asked += [(job.task.split, params.temperature) for job in jobs]
+        return [Group(job.group_id, "t", (self.episode(job),)) for job in jobs]
+
+    def episode(self, job):
+        kind = job.task.split
+        return Episode(job.episode_id, "t", "e", kind, 0, (Branch("b", ()),), StopReason.COMPLETED, Scored(1.0))
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted", "tasks"),
+    [
+        ("coding-lists", EvalConfig(n=6, n_family=4), {"heldout": 6, "heldout_family": 4}),
+        ("coding-lists", EvalConfig(n=6, n_family=0), {"heldout": 6}),
+        ("compiler", EvalConfig(n=512, n_family=128), {"heldout": 96}),
+    ],
+)
+def test_only_splits_and_tasks_that_are_there_are_played(env, wanted, tasks):
+    assert held_out(EnvConfig(name=env), wanted) == tasks
+    players = Players()
+    found = measure(players, wanted, tasks)
+    assert {split for split, _ in players.asked} == set(tasks)
+    assert len(players.asked) == 2 * sum(tasks.values())
+    assert (found.n, found.splits, found.missing) == (tasks["heldout"], tasks, 0)
+    assert set(found.by_family) == set(tasks)
+
+
+def test_an_environment_with_nothing_held_out_is_named_where_a_measurement_is_all_that_was_asked(tmp_path):
+    (tmp_path / "own.py").write_text(TRAIN_ONLY)
+    env = EnvConfig(name=str(tmp_path / "own.py"))
+    assert held_out(env, EvalConfig(), required=False) == {}
+    with pytest.raises(ConfigError, match="has no split heldout to measure a policy on; it has train"):
+        held_out(env, EvalConfig())
 
 
 def test_the_interval_matches_the_quadratic_it_solves():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from k3rl.config import ConfigError, MissingResource
 from k3rl.envs import UnknownEnvironment, make
-from k3rl.envs.adapters.foreign import ForeignConfig, NoOracle, Record, RecordRubric
+from k3rl.envs.adapters.foreign import ForeignConfig, Record, RecordRubric
+from k3rl.envs.base import NoOracle
 from k3rl.envs.check import check
 from k3rl.types import Failed, Message, Scored, StopReason, ToolCall
 
@@ -293,6 +294,32 @@ def test_the_check_of_environments_passes_for_reasoning_gym(monkeypatch):
     assert set(report.hacks) == {"empty_tag", "the_question", "none"}
 
 
+def test_the_check_plays_an_environment_that_is_judged_while_it_is_played(tmp_path, monkeypatch):
+    monkeypatch.setattr("k3rl.envs.leaks.SETTLE_S", 1.0)
+    own = tmp_path / "own.py"
+    own.write_text("def right(messages, row):\n    return 'yes'\n\ndef wrong(messages, row):\n    return 'no'\n")
+    options = {"paths": (str(FAKES),), "unfinished": 0.0, "oracle": f"{own}:right"}
+    report = check("gymnasium:Words-v0", options=options)
+    assert (report.problems, report.absent) == ([], {})
+    assert (report.oracle, report.oracle_expected, report.null) == (1.0, 1.0, 0.0)
+    assert [(row["who"], row["reward"]) for row in report.episodes] == [("oracle", 1.0), ("oracle", 1.0), ("null", 0.0)]
+    assert all(tried.refused for tried in report.hacks.values())
+    assert len(report.hacks) == 3
+    report = check("gymnasium:Words-v0", options=options | {"oracle": f"{own}:wrong"})
+    assert "the right answer, acted out, got 0" in report.problems[0]
+
+
+def test_the_check_says_what_there_is_not_and_why(monkeypatch):
+    monkeypatch.setattr("k3rl.envs.leaks.SETTLE_S", 1.0)
+    report = check("gymnasium:Words-v0", options={"paths": (str(FAKES),)})
+    assert (report.oracle, report.null) == (None, None)
+    assert "judged while it is played" in report.absent["oracle"]
+    assert "set `unfinished`" in report.absent["null"]
+    assert {row["status"] for row in report.episodes} == {"failed"}
+    assert [tried.status for tried in report.hacks.values()] == ["failed"] * 3
+    assert len(report.problems) == 3  # what nobody judged is no refusal
+
+
 # ------------------------------------------------------------------------------------------ names, options, records
 
 
@@ -312,7 +339,9 @@ def test_names_say_what_is_missing(fake):
     environment = fake("gymnasium:Corridor-v0")
     task = environment.source.get("train", 0)
     with pytest.raises(NoOracle, match="judged while it is played"):
-        environment.oracle(task)
+        environment.right_answer(task)
+    with pytest.raises(ConfigError, match="there is no such file"):
+        fake("gymnasium:Corridor-v0", oracle="nowhere.py:f")
 
 
 @settings(max_examples=50)
