@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping
@@ -133,6 +134,7 @@ class Bridge:
         self._errors: asyncio.Task[None] | None = None
         self._tail = bytearray()
         self._number = 0
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None  # for the temporary files of foreign code
 
     @property
     def alive(self) -> bool:
@@ -141,6 +143,7 @@ class Bridge:
 
     async def start(self) -> None:
         """Start the process and import the package. Raises MissingResource when it is not installed there."""
+        self._scratch = tempfile.TemporaryDirectory(prefix="k3rl-foreign-", ignore_cleanup_errors=True)
         self._process = await asyncio.create_subprocess_exec(
             self.spec.interpreter(),
             "-u",
@@ -149,7 +152,7 @@ class Bridge:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=self.spec.environment(),
+            env={**self.spec.environment(), "TMPDIR": self._scratch.name},
             start_new_session=True,
             limit=MAX_LINE,
         )
@@ -200,6 +203,7 @@ class Bridge:
         grace_s: how long it may take to end by itself.
         """
         process, self._process = self._process, None
+        scratch, self._scratch = self._scratch, None
         if process is None:
             return None
         if process.stdin is not None:
@@ -214,6 +218,8 @@ class Bridge:
         if self._errors is not None:
             await asyncio.wait([self._errors], timeout=1.0)
             self._errors.cancel()
+        if scratch is not None:
+            scratch.cleanup()
         return code
 
     async def _read(self, method: str, line: bytes) -> Any:

@@ -8,11 +8,15 @@ import numpy as np
 
 from k3rl.envs.kernel.operators import Operator, Tolerance, value_of
 
+BF16_BITS = 8  # of the significand, the hidden one counted
 LEAST_ROW = 0.01  # a row counts as at least this share of the whole output's root mean square
 
 
-def deviation(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
-    """(root-mean-square, largest) error of the worst row over that row's root mean square; NaN counts as infinite."""
+def deviation(got: np.ndarray, want: np.ndarray, rounding: float = 0.0) -> tuple[float, float]:
+    """(root-mean-square, largest) error of the worst row over that row's root mean square; NaN counts as infinite.
+
+    rounding: see `Tolerance`.
+    """
     if want.size == 0:
         return 0.0, 0.0
     width = want.shape[-1]
@@ -21,6 +25,8 @@ def deviation(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
     scale = np.maximum(np.sqrt(np.mean(want**2, axis=1)), max(LEAST_ROW * whole, 1e-30))
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.abs(got - want)
+        if rounding:
+            error = np.maximum(error - rounding * np.ldexp(1.0, np.frexp(want)[1] - BF16_BITS), 0.0)
         rms = np.sqrt(np.mean(error**2, axis=1)) / scale
         largest = error.max(axis=1) / scale
     worst = [float(np.max(np.where(np.isnan(one), np.inf, one))) for one in (rms, largest)]
@@ -30,7 +36,9 @@ def deviation(got: np.ndarray, want: np.ndarray) -> tuple[float, float]:
 def complaint(operator: Operator, got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> str | None:
     """Why outputs as stored are not right, None when they are."""
     for tensor in operator.outputs:
-        rms, largest = deviation(value_of(got[tensor.name], tensor.dtype), want[tensor.name])
+        rms, largest = deviation(
+            value_of(got[tensor.name], tensor.dtype), want[tensor.name], operator.tolerance.rounding
+        )
         if not within(rms, largest, operator.tolerance):
             limit = operator.tolerance
             return (

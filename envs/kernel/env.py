@@ -103,7 +103,8 @@ def _visible(task: Task, operator: Operator) -> dict[str, str]:
         calls.append(call)
     limit = operator.tolerance
     flags = [*FLAGS, *(part for parts in MACHINE_FLAGS.values() for part in parts)]
-    info = {"calls": rows, "rms": limit.rms, "largest": limit.largest, "flags": flags}
+    info = {"calls": rows, "rms": limit.rms, "largest": limit.largest, "rounding": limit.rounding}
+    info["flags"] = flags
     binary = {"visible.plan": driver.plan(calls), "visible.want": want}
     return {"visible.json": json.dumps(info)} | {
         name: data.decode("utf-8", "surrogateescape") for name, data in binary.items()

@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import numpy as np
 from k3rl.envs.compiler.toolchain import Refused
 from k3rl.envs.kernel import python
 from k3rl.envs.kernel.compare import complaint
-from k3rl.envs.kernel.driver import Call, call
+from k3rl.envs.kernel.driver import Call
 from k3rl.envs.kernel.operators import STORAGE, Dims, Operator
 from k3rl.envs.kernel.reward import implausible, reward
 from k3rl.envs.kernel.tasks import operator_of
@@ -47,8 +48,9 @@ COMPILE_S = 300.0
 MAX_LAUNCHES, MAX_CUBIN_BYTES, MAX_SHARED = 64, 16 * 2**20, 232_448
 HOPPER = 90
 LIBRARY = "libcuda.so.1"
+NVCC_PATH = "/usr/local/cuda/bin:/usr/local/bin:/usr/bin"  # as compile_worker looks for it
 _LIMITS = SandboxLimits(memory_bytes=32768 * 2**20, processes=64, cpu_s=300, file_bytes=256 * 2**20)
-_SAMPLE, _SMALL = 4, 5  # salts of contents
+_SAMPLE = 4  # salt of contents
 
 Launches = list[dict[str, Any]]
 
@@ -68,9 +70,9 @@ class Compiled:
 def check(provider: SandboxProvider, language: str) -> None:
     """Raises KernelToolsMissing or NoGpu when a submission cannot be compiled or run here."""
     python.check(provider, "compile")  # the expert is in Triton
-    if language == "cuda" and shutil.which("nvcc", path="/usr/local/cuda/bin:/usr/local/bin:/usr/bin") is None:
+    if language == "cuda" and shutil.which("nvcc", path=NVCC_PATH) is None:
         raise KernelToolsMissing(
-            "kernels in CUDA need nvcc in /usr/local/cuda/bin or /usr/bin; install the CUDA toolkit"
+            f"kernels in CUDA need nvcc in one of {NVCC_PATH.replace(':', ', ')}; install the CUDA toolkit"
         )
     try:
         ctypes.CDLL(LIBRARY)
@@ -156,7 +158,7 @@ async def score(provider: SandboxProvider, task: Task, files: Mapping[str, str])
     operator, hidden = operator_of(task), task.hidden or {}
     device = await describe()
     shapes = [*hidden["small"], *hidden["counted"]]
-    calls = [call(operator, dims, [hidden["seed"], _SMALL, n]) for n, dims in enumerate(shapes)]
+    calls = [Call(operator, dims, {}, b"", {}) for dims in shapes]  # compilation needs sizes, not contents
     own = await compiled(provider, task.data["language"], files, calls, device["capability"])
     if isinstance(own, str):
         return Scored(0.0, {"right": 0.0})
@@ -214,7 +216,8 @@ async def measured(
         if spread <= SPREAD:
             return timing
         spreads.append(spread)
-    raise SandboxDied(f"times spread by {min(spreads):.0%} of the median; something else uses this GPU")
+    said = ", ".join(f"{one:.0%}" for one in spreads)
+    raise SandboxDied(f"times of {dict(dims)} spread by {said} of the median; something else uses this GPU")
 
 
 def request_of(
@@ -289,23 +292,25 @@ def outputs_right(
     """Per side, whether every output that was kept is right for the contents of its repeat."""
     if "error" in result:
         return {}
-    wanted: dict[int, Any] = {}
+    rows = [one for samples in result["samples"].values() for one in samples if one["checked"]]
+    numbers = sorted({one["set"] for one in rows})
+    with ThreadPoolExecutor(SETS) as pool:
+        made = pool.map(lambda number: operator.wanted(dims, operator.inputs_for(dims, seeds[number])), numbers)
+        wanted = dict(zip(numbers, made, strict=True))
     right = {}
     for side, samples in result["samples"].items():
         right[side] = True
         for repeat, sample in enumerate(samples):
             if not sample["checked"]:
                 continue
-            number = sample["set"]
-            if number not in wanted:
-                wanted[number] = operator.wanted(dims, operator.inputs_for(dims, seeds[number]))
             got = {
                 one.name: np.fromfile(folder / f"{side}.{repeat}.{one.name}", STORAGE[one.dtype]).reshape(
                     one.sizes(dims)
                 )
                 for one in operator.outputs
             }
-            right[side] &= complaint(operator, got, operator.rolled(wanted[number], sample["shift"])) is None
+            rolled = operator.rolled(wanted[sample["set"]], sample["shift"])
+            right[side] &= complaint(operator, got, rolled) is None
     return right
 
 

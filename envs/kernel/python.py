@@ -20,7 +20,8 @@ import numpy as np
 
 from k3rl.envs.compiler.toolchain import Refused
 from k3rl.envs.kernel.driver import Call
-from k3rl.envs.kernel.operators import STORAGE, Arrays, Operator, Tensor, Tolerance
+from k3rl.envs.kernel.operators import STORAGE, Arrays, Operator, Tensor
+from k3rl.envs.kernel.operators.base import BFLOAT16
 from k3rl.envs.kernel.toolchain import MEBIBYTE, KernelToolsMissing
 from k3rl.envs.sandbox import Sandbox, SandboxLimits, SandboxProvider
 from k3rl.envs.sandbox.bwrap import BwrapProvider
@@ -34,8 +35,8 @@ PACKAGES = {
 }
 ADVICE = {"triton": "pip install 'k3rl[kernels]'", "torch": "pip install torch", "numba": "pip install numba"}
 RUN_S = 120.0
-# The interpreter rounds float32 to bfloat16 by cutting it off, which doubles the error of rounding.
-INTERPRETED = Tolerance(4.6e-3, 3.2e-2)
+# The interpreter rounds float32 to bfloat16 by cutting it off, which costs up to a whole unit in the last place.
+INTERPRETED = dataclasses.replace(BFLOAT16, rounding=1.0)
 _ROOM = Path(__file__).with_name("sandboxed")
 _LIMITS = SandboxLimits(
     memory_bytes=32768 * MEBIBYTE, processes=64, cpu_s=300, file_bytes=256 * MEBIBYTE, workspace_bytes=512 * MEBIBYTE

@@ -126,6 +126,7 @@ def prompt(operator: Operator, data: dict[str, Any]) -> str:
         for number, one in enumerate(group)
     )
     limit = operator.tolerance
+    beyond = ", beyond what rounding the exact value to bfloat16 costs" if limit.rounding else ""
     return f"""Make an operator faster without making it wrong: {operator.title}.
 {operator.text}
 
@@ -138,7 +139,7 @@ The operator in torch, as a task file:
 {_INTERFACE[data["language"]]}
 Judging. Hidden shapes, small odd ones too, with fresh contents; outputs begin as NaN. Each row of an output may
 differ from float64 by {limit.rms:g} in the root mean square and {limit.largest:g} at most, relative to that row's own
-root mean square. Inputs must stay as they are. A wrong kernel is worth 0. {_worth(data)}
+root mean square{beyond}. Inputs must stay as they are. A wrong kernel is worth 0. {_worth(data)}
 Shapes to try: {"; ".join(_words(one) for one in data["visible"])}."""
 
 

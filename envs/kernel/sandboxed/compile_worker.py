@@ -26,7 +26,8 @@ class Cubins:
         self._known: dict[str, dict[str, Any]] = {}
         if kind == "cuda":
             compiler = shutil.which("nvcc", path="/usr/local/cuda/bin:/usr/local/bin:/usr/bin") or "nvcc"
-            line = [compiler, "-cubin", f"-arch=sm_{capability}a", "-O3", "-o", "0.cubin", "kernel.cu"]
+            own = "a" if capability >= 90 else ""  # the instructions of this architecture alone
+            line = [compiler, "-cubin", f"-arch=sm_{capability}{own}", "-O3", "-o", "0.cubin", "kernel.cu"]
             subprocess.run(line, check=True)
 
     def of(self, launch: dict[str, Any], arguments: list[tuple[str, Any]], kinds: dict[str, str]) -> dict[str, Any]:

@@ -37,14 +37,18 @@ def values_of(data: bytes, dtype: str) -> list[float]:
     return array.array("f", wide).tolist()
 
 
-def row_errors(got: list[float], want: list[float], width: int) -> tuple[float, float]:
-    """(root-mean-square, largest) error of the worst row, relative to that row, as in judging."""
+def row_errors(got: list[float], want: list[float], width: int, rounding: float) -> tuple[float, float]:
+    """(root-mean-square, largest) error of the worst row, relative to that row, as in judging.
+
+    rounding: units in the last place of a bfloat16 that are taken off each error.
+    """
     whole = math.sqrt(sum(x * x for x in want) / len(want))
     worst = (0.0, 0.0)
     for start in range(0, len(want), width):
         rows = list(zip(got[start : start + width], want[start : start + width], strict=True))
         scale = max(math.sqrt(sum(y * y for _, y in rows) / width), 0.01 * whole, 1e-30)
-        errors = [math.inf if x != x else abs(x - y) for x, y in rows]
+        free = [math.ldexp(rounding, math.frexp(y)[1] - 8) for _, y in rows]
+        errors = [math.inf if x != x else max(abs(x - y) - o, 0.0) for (x, y), o in zip(rows, free, strict=True)]
         rms = math.sqrt(sum(e * e for e in errors) / width) / scale
         worst = (max(worst[0], rms), max(worst[1], max(errors) / scale))
     return worst
@@ -66,7 +70,7 @@ def test(info: dict) -> bool:
         for output in call["outputs"]:
             first = here + 8 + output["place"]
             got = values_of(data[first : first + output["bytes"]], output["dtype"])
-            rms, largest = row_errors(got, want[place : place + len(got)].tolist(), output["width"])
+            rms, largest = row_errors(got, want[place : place + len(got)].tolist(), output["width"], info["rounding"])
             place += len(got)
             right = rms <= info["rms"] and largest <= info["largest"]
             fine &= right

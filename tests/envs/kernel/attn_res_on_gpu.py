@@ -1,10 +1,11 @@
-"""Attention Residuals on one GPU, for a machine that has one (H100 or H200); not part of the tests.
+"""GPU mode of `kernel` on one GPU, for a machine that has one (H100 or H200); not part of the tests.
 
     python tests/envs/kernel/attn_res_on_gpu.py [--out FOLDER] [--provider bwrap|subprocess] [--tokens 1024]
 
-Grades, by the way of the `kernel` environment in GPU mode, an honest Triton kernel, the expert and five hacks, times
-eager torch on the same contents, and prints a table. FOLDER (by default $OUT, else this one) gets attn_res_on_gpu.json.
-`subprocess` is for machines without bubblewrap: the submissions here are ours.
+Grades Attention Residuals by the way of the environment: honest kernels in Triton and (where nvcc is) in CUDA, the
+expert, and hacks; times eager torch on the same shapes; grades the experts of the other families; and prints a table.
+FOLDER (by default $OUT, else this one) gets attn_res_on_gpu.json, written again after each row. `subprocess` is for
+machines without bubblewrap: the submissions here are ours. Needs torch, triton, numpy and pydantic.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -22,11 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from k3rl.config import MissingResource
 from k3rl.envs import make
 from k3rl.envs.kernel import KernelRubric, gpu
 from k3rl.envs.kernel.compare import complaint
+from k3rl.envs.kernel.device import FLUSHES
 from k3rl.envs.kernel.operators import BY_FAMILY
 from k3rl.envs.kernel.reward import reward
+from k3rl.envs.sandbox import provider_named
 from k3rl.types import Failed, Invalid, Scored, Task
 
 OPERATOR = BY_FAMILY["attn_res"]
@@ -74,39 +79,116 @@ HACKS = {
     ),
     "43 reads one source only": ONE_PASS.replace("range(S)", "range(1)"),
 }
+CUDA = r"""
+#include <cuda_bf16.h>
+#include <stdint.h>
+__device__ float total(float x, float *room) {
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+    for (unsigned warp = 0; warp < blockDim.x / 32; warp++) x += room[warp];
+    __syncthreads();
+    return x;
+}
+/* One block a token; a source row is read once: the mix so far is rescaled when a larger score comes. */
+extern "C" __global__ void attn_res(const __nv_bfloat16 *v, const float *w, __nv_bfloat16 *out, int S, int T, int D) {
+    extern __shared__ float mix[];
+    __shared__ float room[32];
+    float top = -INFINITY, sum = 0;
+    for (int i = threadIdx.x; i < D; i += blockDim.x) mix[i] = 0;
+    for (int s = 0; s < S; s++) {
+        const __nv_bfloat16 *row = v + ((int64_t)s * T + blockIdx.x) * D;
+        float dot = 0, squares = 0;
+        for (int i = threadIdx.x; i < D; i += blockDim.x) {
+            float x = __bfloat162float(row[i]);
+            dot += x * w[i];
+            squares += x * x;
+        }
+        float score = total(dot, room) * rsqrtf(total(squares, room) / D + 1e-5f);
+        float higher = fmaxf(top, score), old = expf(top - higher), fresh = expf(score - higher);
+        for (int i = threadIdx.x; i < D; i += blockDim.x) mix[i] = mix[i] * old + __bfloat162float(row[i]) * fresh;
+        sum = sum * old + fresh;
+        top = higher;
+    }
+    for (int i = threadIdx.x; i < D; i += blockDim.x)
+        out[(int64_t)blockIdx.x * D + i] = __float2bfloat16(mix[i] / sum);
+}
+"""
+LAUNCHES = """
+def launches(dim):
+    arguments = ["v", "w", "out", "S", "T", "D"]
+    return [{"kernel": "attn_res", "grid": (dim["T"],), "threads": 512, "shared": 4 * dim["D"], "args": arguments}]
+"""
+# Keeps what it computed first for each token, and gives that again.
+REPLAY = CUDA.replace('extern "C" __global__', '__device__ float kept[1 << 23];\nextern "C" __global__', 1).replace(
+    "__float2bfloat16(mix[i] / sum)",
+    "__float2bfloat16(kept[blockIdx.x * D + i] = kept[blockIdx.x * D + i] ? kept[blockIdx.x * D + i] : mix[i] / sum)",
+)
 
 
-def task_of(tokens: int) -> Task:
+def submissions(nvcc: bool) -> dict[str, tuple[str, dict[str, str]]]:
+    """name -> (language, files)."""
+    found = {"honest: one pass": ("triton", {"kernel.py": ONE_PASS})}
+    found["the expert: two passes"] = ("triton", {"kernel.py": EXPERT})
+    found |= {name: ("triton", {"kernel.py": text}) for name, text in HACKS.items()}
+    if nvcc:
+        found["honest: CUDA"] = ("cuda", {"kernel.py": LAUNCHES, "kernel.cu": CUDA})
+        found["31 CUDA, first results again"] = ("cuda", {"kernel.py": LAUNCHES, "kernel.cu": REPLAY})
+    return found
+
+
+def task_of(tokens: int, language: str = "triton") -> Task:
     """The held-out task with its counted shapes at K3's width, 5 and 9 sources."""
-    task = make("kernel", language="triton", device="cuda").source.get("heldout", 0, family="attn_res")
+    task = make("kernel", language=language, device="cuda").source.get("heldout", 0, family="attn_res")
     assert task.hidden is not None
     counted = [{"S": sources, "T": tokens, "D": 7168} for sources in (5, 9)]
     return dataclasses.replace(task, hidden={**task.hidden, "counted": counted})
 
 
-def eager(dims: dict[str, int], seed: list[int]) -> tuple[float, bool]:
+class Clock:
+    """Milliseconds between two moments of a device: CUDA events, or this machine's clock for a CPU."""
+
+    def __init__(self, device: str) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else None
+        self._times = [0.0, 0.0]
+
+    def mark(self, which: int) -> None:
+        """0 is the begin, 1 the end."""
+        if self._events is None:
+            self._times[which] = time.perf_counter()
+        else:
+            self._events[which].record()
+
+    def seconds(self) -> float:
+        """Between the marks, once all is done."""
+        if self._events is None:
+            return self._times[1] - self._times[0]
+        torch.cuda.synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+def eager(dims: dict[str, int], seed: list[int], device: str) -> tuple[float, bool]:
     """(median seconds, whether right) of the task file's model in eager torch, the L2 cache cold at each call."""
     scope: dict[str, Any] = {"__name__": "task"}
     exec(compile(OPERATOR.task_file, "attn_res.py", "exec"), scope)
-    model = scope["Model"]().cuda()
+    model = scope["Model"]().to(device)
     inputs = OPERATOR.inputs_for(dims, seed)
-    v = torch.from_numpy(inputs["v"]).view(torch.bfloat16).cuda()
-    w = torch.from_numpy(inputs["w"]).cuda()
-    flush = torch.empty(gpu.FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
+    v = torch.from_numpy(inputs["v"].view(np.int16)).view(torch.bfloat16).to(device)
+    w = torch.from_numpy(inputs["w"]).to(device)
+    flush = torch.empty(gpu.FLUSH_BYTES, dtype=torch.uint8, device=device)
+    clock, times = Clock(device), []
     for repeat in range(-gpu.WARMUPS, gpu.REPEATS):
         shifted = v.roll(repeat, 1)
-        torch.cuda.synchronize()
-        flush.zero_()
-        flush.zero_()
-        begin.record()
+        clock.seconds()
+        for _ in range(FLUSHES):
+            flush.zero_()
+        clock.mark(0)
         result = model(shifted, w)
-        end.record()
-        torch.cuda.synchronize()
+        clock.mark(1)
         if repeat >= 0:
-            times.append(begin.elapsed_time(end) / 1e3)
-    got = {"out": result.roll(-repeat, 0).view(torch.uint16).cpu().numpy().astype(np.uint16)}
+            times.append(clock.seconds())
+    got = {"out": result.roll(-repeat, 0).view(torch.int16).cpu().numpy().view(np.uint16)}
     return statistics.median(times), complaint(OPERATOR, got, OPERATOR.wanted(dims, inputs)) is None
 
 
@@ -122,43 +204,62 @@ def row_of(score: Any) -> dict[str, Any]:
     raise TypeError(type(score).__name__)
 
 
-def main() -> None:
+def graded(judge: KernelRubric, task: Task, files: dict[str, str]) -> dict[str, Any]:
+    """One submission's row; what goes wrong is a row too, so that the others are still tried."""
+    started = time.monotonic()
+    try:
+        row = row_of(judge.score_batch([(task, json.dumps({"files": files}))])[0])
+    except MissingResource as error:
+        row = {"status": "missing", "reward": None, "evidence": str(error)}
+    return {**row, "graded_in_s": round(time.monotonic() - started, 1)}
+
+
+def main(words: list[str] | None = None, device: str = "cuda", nvcc: bool | None = None) -> dict[str, Any]:
+    """Everything in turn; the report. device: "cpu" tries this program without a GPU (the tests do); nvcc: whether CUDA
+    is graded too, None where the compiler is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--provider", default="bwrap")
     parser.add_argument("--tokens", type=int, default=1024)
-    arguments = parser.parse_args()
-    task = task_of(arguments.tokens)
-    judge = KernelRubric(arguments.provider)
+    arguments = parser.parse_args(words)
+    judge = KernelRubric(provider_named(arguments.provider))
+    about = asyncio.run(gpu.describe())
     rows: dict[str, dict[str, Any]] = {}
-    submissions = {"honest: one pass": ONE_PASS, "the expert: two passes": EXPERT, **HACKS}
-    for name, text in submissions.items():
-        started = time.monotonic()
-        answer = json.dumps({"files": {"kernel.py": text}})
-        rows[name] = {**row_of(judge.score_batch([(task, answer)])[0]), "graded_in_s": time.monotonic() - started}
-        print(f"{name:34} {rows[name]}", flush=True)
+    report = {"gpu": about, "torch": torch.__version__, "tokens": arguments.tokens, "rows": rows}
+
+    def keep(name: str, row: dict[str, Any]) -> None:
+        rows[name] = row
+        (arguments.out / "attn_res_on_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{name:34} {row}", flush=True)
+
+    if nvcc is None:
+        nvcc = shutil.which("nvcc", path=gpu.NVCC_PATH) is not None
+    for name, (language, files) in submissions(nvcc).items():
+        keep(name, graded(judge, task_of(arguments.tokens, language), files))
+    keep("eager torch", baseline(arguments.tokens, rows["the expert: two passes"].get("seconds"), about, device))
+    ladder = make("kernel", language="triton", device="cuda").source
+    for family in ("situ_glu", "rms_norm_gated", "softmax"):
+        task = ladder.get("heldout", 0, family=family)
+        keep(f"expert of {family}", graded(judge, task, {"kernel.py": BY_FAMILY[family].gpu_expert}))
     judge.close()
-    rows["eager torch"] = baseline(task, rows["the expert: two passes"].get("seconds"))
-    device = {"name": torch.cuda.get_device_name(), "torch": torch.__version__}
-    report = {"machine": device, "counted": (task.hidden or {})["counted"], "rows": rows}
-    (arguments.out / "attn_res_on_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{'':34} {'status':8} {'reward':>7} {'us':>8} {'x expert':>8} {'of floor':>8}")
     for name, row in rows.items():
         cells = [row.get("reward"), row.get("seconds"), row.get("cost_ratio"), row.get("floor_share")]
         texts = ["-" if cell is None else f"{cell * (1e6 if n == 1 else 1):.3g}" for n, cell in enumerate(cells)]
         print(f"{name:34} {row['status']:8} " + " ".join(f"{text:>{7 + (n > 0)}}" for n, text in enumerate(texts)))
+    return report
 
 
-def baseline(task: Task, expert_s: float | None) -> dict[str, Any]:
+def baseline(tokens: int, expert_s: float | None, about: dict[str, Any], device: str) -> dict[str, Any]:
     """Eager torch on the counted shapes; its reward by the formula, against the expert's mean time."""
-    bytes_per_s = asyncio.run(gpu.describe())["bytes_per_s"]
-    found = [eager(dims, [1, number]) for number, dims in enumerate((task.hidden or {})["counted"])]
+    shapes = (task_of(tokens).hidden or {})["counted"]
+    found = [eager(dims, [1, number], device) for number, dims in enumerate(shapes)]
     seconds = statistics.fmean(one for one, _ in found)
     row = {"status": "timed", "seconds": seconds, "right": float(all(right for _, right in found))}
     if expert_s is not None:
-        floor = statistics.fmean(OPERATOR.traffic(dims) for dims in (task.hidden or {})["counted"])
-        row |= {"cost_ratio": expert_s / seconds, "floor_share": floor / bytes_per_s / seconds}
-        row["reward"] = reward(seconds, expert_s, floor / bytes_per_s)
+        floor = statistics.fmean(OPERATOR.traffic(dims) for dims in shapes) / about["bytes_per_s"]
+        row |= {"cost_ratio": expert_s / seconds, "floor_share": floor / seconds}
+        row["reward"] = reward(seconds, expert_s, floor)
     return row
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib.util
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -215,3 +217,101 @@ def test_the_expert_is_compiled_for_hopper_without_a_gpu() -> None:
     assert (launch["name"], launch["grid"], launch["threads"], launch["scratch"]) == ("attn_res", [3, 1, 1], 256, 2)
     assert launch["args"][-3:] == [("int", 2), ("int", 3), ("int", 40)]
     assert made.cubins["0.cubin"].startswith(b"\x7fELF")
+
+
+ATTN_RES = r"""
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+static float wide(uint16_t x) { uint32_t i = (uint32_t)x << 16; float f; memcpy(&f, &i, 4); return f; }
+static uint16_t narrow(float f) { uint32_t i; memcpy(&i, &f, 4); return (i + 0x7fff + (i >> 16 & 1)) >> 16; }
+static uint16_t kept[1 << 16];
+void attn_res(const unsigned *grid, void **args) {
+    uint16_t *v = *(uint16_t **)args[0], *out = *(uint16_t **)args[2];
+    const float *w = *(const float **)args[1];
+    long S = *(int *)args[3], T = *(int *)args[4], D = *(int *)args[5];
+    float *mix = malloc(4 * D);
+    for (long t = 0; t < T; t++) {
+        float total = 0;
+        memset(mix, 0, 4 * D);
+        for (long s = 0; s < S; s++) {
+            const uint16_t *row = v + (s * T + t) * D;
+            float dot = 0, squares = 0;
+            for (long i = 0; i < D; i++) dot += wide(row[i]) * w[i], squares += wide(row[i]) * wide(row[i]);
+            float weight = expf(dot / sqrtf(squares / D + 1e-5f));
+            for (long i = 0; i < D; i++) mix[i] += weight * wide(row[i]);
+            total += weight;
+        }
+        for (long i = 0; i < D && STORES; i++) {
+            uint16_t *own = kept + (t * D + i) % (1 << 16);
+            out[t * D + i] = REPLAYS && *own ? *own : (*own = narrow(mix[i] / total));
+            if (SPOILS) v[t * D + i] ^= 1;
+        }
+    }
+    free(mix);
+}
+"""
+HONEST_FLAGS = {"STORES": 1, "REPLAYS": 0, "SPOILS": 0}
+STAND_INS = {
+    "33": {"STORES": 0},
+    "34": {"SPOILS": 1},
+    "31": {"REPLAYS": 1},
+}
+
+
+@pytest.fixture(scope="session")
+def call_on_gpu() -> Any:
+    """The program that is meant for a machine with a GPU."""
+    spec = importlib.util.spec_from_file_location("attn_res_on_gpu", Path(__file__).with_name("attn_res_on_gpu.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_program_for_a_gpu_runs_whole_on_a_stand_in(library, call_on_gpu, monkeypatch, tmp_path) -> None:
+    """All of it but the GPU and the compiler for one: C in the place of machine code, our driver in that of CUDA's."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    monkeypatch.setattr(gpu, "LIBRARY", str(library / "libcuda.so.1"))
+    monkeypatch.setattr(gpu, "SPREAD", float("inf"))  # of times on a shared CPU
+    monkeypatch.setattr(gpu, "FLUSH_BYTES", 4096)
+    monkeypatch.setattr(gpu, "REPEATS", 6)
+    monkeypatch.setattr("k3rl.envs.kernel.tasks.SMALL", 1)
+    some = {name: text for name, text in call_on_gpu.HACKS.items() if name[:2] in ("33", "34")}
+    monkeypatch.setattr(call_on_gpu, "HACKS", some)
+    offered = {name: files for name, (_, files) in call_on_gpu.submissions(nvcc=True).items()}
+
+    async def compiled(provider, language, files, calls, capability) -> Compiled | str:
+        name = next((name for name, own in offered.items() if own == files), "")
+        if calls[0].operator.family != "attn_res":
+            return "no stand-in"
+        flags = {**HONEST_FLAGS, **STAND_INS.get(name[:2], {})}
+        built = library / f"attn_res-{'-'.join(map(str, flags.values()))}"
+        if not built.exists():
+            line = ["gcc", "-shared", "-fPIC", "-O2", "-w", *(f"-D{key}={value}" for key, value in flags.items())]
+            subprocess.run([*line, "-o", built, "-x", "c", "-"], input=ATTN_RES.encode(), check=True)
+        row = {"name": "attn_res", "threads": 32, "shared": 0, "scratch": 2, "cubin": 0, "grid": [1]}
+        tensors = [["tensor", name] for name in ("v", "w", "out")]
+        plans = [[{**row, "args": [*tensors, *(["int", size] for size in call.dims.values())]}] for call in calls]
+        return Compiled(gpu.plans_of(plans, calls), {"0.cubin": built.read_bytes()})
+
+    monkeypatch.setattr(gpu, "compiled", compiled)
+    monkeypatch.setattr(gpu, "check", lambda *_: None)
+    report = call_on_gpu.main(["--out", str(tmp_path), "--provider", "bwrap", "--tokens", "6"], "cpu", nvcc=True)
+    assert json.loads((tmp_path / "attn_res_on_gpu.json").read_text()) == json.loads(json.dumps(report))
+    rows = report["rows"]
+    honest = {"honest: one pass", "the expert: two passes", "honest: CUDA"}
+    others = {f"expert of {family}" for family in ("situ_glu", "rms_norm_gated", "softmax")}
+    assert rows.keys() == offered.keys() | {"eager torch"} | others
+    for name in honest:
+        assert rows[name]["status"] == "scored", rows[name]
+        assert rows[name]["right"] == 1.0
+        assert rows[name]["reward"] == pytest.approx(0.5, abs=0.3)  # all three are the same code here
+    for name in offered.keys() - honest:
+        spoils = name.startswith("34")
+        assert (rows[name]["status"], rows[name]["reward"]) == (("invalid", None) if spoils else ("scored", 0.0)), name
+    assert (rows["eager torch"]["status"], rows["eager torch"]["right"]) == ("timed", 1.0)
+    assert 0 < rows["eager torch"]["reward"] <= 1.0
+    assert (rows["expert of softmax"]["status"], rows["expert of softmax"]["right"]) == ("scored", 0.0)

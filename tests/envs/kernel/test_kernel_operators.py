@@ -132,6 +132,19 @@ def test_every_row_counts_and_nan_is_never_right() -> None:
     assert deviation(coarse, np.ones((1, 4)) * 1.003)[0] > BY_FAMILY["softmax"].tolerance.rms
 
 
+def test_what_is_computed_exactly_and_rounded_is_right_whatever_its_size_and_bfloat16_on_the_way_is_not() -> None:
+    operator = BY_FAMILY["attn_res"]
+    for dims in ({"S": 3, "T": 2000, "D": 17}, {"S": 2, "T": 64, "D": 7168}):  # short rows, and many elements
+        inputs = operator.inputs_for(dims, [1])
+        v, w = as_torch(inputs["v"], "bf16").double(), torch.from_numpy(inputs["w"]).double()
+        keys = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-5)
+        weights = torch.softmax(keys @ w, 0)
+        for coarse in (False, True):
+            mixed = ((weights.bfloat16().double() if coarse else weights)[..., None] * v).sum(0)
+            got = {"out": mixed.bfloat16().view(torch.int16).numpy().view(np.uint16)}
+            assert (complaint(operator, got, operator.wanted(dims, inputs)) is None) is not coarse
+
+
 def test_tasks_are_the_same_each_time_and_splits_do_not_meet() -> None:
     source = KernelLadder()
     assert source.length("train") is None
