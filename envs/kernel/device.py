@@ -1,7 +1,8 @@
 """Launches compiled kernels on the GPU and times them, in a process of its own that no code of a submission is part of.
 
-A submission's kernels arrive as machine code with a list of launches. This process fills the inputs, poisons outputs,
-flushes the L2 cache, records CUDA events around the launches and reads the outputs back; it holds no expected values.
+A submission's kernels arrive as machine code with a list of launches. This process fills the inputs, with other low
+bits at each repeat so that nothing that a kernel remembers is right again, poisons outputs, flushes the L2 cache,
+records CUDA events around the launches and reads the outputs back; it holds no expected values.
 Device code cannot reach this process's clock, events or files. Uses the CUDA driver alone, without torch.
 
 folder: request.json as `gpu` writes it, N.cubin of each side; leaves result.json and outputs as SIDE.REPEAT.NAME.
@@ -191,6 +192,7 @@ class Side:
         """(seconds between the events, seconds that the host saw, flush included) of one run, the L2 cache cold."""
         driver = self._driver
         driver.call("cuCtxSynchronize")
+        driver.call("cuCtxResetPersistingL2Cache")  # a kernel may have asked the cache to keep its lines
         started = time.perf_counter()
         for _ in range(FLUSHES):
             driver.fill(flush[0], 0, flush[1])
@@ -223,15 +225,15 @@ def measure(folder: Path) -> dict[str, Any]:
     chooser = secrets.SystemRandom()
     kept = {request["repeats"] - 1, *chooser.sample(range(request["repeats"]), request["checked"])}
     for repeat in range(-request["warmups"], request["repeats"]):
-        which, shift = chooser.randrange(len(sets)), chooser.randrange(rows)
-        inputs = operator.rolled(sets[which], shift)
+        which, shift, stir = chooser.randrange(len(sets)), chooser.randrange(rows), chooser.getrandbits(63)
+        inputs = operator.stirred(operator.rolled(sets[which], shift), stir)
         for name, side in sides.items():  # the submission first, then the expert, on the same contents
             side.memory.prepare(inputs)
             device, host = side.timed(flush, begin, end)
             if repeat < 0:
                 continue
-            row = {"device_s": device, "host_s": host, "set": which, "shift": shift, "checked": repeat in kept}
-            samples[name].append(row)
+            row = {"device_s": device, "host_s": host, "set": which, "shift": shift, "stir": stir}
+            samples[name].append(row | {"checked": repeat in kept})
             if repeat in kept:
                 for output, data in side.memory.outputs().items():
                     data.tofile(folder / f"{name}.{repeat}.{output}")

@@ -5,7 +5,7 @@
     grader     expected values, comparison, plausibility
 
 So a submission cannot patch a timer, start a thread, use another stream, keep a tensor, or see a stopwatch. What is
-left to it is device code: contents are fresh at each launch, outputs begin as NaN, the L2 cache is flushed, scratch is
+left to it is device code: no row of the contents comes twice, outputs begin as NaN, the L2 cache is flushed, scratch is
 zeroed, bytes around the tensors are watched, and a launch that changes nothing must leave outputs untouched.
 """
 
@@ -15,6 +15,7 @@ import asyncio
 import ctypes
 import json
 import os
+import secrets
 import shutil
 import statistics
 import sys
@@ -31,14 +32,15 @@ from k3rl.envs.compiler.toolchain import Refused
 from k3rl.envs.kernel import python
 from k3rl.envs.kernel.compare import complaint
 from k3rl.envs.kernel.driver import Call
-from k3rl.envs.kernel.operators import STORAGE, Dims, Operator
+from k3rl.envs.kernel.operators import STORAGE, Arrays, Dims, Operator
 from k3rl.envs.kernel.reward import implausible, reward
 from k3rl.envs.kernel.tasks import operator_of
 from k3rl.envs.kernel.toolchain import KernelToolsMissing
 from k3rl.envs.sandbox import SandboxDied, SandboxLimits, SandboxProvider
 from k3rl.types import Score, Scored, Task
 
-SETS = 3  # of contents for one shape; each repeat takes one of them, rolled by a random number of rows
+SETS = 3  # of contents for one shape; each repeat takes one of them, rolled and with other low bits
+ROWS, CHECKERS = 256, 4  # rows of an output that are compared (all of the last one), and outputs at a time
 REPEATS, WARMUPS, CHECKED = 30, 3, 6
 SPREAD = 0.10  # of the median, between the 20th and the 80th percentile: above it the measurement is made again
 TRIES = 3
@@ -209,6 +211,8 @@ async def measured(
             folder = Path(name)
             result = await _device(folder, request_of(operator, dims, seeds, sides, folder, timed=timed))
             right = await asyncio.to_thread(outputs_right, operator, dims, seeds, result, folder)
+        if "error" in result:
+            await _blame(operator, dims, seeds, sides["expert"], str(result["error"]))
         check_run(result, right)
         if not timed:
             return None
@@ -218,6 +222,17 @@ async def measured(
         spreads.append(spread)
     said = ", ".join(f"{one:.0%}" for one in spreads)
     raise SandboxDied(f"times of {dict(dims)} spread by {said} of the median; something else uses this GPU")
+
+
+async def _blame(
+    operator: Operator, dims: Dims, seeds: Sequence[Sequence[int]], expert: tuple[Compiled, int], error: str
+) -> None:
+    """Raises SandboxDied when the GPU fails with the expert alone too: then the error was not the submission's."""
+    with tempfile.TemporaryDirectory(prefix="k3rl-gpu-") as name:
+        sides = {"candidate": expert, "expert": expert}
+        alone = await _device(Path(name), request_of(operator, dims, seeds, sides, Path(name), timed=False))
+    if "error" in alone:
+        raise SandboxDied(f"the GPU fails with the expert too: {alone['error']} (with the submission: {error})")
 
 
 def request_of(
@@ -292,26 +307,44 @@ def outputs_right(
     """Per side, whether every output that was kept is right for the contents of its repeat."""
     if "error" in result:
         return {}
-    rows = [one for samples in result["samples"].values() for one in samples if one["checked"]]
-    numbers = sorted({one["set"] for one in rows})
-    with ThreadPoolExecutor(SETS) as pool:
-        made = pool.map(lambda number: operator.wanted(dims, operator.inputs_for(dims, seeds[number])), numbers)
-        wanted = dict(zip(numbers, made, strict=True))
-    right = {}
-    for side, samples in result["samples"].items():
-        right[side] = True
-        for repeat, sample in enumerate(samples):
-            if not sample["checked"]:
-                continue
+    chosen = [
+        (side, repeat, sample)
+        for side, samples in result["samples"].items()
+        for repeat, sample in enumerate(samples)
+        if sample["checked"]
+    ]
+    numbers = sorted({sample["set"] for _, _, sample in chosen})
+    with ThreadPoolExecutor(CHECKERS) as pool:
+        made = pool.map(lambda number: operator.inputs_for(dims, seeds[number]), numbers)
+        sets = dict(zip(numbers, made, strict=True))
+
+        def right(one: tuple[str, int, Mapping[str, Any]]) -> bool:
+            side, repeat, sample = one
             got = {
                 one.name: np.fromfile(folder / f"{side}.{repeat}.{one.name}", STORAGE[one.dtype]).reshape(
                     one.sizes(dims)
                 )
                 for one in operator.outputs
             }
-            rolled = operator.rolled(wanted[sample["set"]], sample["shift"])
-            right[side] &= complaint(operator, got, rolled) is None
-    return right
+            inputs = operator.stirred(operator.rolled(sets[sample["set"]], sample["shift"]), sample["stir"])
+            whole = repeat == len(result["samples"][side]) - 1
+            return output_right(operator, dims, inputs, got, None if whole else ROWS)
+
+        found = list(pool.map(right, chosen))
+    return {
+        side: all(good for (one, _, _), good in zip(chosen, found, strict=True) if one == side)
+        for side in result["samples"]
+    }
+
+
+def output_right(operator: Operator, dims: Dims, inputs: Arrays, got: Arrays, rows: int | None) -> bool:
+    """Whether an output is right, in so many random rows where rows do not know of each other; None: in all."""
+    axis = operator.row_axis
+    if rows is not None and axis and dims[axis] > rows:
+        places = sorted(secrets.SystemRandom().sample(range(dims[axis]), rows))
+        inputs, got = operator.some(inputs, places), operator.some(got, places)
+        dims = {**dims, axis: rows}
+    return complaint(operator, got, operator.wanted(dims, inputs)) is None
 
 
 def check_run(result: Mapping[str, Any], right: Mapping[str, bool]) -> None:

@@ -18,6 +18,7 @@ VECTOR_BYTES = 32
 EXP_OPS = 4  # fewest vector instructions in which an exponential of 8 lanes was counted as possible
 STORAGE = {"f32": np.float32, "bf16": np.uint16, "u8": np.uint8, "i32": np.int32}
 C_TYPES = {"f32": "float", "bf16": "uint16_t", "u8": "uint8_t", "i32": "int32_t"}
+STIR = 65_521  # length of the noise that `stirred` repeats; a prime, so rows get different parts of it
 _ROOM = Path(__file__).resolve().parents[1]
 
 
@@ -145,6 +146,30 @@ class Operator:
         shapes = {one.name: one.shape for one in (*self.inputs, *self.outputs)}
         return {
             name: np.roll(array, shift, shapes[name].index(self.row_axis)) if self.row_axis in shapes[name] else array
+            for name, array in arrays.items()
+        }
+
+    def stirred(self, inputs: Arrays, seed: int) -> Arrays:
+        """Inputs with other low bits in every number: no row is one that was seen before, exponents stay.
+
+        A result for the inputs as they were is wrong by far more than the tolerance.
+        """
+        found = dict(inputs)
+        rng = np.random.default_rng(seed)
+        for one in self.inputs:
+            bits, low, count = (np.uint16, 0, 3) if one.dtype == "bf16" else (np.uint32, 12, 8)
+            if one.dtype in ("bf16", "f32"):
+                noise = (rng.integers(0, 2**count, STIR, dtype=bits) << bits(low)).astype(bits)
+                own = inputs[one.name].reshape(-1).view(bits)
+                mixed = own ^ np.resize(noise, own.size)
+                found[one.name] = mixed.view(STORAGE[one.dtype]).reshape(inputs[one.name].shape)
+        return found
+
+    def some(self, arrays: Arrays, rows: Sequence[int]) -> Arrays:
+        """These rows along the row axis of inputs or outputs by name; tensors without it whole."""
+        shapes = {one.name: one.shape for one in (*self.inputs, *self.outputs)}
+        return {
+            name: array.take(rows, shapes[name].index(self.row_axis)) if self.row_axis in shapes[name] else array
             for name, array in arrays.items()
         }
 

@@ -16,6 +16,7 @@ int cuDeviceGet(int *device, int number) { return *device = 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = context; return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxSynchronize(void) { return 0; }
+int cuCtxResetPersistingL2Cache(void) { return 0; }
 int cuDeviceGetName(char *name, int size, int device) { return snprintf(name, size, "a CPU") < 0; }
 /* 1000000 kHz on 64 bits: 16 GB/s. */
 int cuDeviceGetAttribute(int *value, int which, int device) {

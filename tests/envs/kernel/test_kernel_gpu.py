@@ -13,6 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from k3rl.config import MissingResource
@@ -41,6 +42,17 @@ ROWS = """
     }
 """
 HONEST = HEAD + ROWS + "}\n"
+# Knows a row that comes again by low bits of its first number, and copies what it found then.
+REMEMBERS = (
+    "static float known[1 << 12][512];\n"
+    + HEAD
+    + ROWS.replace(
+        "float top",
+        "unsigned bits; __builtin_memcpy(&bits, x + t * D, 4); float *row = known[bits & 4095];\n"
+        "if (*row) { __builtin_memcpy(out + t * D, row, 4 * D); continue; }\nfloat top",
+    ).replace("/ sum;\n    }", "/ sum;\n __builtin_memcpy(row, out + t * D, 4 * D); }")
+    + "}\n"
+)
 KERNELS = {
     "honest": HONEST,
     "nothing": HEAD + "}\n",
@@ -53,6 +65,7 @@ KERNELS = {
     )
     + ROWS
     + "if (!thread) pthread_create(&thread, 0, late, out);}\n",
+    "31 remembers rows": REMEMBERS,
     "slow": HEAD + ROWS + "usleep(3000);}\n",
 }
 FOUND: dict[str, Any] = {
@@ -81,14 +94,14 @@ def run(library: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(gpu, "SPREAD", float("inf"))  # of times on a shared CPU
     monkeypatch.setattr(gpu, "FLUSH_BYTES", 4096)
 
-    def measure(name: str, *, timed: bool = False) -> Timing | None:
+    def measure(name: str, *, timed: bool = False, entry: str = "softmax") -> Timing | None:
         calls = [driver.call(OPERATOR, DIMS, [0])]
         row = {"name": "softmax", "grid": [DIMS["T"]], "threads": 32, "shared": 0, "scratch": 2, "cubin": 0}
+        own = {"name": entry}
         row["args"] = [["tensor", "x"], ["tensor", "out"], ["int", DIMS["D"]]]
-        plans = gpu.plans_of([[row]], calls)
         sides = {
-            side: (Compiled(plans, {"0.cubin": (library / image).read_bytes()}), 0)
-            for side, image in (("candidate", name), ("expert", "honest"))
+            side: (Compiled(gpu.plans_of([[row | more]], calls), {"0.cubin": (library / image).read_bytes()}), 0)
+            for side, image, more in (("candidate", name, own), ("expert", "honest", {}))
         }
         return asyncio.run(gpu.measured(OPERATOR, DIMS, [[1], [2], [3]], sides, timed=timed))
 
@@ -113,6 +126,40 @@ def test_an_honest_kernel_is_measured_beside_the_expert(run, monkeypatch) -> Non
 def test_a_kernel_that_is_wrong_or_writes_elsewhere_is_found(run, name) -> None:
     with pytest.raises(FOUND[name]):
         run(name)
+
+
+def test_31_a_kernel_that_remembers_rows_finds_none_that_comes_again(run, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "REPEATS", 12)
+    with pytest.raises(WrongOutput):
+        run("31 remembers rows", timed=True)
+
+
+def test_stirred_contents_keep_their_size_and_need_other_outputs_and_any_row_may_be_looked_at() -> None:
+    shape = {"T": 24, "D": 300}
+    inputs = OPERATOR.inputs_for(shape, [1])
+    stirred = OPERATOR.stirred(inputs, 5)
+    assert not np.array_equal(stirred["x"], inputs["x"])
+    assert np.array_equal(stirred["x"], OPERATOR.stirred(inputs, 5)["x"])
+    assert np.abs(stirred["x"] / inputs["x"] - 1).max() < 1 / 8
+    assert (stirred["x"].view(np.uint32) & 4095 == inputs["x"].view(np.uint32) & 4095).all()
+    assert not gpu.output_right(OPERATOR, shape, inputs, OPERATOR.wanted(shape, stirred), None)
+    wanted = OPERATOR.wanted(shape, inputs)
+    assert gpu.output_right(OPERATOR, shape, inputs, wanted, 4)
+    wanted["out"][::2] = np.nan
+    assert not gpu.output_right(OPERATOR, shape, inputs, wanted, 23)
+
+
+def test_an_error_of_the_gpu_is_the_submissions_only_when_the_expert_runs(run, monkeypatch) -> None:
+    with pytest.raises(WrongOutput, match="cuModuleGetFunction"):
+        run("honest", entry="not_there")
+    real = gpu._device
+
+    async def broken(folder: Path, request: Any) -> dict[str, Any]:
+        return await real(folder, request) if request is None else {"error": "cuMemAlloc_v2 failed with CUDA error 46"}
+
+    monkeypatch.setattr(gpu, "_device", broken)
+    with pytest.raises(SandboxDied, match="the expert too: cuMemAlloc_v2"):
+        run("honest")
 
 
 def test_the_device_describes_itself(library, monkeypatch) -> None:
