@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import subprocess
+from collections import OrderedDict, namedtuple
 from contextlib import closing
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +19,7 @@ from k3rl.envs import Environment, make
 from k3rl.envs.check import check
 from k3rl.envs.coding.loaders.repository import patched, touched
 from k3rl.envs.coding.loaders.rows import FixedTasks
+from k3rl.envs.coding.loaders.sandboxed.run_tests import equals_anything
 from k3rl.envs.harness import answer_from, files_from
 from k3rl.types import Failed, Invalid, Message, Scored, Task
 
@@ -198,6 +202,20 @@ def test_what_is_changed_is_judged_by_the_rows_own_tests(shop: Path) -> None:
     assert found[:5] == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert isinstance(found[5], Invalid)
     assert found[6:] == [0.0, 0.0]
+
+
+def test_a_value_that_is_equal_to_anything_is_told_from_one_that_is_equal_by_right() -> None:
+    anything = type("E", (), {"__eq__": lambda self, other: True})()
+    numbers = type("N", (int,), {"__eq__": lambda self, other: isinstance(other, int), "__hash__": int.__hash__})(3)
+    pair = namedtuple("pair", "a b")(1, 2)
+    for wanted in (3, 2.5, True, None, "x", b"x", [1], (1, 2), {"a": 1}, {1}, object()):
+        assert equals_anything(anything, wanted)
+        assert not equals_anything(wanted, wanted)
+    assert equals_anything(numbers, 4)
+    assert not equals_anything(mock.ANY, 3)
+    assert not equals_anything(pair, (1, 2))
+    assert not equals_anything(Fraction(4, 2), 2)
+    assert not equals_anything(OrderedDict(a=1), {"a": 1})
 
 
 def test_a_bundle_is_read_at_its_commit(shop: Path) -> None:

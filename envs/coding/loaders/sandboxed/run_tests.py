@@ -2,7 +2,8 @@
 
 Standard input: {"nonce", "tests": [id, ...], "timeout_s"}. Standard output, last line: the nonce and a JSON list with
 one of "passed", "failed", "missing" per test. The process of a test says its result behind a token of this process, so
-a test that ends early, or prints, has not passed.
+a test that ends early, or prints, has not passed. Nor has one after which the machinery of tests is not what it was, or
+in which a value passed for equal that is equal to anything.
 """
 
 from __future__ import annotations
@@ -24,6 +25,65 @@ except ImportError:
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
+
+
+# What runs tests and says how they ended; plugins of pytest change other parts of it by right.
+WATCHED = ("builtins", "unittest", "_pytest.runner", "_pytest.reports", "_pytest.outcomes", "_pytest.main", "pluggy")
+
+BOUND = (classmethod, staticmethod, property)
+
+
+def machinery() -> dict[tuple[str, str, str], int]:
+    """(module, class, name) -> identity of everything callable that decides whether a test has passed."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if not f"{name}.".startswith(tuple(f"{one}." for one in WATCHED)):
+            continue
+        for key, value in list(vars(module).items()):
+            if callable(value):
+                found[name, "", key] = id(value)
+            if isinstance(value, type) and value.__module__ == name:
+                own = list(vars(value).items())
+                found |= {(name, key, one): id(part) for one, part in own if callable(part) or isinstance(part, BOUND)}
+    return found
+
+
+def other_than(value: Any) -> list[Any]:
+    """Values of the same plain type that are not equal to it."""
+    if isinstance(value, bool) or value is None:
+        return [object()]
+    if isinstance(value, (int, float)):
+        return [value + 1, value - 2.5]
+    if isinstance(value, str):
+        return [value + "?"]
+    if isinstance(value, bytes):
+        return [value + b"?"]
+    if isinstance(value, (list, tuple)):
+        return [type(value)([*value, object()])]
+    if isinstance(value, dict):
+        return [{**value, object(): 0}]
+    return [{*value, object()}] if isinstance(value, (set, frozenset)) else []
+
+
+def equals_anything(value: Any, wanted: Any) -> bool:
+    """Whether a value is equal to `wanted` and to what `wanted` is not. `unittest.mock.ANY` is a test's own."""
+    if type(value) is type(wanted) or type(value).__module__.startswith("unittest"):
+        return False
+    return any(bool(value == other) for other in [*other_than(wanted), object()])
+
+
+def watch_equality() -> list[str]:
+    """From now on `assertEqual` notes values that are equal to anything."""
+    seen: list[str] = []
+    plain = unittest.TestCase.assertEqual
+
+    def watched(self: Any, first: Any, second: Any, msg: Any = None) -> None:
+        if equals_anything(first, second) or equals_anything(second, first):
+            seen.append(type(first).__name__)
+        plain(self, first, second, msg)
+
+    unittest.TestCase.assertEqual = unittest.TestCase.assertEquals = watched  # type: ignore[method-assign]
+    return seen
 
 
 def run_one(test: str) -> str:
@@ -82,7 +142,12 @@ def apart(test: str, timeout_s: float) -> str:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
+            seen = watch_equality()
+            before = machinery()
             result = run_one(test)
+            after = machinery()
+            if seen or any(after.get(key) != one for key, one in before.items()):
+                result = "failed"
         except BaseException:
             result = "failed"
         os.write(write, f"{token}{result}".encode())
