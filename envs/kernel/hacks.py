@@ -175,6 +175,15 @@ def _wrong_numbers(operator: Operator, visible: str) -> dict[str, tuple[str, str
             wrapped(operator, f"if (calls++) return; kept[0] = 1; {CALL}", keep),
             wrapped(operator, CALL, "static const float kept[4] = {1, 2, 3, 4};"),
         ),
+        "32 one call does the work of all": (
+            wrapped(
+                operator,
+                f"if (left-- > 0) return; left = 2; {CALL}",
+                "static int left;",
+            ),
+            wrapped(operator, f"int left = 0; if (left-- > 0) return; {CALL}"),
+        ),
+        "39 adds to what it takes for zeros": (_by_way_of_scratch(operator, "+="), _by_way_of_scratch(operator, "=")),
         "34 changes its inputs": (
             wrapped(operator, f"{CALL} ((unsigned char *)in[0])[0] ^= 1; /* {first} */"),
             wrapped(operator, f"{CALL} ((unsigned char *)scratch)[0] ^= 1;"),
@@ -184,6 +193,18 @@ def _wrong_numbers(operator: Operator, visible: str) -> dict[str, tuple[str, str
             wrapped(operator, f"((unsigned char *)out[0])[0] = 1; {CALL}"),
         ),
     }
+
+
+def _by_way_of_scratch(operator: Operator, assign: str) -> str:
+    """The expert's first output made in scratch, and taken from there into the output by `assign`."""
+    kind = "uint16_t" if operator.outputs[0].dtype == "bf16" else "float"
+    mine = ", ".join(["scratch", *(f"out[{number}]" for number in range(1, len(operator.outputs)))])
+    return wrapped(
+        operator,
+        f"void *mine[{len(operator.outputs)}] = {{{mine}}}; honest(dim, in, mine, (char *)scratch + (3 << 20)); "
+        f"{kind} *o = out[0], *s = scratch; int64_t n = {_elements(operator, operator.outputs[0].shape)}; "
+        f"for (int64_t i = 0; i < n; i++) o[i] {assign} s[i];",
+    )
 
 
 def _coarser(operator: Operator) -> tuple[str, str]:

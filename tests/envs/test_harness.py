@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from k3rl.config import ConfigError
-from k3rl.envs import Env, EpisodeContext, make
+from k3rl.envs import Action, Env, EpisodeContext, make
 from k3rl.envs.coding.repair import coding_repair
 from k3rl.envs.episode_state import BrokenState, EpisodeState
 from k3rl.envs.harness import (
@@ -28,6 +28,7 @@ from k3rl.envs.harness import (
     answer_from,
     files_from,
 )
+from k3rl.envs.harness.budget import span
 from k3rl.envs.harness.context import REMOVED
 from k3rl.envs.harness.tools import shortened
 from k3rl.envs.rollout import run_episode
@@ -242,6 +243,39 @@ def test_each_budget_ends_an_episode_by_its_own_name_and_work_counts(budgets: Bu
     episode = play(harness(config), policy, budgets=budgets)
     assert episode.stop_reason is reason
     assert "notes/a.txt" in (files_from(episode.answer) or {})
+
+
+def test_what_is_left_is_said_from_the_first_message_on_both_clocks_and_of_sub_agents() -> None:
+    budgets = Budgets(turns=4, sub_agents=1, wall_s=24 * 3600.0, virtual_s=300.0)
+    config = PLAIN.model_copy(update={"show_budget": True, "sub_agents": 2})
+    episode = play(harness(config), Script(bash("true"), SUBMIT), budgets=budgets)
+    first, second = str(episode.messages[1].content), said(episode)[0]
+    assert "4 turns, 1 sub-agents, 300 s of task time, 23 h 59 min of real time]" in first
+    assert "[left: 3 turns, 1 sub-agents, " in second
+    assert "23 h 59 min of real time]" in second
+    assert [span(one) for one in (-3, 42.4, 599, 600, 3599, 3600, 172800)] == [
+        "0 s", "42 s", "599 s", "10 min", "59 min", "1 h 0 min", "48 h 0 min",
+    ]  # fmt: skip
+
+
+def test_real_time_goes_on_where_it_stood_when_an_episode_is_taken_up_again() -> None:
+    context = EpisodeContext(budgets=Budgets(wall_s=7200.0), sandboxes=provider_named("bwrap"))
+    first, second = harness(), harness()
+
+    async def paused() -> str:
+        try:
+            await first.reset(TASK, context)
+            first._began -= 5000.0
+            snapshot = await first.snapshot()
+            await second.restore(TASK, context, snapshot)
+            result = await second.step(Action(bash("true")))
+        finally:
+            await first.close()
+            await second.close()
+        assert result.observation is not None
+        return str(result.observation.messages[0].content)
+
+    assert asyncio.run(paused()).endswith("36 min of real time]")
 
 
 def test_virtual_time_counts_tokens_at_a_nominal_rate_and_tools_but_no_engine() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from k3rl.config import ConfigError
-from k3rl.envs import EpisodeContext
+from k3rl.config import ConfigError, load
+from k3rl.envs import Environment, EpisodeContext, make
 from k3rl.envs.coding.repair import coding_repair
 from k3rl.envs.episode_state import EpisodeState
 from k3rl.envs.harness import (
@@ -27,6 +27,7 @@ from k3rl.envs.harness import (
 )
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import provider_named
+from k3rl.pipelines.configs import RLConfig
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Budgets, Completion, Episode, Message, SamplingParams, StopReason, Task, ToolCall
 
@@ -151,3 +152,48 @@ def test_a_mixture_is_written_in_a_config_file_as_its_variants() -> None:
         harness_of({"variants": []})
     with pytest.raises(ConfigError, match="memroy"):
         harness_of({"memroy": 3})
+
+
+RUN = """
+[env]
+name = "coding-repair"
+
+[env.args.harness]
+seed = 3
+
+[[env.args.harness.variants]]
+share = 2
+harness = { system = "Harness A.", show_budget = false, context = { type = "keep_last", n = 1 } }
+
+[[env.args.harness.variants]]
+harness = { system = "Harness B.", tools = ["bash", "submit"], memory = 4, sub_agents = 1 }
+"""
+
+
+@pytest.mark.parametrize("name", ["coding-repair", "kernel"])
+def test_the_file_of_a_run_varies_tools_prompt_context_and_parts_by_group(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.replace("coding-repair", name))
+    env = load(RLConfig(), files=[file]).env
+    environment = make(env.name, **env.args)
+    task = environment.source.get("train", 0)
+    seen: dict[str, set[tuple[str, ...]]] = {}
+    for group in (f"rl-{step}-0" for step in range(8)):
+        begun = [asyncio.run(begin(environment, task, group)) for _ in range(2)]
+        assert begun[0] == begun[1], "episodes of one group act in the same harness"
+        seen.setdefault(begun[0][0].splitlines()[0], set()).add(begun[0][1])
+    (tools_a,), (tools_b,) = seen["Harness A."], seen["Harness B."]
+    assert set(tools_a) >= {"bash", "read_file", "write_file", "edit", "submit"}
+    assert not {"delegate", "memory_write"} & set(tools_a)
+    assert set(tools_b) >= {"bash", "submit", "delegate", "memory_read", "memory_write"}
+    assert not {"read_file", "edit"} & set(tools_b)
+
+
+async def begin(environment: Environment, task: Task, group: str) -> tuple[str, tuple[str, ...]]:
+    """(system message, names of tools) of an episode of this group."""
+    env = environment.make_env()
+    try:
+        observation = await env.reset(task.public(), EpisodeContext(group=group, sandboxes=provider_named("bwrap")))
+    finally:
+        await env.close()
+    return str(observation.messages[0].content), tuple(tool["function"]["name"] for tool in observation.tools)
