@@ -118,6 +118,50 @@ def environment():
 """
 
 
+WORSE = """
+import asyncio, math, os, time
+from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult, Task
+from k3rl.types import Scored
+
+KINDS = ("hangs", "blocks", "floods", "forks", "is infinite", "is too much", "is no number", "is fine")
+
+
+class Source:
+    splits = ("train",)
+
+    def length(self, split, *, level=None, family=None):
+        return None
+
+    def get(self, split, index, seed=0, *, level=None, family=None):
+        return Task(f"worse/{index}", "worse", (Message("user", "say a"),), KINDS[index], hidden={})
+
+
+class Worse(Env):
+    async def reset(self, task, context):
+        self.kind = task.family
+        return Observation(task.messages)
+
+    async def step(self, action):
+        if self.kind == "hangs":
+            await asyncio.sleep(600)
+        while self.kind == "blocks":
+            time.sleep(0.01)
+        if self.kind == "forks" and os.fork() == 0:
+            return StepResult(done=True, answer="of a child")
+        return StepResult(done=True, answer="x" * 50_000_000 if self.kind == "floods" else "fine")
+
+
+class Judge(Rubric):
+    def score_batch(self, items):
+        worth = {"is infinite": math.inf, "is too much": 7.0, "is no number": "all"}
+        return [Scored(worth.get(task.family, 1.0)) for task, _ in items]
+
+
+def environment():
+    return Environment("worse", "misbehaves", Source(), Worse, lambda **_: Judge(), lambda task: "fine")
+"""
+
+
 @pytest.fixture(scope="module")
 def group(ray_cluster, tmp_path_factory):
     """Five episodes of an environment whose tasks 1, 2 and 3 break in reset, in step and when drawn."""
@@ -181,3 +225,33 @@ def test_hostile_episodes_are_typed_retried_counted_and_trip_the_breaker(ray_clu
     for crew in (players, judges):
         crew.end()
     ray.kill(engine)
+
+
+def test_what_hangs_blocks_floods_forks_or_lies_is_typed_and_the_others_are_paid(ray_cluster, tmp_path):
+    module = tmp_path / "worse.py"
+    module.write_text(WORSE)
+    name = f"{module}:environment"
+    faults = FaultConfig(retries=0, call_s=1.0, blocked_s=1.0, breaker_attempts=1000)
+    engine = ray.remote(Echo).options(num_cpus=0).remote()
+
+    def player(_):
+        return ray.remote(EnvironmentActor).options(num_cpus=0).remote(name, {}, "bwrap", engine, faults)
+
+    players = Crew([player(0)], player)
+    judge = ray.remote(RewardActor).options(num_cpus=0).remote(name, {}, "bwrap")
+    rollouts = Rollouts(ray_cluster, [engine], players, [judge], faults=faults, env="worse")
+    jobs = [EpisodeJob(f"e{i}", f"g{i}", TaskRef("train", i, 0), i) for i in range(8)]
+    scores = [group.episodes[0].score for group in rollouts.play(jobs, SamplingParams())]
+    assert [score.kind if isinstance(score, Failed) else score.reward for score in scores] == [
+        FailureKind.HUNG,
+        FailureKind.HUNG,
+        FailureKind.FLOODED,
+        1.0,  # its child does not play on
+        FailureKind.BAD_REWARD,
+        FailureKind.BAD_REWARD,
+        FailureKind.BAD_REWARD,
+        1.0,
+    ]
+    players.end()
+    for actor in (engine, judge):
+        ray.kill(actor)
