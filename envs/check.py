@@ -348,25 +348,31 @@ async def _apart(
             finally:
                 for env in (*envs, *envs):
                     await env.close()
-    alone = await _played(environment, one, "oracle", context, rubric, report)
-    beside, _ = await asyncio.gather(
+    alone, row = await _played(environment, one, "oracle", context, rubric, report)
+    (beside, *rows), (_, *more) = await asyncio.gather(
         _played(environment, one, "oracle", context, rubric, report),
         _played(environment, other, "null", context, rubric, report),
     )
+    report.episodes += [row, *rows, *more]
     if way(alone) != way(beside):
         report.problems.append(f"{one.id}: an episode goes another way when another one runs beside it")
 
 
 async def _played(
     environment: Environment, task: Task, who: str, context: EpisodeContext, rubric: Rubric, report: Report
-) -> Episode:
-    """An episode of the oracle or the null agent, its row in the report, and what is wrong with it."""
+) -> tuple[Episode, dict[str, Any]]:
+    """An episode of the oracle or the null agent and its row for the report; notes what is wrong with it."""
     says = _oracle_says(environment, task) if who == "oracle" else None
     who, says = ("null", _null_says(environment, task)) if says is None else (who, says)
     episode, score = await _episode(environment, task, says, context, rubric)
-    row = {"task": task.id, "who": who, "stop_reason": str(episode.stop_reason), "status": _status(score)}
+    row: dict[str, Any] = {
+        "task": task.id,
+        "who": who,
+        "stop_reason": str(episode.stop_reason),
+        "status": _status(score),
+    }
     turns = sum(len(branch.turns) for branch in episode.branches)
-    report.episodes.append(row | {"turns": turns, "reward": _reward(score)})
+    row |= {"turns": turns, "reward": _reward(score)}
     if not gradable(episode):
         report.problems.append(f"{task.id}: an episode of the {who} agent broke: {_words(score)}")
     elif who == "oracle" and environment.make_harness is None:  # what becomes of an answer is up to a program
@@ -376,7 +382,7 @@ async def _played(
                 f"{task.id}: the right answer, acted out, got {_words(score)} ({episode.stop_reason}); it is worth "
                 f"{wanted:g}"
             )
-    return episode
+    return episode, row
 
 
 async def _episode(

@@ -75,6 +75,7 @@ def main() -> None:
     task = environment.source.get("train", 0, level=chosen.level, family=chosen.family)
     answer = environment.oracle(task)
     turns = [call("bash", command="ls"), *writing(files_from(answer) or {"dut.v": answer}), call("submit")]
+    turns += [Message("assistant", "done")] * 2  # where submitting is judged and does not end the episode
     episode = play(environment.make_env(), task, turns)
     rubric = environment.grader()
     score = rubric.score_batch([(task, episode.answer)])[0]

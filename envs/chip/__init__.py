@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3rl.envs.base import Env, Environment
-from k3rl.envs.chip.env import AGENTIC, ChipEnv
+from k3rl.envs.chip.env import ChipEnv, agentic
 from k3rl.envs.chip.flow import INSTALL, PACKAGES, ToolsMissing, check_tools
 from k3rl.envs.chip.grader import ChipRubric, Report
 from k3rl.envs.chip.hacks import hacks, null, oracle
@@ -42,15 +42,18 @@ __all__ = [
 ]
 
 
-def environment(*, harness: AnyHarness | Mapping[str, Any] | None = None) -> Environment:
+def environment(*, harness: AnyHarness | Mapping[str, Any] | None = None, provider: str = "bwrap") -> Environment:
     """The environment. Its grader raises ToolsMissing where the Debian packages of PACKAGES are not installed.
 
-    harness: how an agent works on it with tools, as a config or its fields; None: the first reply is the design.
+    harness: how an agent works on it with tools, as a config or its fields; None: the first reply is the design. With
+    tools it may submit as often as it likes; each submission is judged by practice transactions, and the best one is
+    handed in. provider: sandboxes that judge those.
     """
     config = None if harness is None else harness_of(harness)
+    parts = agentic(provider)
 
     def make_env() -> Env:
-        return ChipEnv() if config is None else HarnessEnv(AGENTIC, config)
+        return ChipEnv() if config is None else HarnessEnv(parts, config)
 
     return Environment(
         name=NAME,

@@ -23,7 +23,10 @@ REPEATS = 2
 WALL_S = 48 * 3600.0
 
 ANSWER = 'Answer with the Verilog in one ```verilog block, or with JSON {"files": {"name.v": "text"}}.'
-HAND_IN = "Write the design to files that end in .v or .sv at the top of the workspace, for example dut.v, then submit."
+HAND_IN = (
+    "Write the design to files that end in .v or .sv at the top of the workspace, for example dut.v, then submit, as "
+    "often as you like: each submission is judged by practice transactions, and the best one is handed in."
+)
 
 
 class ChipLadder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import itertools
 import json
 import random
@@ -16,7 +17,7 @@ import pytest
 from k3rl.envs import make
 from k3rl.envs.coding import CodingLists, ProgramRubric, demonstrations, training_text
 from k3rl.envs.coding.operations import AMBIGUOUS, CONSTANTS, OPERATIONS, evaluate, program, step
-from k3rl.envs.coding.tasks import draw_training, held_out_tasks, reserved_pairs
+from k3rl.envs.coding.tasks import Drawn, draw_training, held_out_tasks, reserved_pairs
 from k3rl.envs.sandbox import ProgramOutcome, ProgramStatus
 from k3rl.types import Failed, Scored, Task
 
@@ -25,6 +26,13 @@ HELD_OUT = [SOURCE.get("heldout", index) for index in range(512)]
 FAMILY = [SOURCE.get("heldout_family", index) for index in range(256)]
 
 
+@functools.cache
+def drawn_training(seed: int) -> tuple[Drawn, ...]:
+    """10,000 training tasks of a seed, without their inputs; the tests share them."""
+    return tuple(draw_training(index, seed)[0] for index in range(10_000))
+
+
+@functools.cache
 def normal(source: str) -> str:
     """The program up to layout, names of nothing changed: what Python itself prints for it."""
     return ast.unparse(ast.parse(source))
@@ -86,7 +94,7 @@ def test_no_seed_trains_on_a_held_out_prompt_or_program(seed: int) -> None:
     """Over 10,000 training tasks each, 20,000 in all."""
     prompts = {prompt(task) for task in HELD_OUT + FAMILY}
     programs = {normal(hidden(task)["program"]) for task in HELD_OUT + FAMILY}
-    drawn = [draw_training(index, seed)[0] for index in range(10_000)]
+    drawn = drawn_training(seed)
     seen = {item.prompt for item in drawn}
     assert len(seen) > 5000
     assert not prompts & seen
@@ -94,7 +102,7 @@ def test_no_seed_trains_on_a_held_out_prompt_or_program(seed: int) -> None:
 
 
 def test_held_out_sets_of_other_seeds_are_clean_too() -> None:
-    trained = {draw_training(index, 3)[0].prompt for index in range(5000)}
+    trained = {item.prompt for item in drawn_training(0)}
     for seed in (1, 2):
         assert not trained & {drawn.prompt for drawn in held_out_tasks("heldout", seed)}
 
@@ -134,8 +142,9 @@ def test_every_task_of_the_held_out_family_has_a_pair_that_training_never_has() 
 
     assert all(pairs(prompt(task)) & reserved_pairs() for task in FAMILY)
     trained = set()
-    for index in range(5000):
-        trained |= pairs(draw_training(index, 0, family="list")[0].prompt)
+    for item in drawn_training(0):
+        if item.prompt.startswith("list: "):
+            trained |= pairs(item.prompt)
     assert not trained & reserved_pairs()
     assert len(trained) > 200
     assert {one for one, _ in reserved_pairs()} <= {one for one, _ in trained}
@@ -209,11 +218,11 @@ def test_the_visible_part_of_a_task_holds_nothing_hidden() -> None:
 
 
 def test_training_mixes_levels_and_families_as_said() -> None:
-    drawn = [SOURCE.get("train", index, 2) for index in range(4000)]
+    drawn = drawn_training(1)
     share = collections.Counter((task.family, task.level) for task in drawn)
     expected = {("list", 1): 0.175, ("list", 2): 0.394, ("list", 3): 0.306, ("probe", 1): 0.0375, ("probe", 2): 0.0875}
     for kind, value in expected.items():
-        assert share[kind] / 4000 == pytest.approx(value, abs=0.03)  # four standard deviations of the largest
+        assert share[kind] / 10_000 == pytest.approx(value, abs=0.02)  # four standard deviations of the largest
 
 
 @pytest.mark.parametrize(("family", "level"), [("list", 1), ("list", 3), ("probe", 2), (None, 3), ("probe", None)])

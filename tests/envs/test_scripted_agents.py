@@ -55,10 +55,17 @@ def test_a_scripted_agent_builds_the_multiply_accumulate_unit_of_the_chip() -> N
         agent.call("write_file", path="dut.v", content=design),
         agent.call("bash", command="iverilog -g2012 -t null dut.v && echo fine"),
         agent.call("submit"),
+        agent.call("write_file", path="dut.v", content="module dut; worse"),
+        agent.call("submit"),
+        *[agent.Message("assistant", "done")] * 2,
     ]
     episode = agent.play(environment.make_env(), task, turns)
     assert episode.stop_reason is StopReason.COMPLETED
-    assert "exit status 0\nfine" in agent.tool_results(episode)[-1]
+    results = agent.tool_results(episode)
+    assert "exit status 0\nfine" in results[3]
+    assert results[4].startswith("valid, score 0.5; this is the best so far.")
+    assert results[-1].startswith("not valid, score 0; the best so far stays.")
+    assert "47 h 59 min of real time" in results[0]
     assert files_from(episode.answer) == {"dut.v": design}
     rubric = environment.grader()
     (score,) = rubric.score_batch([(task, episode.answer)])

@@ -138,11 +138,15 @@ def submissions(nvcc: bool) -> dict[str, tuple[str, dict[str, str]]]:
     return found
 
 
+WIDTH = 7168  # of K3
+OTHERS = ("situ_glu", "rms_norm_gated", "softmax")  # families whose expert is graded too
+
+
 def task_of(tokens: int, language: str = "triton") -> Task:
     """The held-out task with its counted shapes at K3's width, 5 and 9 sources."""
     task = make("kernel", language=language, device="cuda").source.get("heldout", 0, family="attn_res")
     assert task.hidden is not None
-    counted = [{"S": sources, "T": tokens, "D": 7168} for sources in (5, 9)]
+    counted = [{"S": sources, "T": tokens, "D": WIDTH} for sources in (5, 9)]
     return dataclasses.replace(task, hidden={**task.hidden, "counted": counted})
 
 
@@ -238,7 +242,7 @@ def main(words: list[str] | None = None, device: str = "cuda", nvcc: bool | None
         keep(name, graded(judge, task_of(arguments.tokens, language), files))
     keep("eager torch", baseline(arguments.tokens, rows["the expert: two passes"].get("seconds"), about, device))
     ladder = make("kernel", language="triton", device="cuda").source
-    for family in ("situ_glu", "rms_norm_gated", "softmax"):
+    for family in OTHERS:
         task = ladder.get("heldout", 0, family=family)
         keep(f"expert of {family}", graded(judge, task, {"kernel.py": BY_FAMILY[family].gpu_expert}))
     judge.close()
