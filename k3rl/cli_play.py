@@ -82,7 +82,8 @@ def play(
     if kept is None:
         return episode
     if episode.stop_reason is StopReason.CANCELLED and not person.gave_up and kept.path.exists():
-        return dataclasses.replace(episode, stop_reason=StopReason.PAUSED)
+        used = {**episode.budgets_used, "turns": episode.budgets_used["turns"] - 1}  # the last one said nothing
+        return dataclasses.replace(episode, stop_reason=StopReason.PAUSED, budgets_used=used)
     kept.path.unlink(missing_ok=True)
     return episode
 

@@ -262,12 +262,19 @@ def request_of(
     }
 
 
+_described: dict[str, dict[str, Any]] = {}  # by where libraries are looked for; the GPU of a process stays the same
+
+
 async def describe() -> dict[str, Any]:
-    """What the GPU is: name, capability, bytes_per_s. Raises NoGpu, SandboxDied."""
+    """What the GPU is: name, capability, bytes_per_s. Asked once a process. Raises NoGpu, SandboxDied."""
+    where = os.environ.get("LD_LIBRARY_PATH", "")
+    if where in _described:
+        return _described[where]
     with tempfile.TemporaryDirectory(prefix="k3rl-gpu-") as folder:
         found = await _device(Path(folder), None)
     if not found["bytes_per_s"] > 0:
         raise SandboxDied(f"the driver does not say how fast the memory of {found['name']} is")
+    _described[where] = found
     return found
 
 

@@ -278,6 +278,7 @@ def test_a_killed_episode_goes_on_with_its_workspace_and_what_it_has_spent(capsy
     shown, result = by_hand(capsys, monkeypatch, half_played, "/bash cat note\n")
     assert "noted" in shown
     assert (result["status"], result["stop_reason"], result["reward"]) == ("paused", "paused", None)
+    assert result["turns"] == len(make("coding-repair").source.get("heldout", 0).hidden["files"]) + 2
     _, result = by_hand(capsys, monkeypatch, half_played, "/submit\n")
     assert (result["status"], result["reward"], result["stop_reason"]) == ("scored", 1.0, "completed")
     assert result["turns"] == len(make("coding-repair").source.get("heldout", 0).hidden["files"]) + 3
