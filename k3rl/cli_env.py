@@ -62,7 +62,8 @@ def taken_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         else:
             rest.append(word)
     _, flags = split_words(own)
-    return rest, load(EnvWords(env_args=options), flags=flags).env_args
+    given = load(EnvWords(env_args=options), flags=flags).env_args
+    return rest, {key.replace("-", "_"): value for key, value in given.items()}  # those of the line come last
 
 
 def env(words: Sequence[str]) -> int:
