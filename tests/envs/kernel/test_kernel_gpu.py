@@ -326,6 +326,7 @@ def test_the_program_for_a_gpu_runs_whole_on_a_stand_in(library, call_on_gpu, mo
     monkeypatch.setattr(gpu, "REPEATS", 6)
     monkeypatch.setattr("k3rl.envs.kernel.tasks.SMALL", 1)
     monkeypatch.setattr(call_on_gpu, "WIDTH", 640)
+    monkeypatch.setattr(call_on_gpu, "SOURCES", (5,))
     monkeypatch.setattr(call_on_gpu, "OTHERS", ("softmax",))
     some = {name: text for name, text in call_on_gpu.HACKS.items() if name[:2] == "34"}
     monkeypatch.setattr(call_on_gpu, "HACKS", some)
