@@ -8,6 +8,7 @@ schedule.py          learning-rate factor of a step
 Nothing here knows a loss, a model class or a checkpoint.
 """
 
+from k3rl.optim.buckets import Rest
 from k3rl.optim.classify import ClassifyError, HeadLayout, ParamInfo, classify
 from k3rl.optim.newton_schulz import newton_schulz
 from k3rl.optim.per_head_muon import NonFiniteGradient, OptimizerStateError, PerHeadMuon, trained
@@ -27,6 +28,7 @@ __all__ = [
     "PerHeadMuon",
     "QKClipError",
     "QuantileBalancer",
+    "Rest",
     "Schedule",
     "classify",
     "clip_heads_",

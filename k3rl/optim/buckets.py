@@ -3,6 +3,9 @@
 Both kinds of bucket own float32 masters (or the parameter's dtype where that is wider), take a step on all their
 parameters in a handful of tensor operations, and can cut their state back into one tensor per parameter. Parameters
 without a gradient are left out by stepping over runs of neighbours that have one.
+
+State may rest elsewhere than where it is computed with (`Rest`): it then visits the parameters' device for a step, one
+bucket at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +43,39 @@ def _runs(keys: Sequence[object]) -> Iterator[tuple[int, int, object]]:
         stop = start + len(list(run))
         yield start, stop, key
         start = stop
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How state is kept between steps. host: in host memory, page-locked where the parameters are on a GPU; every step
+    is computed on their device all the same, so it has the same bits. momentum: dtype of Muon's momentum, rounded to
+    nearest when a step is over; None for that of the master.
+    """
+
+    host: bool = False
+    momentum: torch.dtype | None = None
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The tensor where it rests."""
+        if not self.host:
+            return tensor
+        home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        return home.copy_(tensor)
+
+    @contextmanager
+    def visit(self, device: torch.device, kind: torch.dtype, *homes: Tensor) -> Iterator[list[Tensor]]:
+        """Kept tensors on `device` in `kind`; what the block leaves in them is kept.
+
+        Copies to page-locked memory are queued on the current stream: wait for it before the host reads them.
+        """
+        here = [
+            home.to(device, kind, non_blocking=True, copy=True) if self.host else home.to(device, kind)
+            for home in homes
+        ]
+        yield here
+        for home, tensor in zip(homes, here, strict=True):
+            if tensor is not home:
+                home.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -89,29 +126,37 @@ class MuonBucket:
     """Blocks [n, r, c] of equal shape from many matrices, with their masters and momenta."""
 
     pieces: list[MuonPiece]
+    rest: Rest = Rest()
     starts: list[int] = field(init=False)  # piece i owns blocks starts[i] .. starts[i + 1]
     master: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.starts = [0, *itertools.accumulate(piece.info.heads for piece in self.pieces)]
-        self.master = torch.cat([piece.cut(piece.param.detach()) for piece in self.pieces])
-        self.master = self.master.to(master_dtype(self.master.dtype))
-        self.momentum = torch.zeros_like(self.master)
+        master = torch.cat([piece.cut(piece.param.detach()) for piece in self.pieces])
+        master = master.to(master_dtype(master.dtype))
+        self.momentum = self.rest.keep(torch.zeros_like(master, dtype=self.rest.momentum or master.dtype))
+        self.master = self.rest.keep(master)
+
+    @property
+    def device(self) -> torch.device:
+        """Where steps are computed."""
+        return self.pieces[0].param.device
 
     def step(self, rates: MuonRates, project: Project | None) -> None:
         """One Muon step on every matrix that has a gradient, and its shipped value written into the parameter."""
         for start, stop, live in _runs([piece.param.grad is not None for piece in self.pieces]):
             if live:
-                self._step(start, stop, rates)
-                self.ship(project, start, stop)
+                rows = slice(self.starts[start], self.starts[stop])
+                homes = self.master[rows], self.momentum[rows]
+                with self.rest.visit(self.device, self.master.dtype, *homes) as (master, momentum):
+                    self._step(start, stop, rates, master, momentum)
+                    self._ship(project, start, stop, master)
 
-    def _step(self, start: int, stop: int, rates: MuonRates) -> None:
+    def _step(self, start: int, stop: int, rates: MuonRates, master: Tensor, momentum: Tensor) -> None:
         gradient = torch.cat(
             [piece.cut(piece.param.grad) for piece in self.pieces[start:stop] if piece.param.grad is not None]
         )
-        rows = slice(self.starts[start], self.starts[stop])
-        master, momentum = self.master[rows], self.momentum[rows]
         gradient = gradient.to(master.dtype)
         momentum.mul_(rates.momentum).add_(gradient)
         direction = gradient.add_(momentum, alpha=rates.momentum) if rates.nesterov else momentum
@@ -121,9 +166,14 @@ class MuonBucket:
 
     def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
         """Write project(master) of the pieces [start, stop) into their parameters."""
-        pieces = self.pieces[start:stop]
+        stop = len(self.pieces) if stop is None else stop
+        self._ship(project, start, stop, self.master[self.starts[start] : self.starts[stop]].to(self.device))
+
+    def _ship(self, project: Project | None, start: int, stop: int, master: Tensor) -> None:
+        """master: the blocks of the pieces [start, stop), where the parameters are."""
+        pieces, begin = self.pieces[start:stop], self.starts[start]
         for first, last, _ in _runs([piece.kind for piece in pieces]):
-            blocks = self.master[self.starts[start + first] : self.starts[start + last]]
+            blocks = master[self.starts[start + first] - begin : self.starts[start + last] - begin]
             shipped = blocks if project is None else project(pieces[first].name, blocks)
             targets = [piece.cut(piece.param.detach()) for piece in pieces[first:last]]
             torch._foreach_copy_(targets, list(shipped.split([piece.info.heads for piece in pieces[first:last]])))
@@ -144,6 +194,7 @@ class AdamBucket:
     names: list[str]
     params: list[Tensor]
     decay: bool
+    rest: Rest = Rest()
     starts: list[int] = field(init=False)
     steps: list[int] = field(init=False)
     master: Tensor = field(init=False)
@@ -153,10 +204,15 @@ class AdamBucket:
     def __post_init__(self) -> None:
         self.starts = [0, *itertools.accumulate(param.numel() for param in self.params)]
         self.steps = [0] * len(self.params)
-        self.master = torch.cat([param.detach().reshape(-1) for param in self.params])
-        self.master = self.master.to(master_dtype(self.master.dtype))
-        self.first = torch.zeros_like(self.master)
-        self.second = torch.zeros_like(self.master)
+        master = torch.cat([param.detach().reshape(-1) for param in self.params])
+        master = master.to(master_dtype(master.dtype))
+        self.first, self.second = (self.rest.keep(torch.zeros_like(master)) for _ in range(2))
+        self.master = self.rest.keep(master)
+
+    @property
+    def device(self) -> torch.device:
+        """Where steps are computed."""
+        return self.params[0].device
 
     def step(self, rates: AdamRates, project: Project | None) -> None:
         """One AdamW step on every tensor that has a gradient, and its shipped value written into the parameter."""
@@ -164,13 +220,16 @@ class AdamBucket:
         for start, stop, done in _runs(keys):
             if isinstance(done, int):
                 self.steps[start:stop] = [done + 1] * (stop - start)
-                self._step(start, stop, done + 1, rates)
-                self.ship(project, start, stop)
+                part = slice(self.starts[start], self.starts[stop])
+                homes = self.master[part], self.first[part], self.second[part]
+                with self.rest.visit(self.device, self.master.dtype, *homes) as (master, first, second):
+                    self._step(start, stop, done + 1, rates, master, first, second)
+                    self._ship(project, start, stop, master)
 
-    def _step(self, start: int, stop: int, count: int, rates: AdamRates) -> None:
+    def _step(
+        self, start: int, stop: int, count: int, rates: AdamRates, master: Tensor, first: Tensor, second: Tensor
+    ) -> None:
         gradient = torch.cat([param.grad.reshape(-1) for param in self.params[start:stop] if param.grad is not None])
-        part = slice(self.starts[start], self.starts[stop])
-        master, first, second = self.master[part], self.first[part], self.second[part]
         gradient = gradient.to(master.dtype)
         beta1, beta2 = rates.betas
         first.lerp_(gradient, 1 - beta1)
@@ -183,10 +242,15 @@ class AdamBucket:
     def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
         """Write project(master) of the tensors [start, stop) into their parameters."""
         stop = len(self.params) if stop is None else stop
+        self._ship(project, start, stop, self.master[self.starts[start] : self.starts[stop]].to(self.device))
+
+    def _ship(self, project: Project | None, start: int, stop: int, master: Tensor) -> None:
+        """master: that of the tensors [start, stop), where the parameters are."""
         keys = [(storage_kind(name), tuple(self.params[i].shape)) for i, name in enumerate(self.names[:stop])][start:]
         for first, last, _ in _runs(keys):
             first, last = start + first, start + last
-            values = self.master[self.starts[first] : self.starts[last]].view(last - first, *self.params[first].shape)
+            values = master[self.starts[first] - self.starts[start] : self.starts[last] - self.starts[start]]
+            values = values.view(last - first, *self.params[first].shape)
             shipped = values if project is None else project(self.names[first], values)
             torch._foreach_copy_([param.detach() for param in self.params[first:last]], list(shipped.unbind()))
 

@@ -25,6 +25,7 @@ from k3rl.optim.buckets import (
     MuonPiece,
     MuonRates,
     Project,
+    Rest,
     fill_buckets,
     master_dtype,
     storage_kind,
@@ -95,6 +96,7 @@ class PerHeadMuon:
     variant: "per_head_muon", "muon_whole" (no cut along heads) or "adamw" (AdamW for all, at adamw_lr), for comparison.
     owned: names whose masters are kept and moved here; the others belong to other ranks. None: all.
     newton_schulz_dtype: None means the master's on CPU and bfloat16 on an accelerator; float64 is never narrowed.
+    rest: where state lies between steps, and in which dtype Muon's momentum.
 
     A parameter whose grad is None is left exactly as it is: no decay, no momentum change, no step count. A zero
     gradient is a gradient. Masters and state are float32, float64 for float64 parameters.
@@ -118,6 +120,7 @@ class PerHeadMuon:
         variant: Variant = "per_head_muon",
         newton_schulz_dtype: torch.dtype | None = None,
         owned: Container[str] | None = None,
+        rest: Rest | None = None,
     ) -> None:
         self.lr = lr
         self.adamw_lr = adamw_lr
@@ -128,6 +131,7 @@ class PerHeadMuon:
         self.eps = eps
         self.project = project
         self.newton_schulz_dtype = newton_schulz_dtype
+        self.rest = Rest() if rest is None else rest
         every = trained(named_params, config, variant)
         if not every:
             raise ValueError("no parameter to train: every one is frozen or moved by QuantileBalancer")
@@ -152,7 +156,7 @@ class PerHeadMuon:
             pieces.sort(key=lambda piece: piece.kind)
             sizes = [piece.info.heads * piece.rows * piece.param.shape[1] for piece in pieces]
             for start, stop in fill_buckets(sizes):
-                yield MuonBucket(pieces[start:stop])
+                yield MuonBucket(pieces[start:stop], self.rest)
 
     def _build_adam(self) -> Iterable[AdamBucket]:
         groups: dict[tuple[object, ...], list[str]] = {}
@@ -163,7 +167,7 @@ class PerHeadMuon:
             names.sort(key=storage_kind)
             params = [self.params[name] for name in names]
             for start, stop in fill_buckets([param.numel() for param in params]):
-                yield AdamBucket(names[start:stop], params[start:stop], self.infos[names[start]].decay)
+                yield AdamBucket(names[start:stop], params[start:stop], self.infos[names[start]].decay, self.rest)
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
@@ -237,6 +241,8 @@ class PerHeadMuon:
         adam_rates = AdamRates(self.adamw_lr * lr_scale, self.betas, self.eps, self.weight_decay)
         for adam in self._adam:
             adam.step(adam_rates, self.project)
+        if self.rest.host and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # copies to page-locked memory are queued; the host may read it from here on
         return True
 
     def _product_dtype(self, master: Tensor) -> torch.dtype | None:
@@ -304,8 +310,8 @@ class PerHeadMuon:
     @torch.no_grad()
     def state_tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
         """All state, or that of `names`, as new tensors: "<name>/master" and "<name>/momentum" of Muon matrices;
-        "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors.
-        Independent of how state is bucketed.
+        "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors. They lie
+        where the state rests. Independent of how state is bucketed.
         """
         state: dict[str, Tensor] = {}
         for piece, parts in self._muon_pieces():

@@ -90,6 +90,12 @@ def check_backend(learner: LearnerConfig, trainer: TrainerConfig) -> None:
             "leave learner.backend native",
             key="trainer.recompute",
         )
+    if trainer.offload_optimizer:
+        raise ConfigError(
+            "trainer.offload_optimizer is the native trainer's; with learner.backend deepspeed set "
+            "--learner.deepspeed.offload-optimizer true instead",
+            key="trainer.offload_optimizer",
+        )
     for axis in ("expert_parallel", "context_parallel"):
         if (degree := getattr(trainer, axis)) > 1:
             raise ConfigError(

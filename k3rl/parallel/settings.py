@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from pydantic import Field, model_validator
 
 from k3rl.config import Config
 from k3rl.model import LoraConfig
+from k3rl.optim import Rest
 
 
 class TrainerConfig(Config):
@@ -42,6 +44,11 @@ class TrainerConfig(Config):
     """Parts of each layer that keep only their inputs and run their forward again before their backward."""
     shard_optimizer: bool = True
     """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
+    offload_optimizer: bool = False
+    """Masters and optimizer state rest in host memory and visit the device for a step, a bucket at a time: the same
+    bits, for the time of the copies."""
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+    """How Muon's momentum is kept between steps. AdamW's moments stay float32."""
     lora: LoraConfig | None = None
     """Trains small matrices beside the weights instead of the weights, which then stay as they are to the bit: routers
     and their biases too, and QK-clip, which would scale weights, only reports. Neither factor of a pair is a matrix
@@ -53,6 +60,18 @@ class TrainerConfig(Config):
     """A step whose loss or gradient is NaN or infinite changes nothing. It ends the run, or is left out."""
     nonfinite_limit: int = Field(3, ge=0)
     """With `skip`: how many steps in a row may be left out before the run ends all the same."""
+
+    @property
+    def rest(self) -> Rest:
+        """How optimizer state is kept between steps."""
+        return Rest(self.offload_optimizer, torch.bfloat16 if self.momentum_dtype == "bfloat16" else None)
+
+    @model_validator(mode="after")
+    def _momentum_is_muons(self) -> TrainerConfig:
+        if self.momentum_dtype == "bfloat16" and (self.optimizer == "adamw" or self.lora is not None):
+            who = "an adapter trains with AdamW" if self.lora is not None else "optimizer is adamw"
+            raise ValueError(f"momentum_dtype is Muon's, and {who}; leave it float32, or use offload_optimizer")
+        return self
 
     @model_validator(mode="after")
     def _exact_sequences_are_whole(self) -> TrainerConfig:

@@ -94,6 +94,7 @@ class Trainer:
             variant=config.optimizer,
             project=ship,
             owned=self.shards.owned,
+            rest=config.rest,
         )
         self.shards.share_parameters()
 
