@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from k3rl.model.lora import Adapter
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
-from k3rl.model.recompute import PARTS, recomputed
+from k3rl.model.recompute import PARTS, again, recomputed
 from k3rl.model.vision import Projector, VisionTower, check_grids
 from k3rl.types import Communicator, ContextCommunicator, ForwardObserver
 
@@ -107,23 +108,26 @@ class DecoderLayer(nn.Module):
         def attention(at: ResidualStream, watching: ForwardObserver | None) -> Tensor:
             return self._attend(self.input_layernorm(self._read(at, "self_attention")), parts, watching)
 
+        chosen = routes
+
         def experts(at: ResidualStream, watching: ForwardObserver | None) -> tuple[Tensor, Tensor]:
+            nonlocal chosen
             seen = self.post_attention_layernorm(self._read(at, "mlp"))
-            out, ids = self.block_sparse_moe(seen, routes, watching)
-            return out, ids
+            out, chosen = self.block_sparse_moe(seen, chosen, watching)  # a second run goes to the same experts
+            return out, chosen
 
         def dense(at: ResidualStream, _: ForwardObserver | None) -> Tensor:
             return self.mlp(self.post_attention_layernorm(self._read(at, "mlp")))
 
-        again = self.recompute
-        attended = recomputed(attention, stream, observer) if "attention" in again else attention(stream, observer)
+        twice = self.recompute
+        attended = recomputed(attention, stream, observer) if "attention" in twice else attention(stream, observer)
         if self.starts_block:
             stream.push()
         stream.add(attended)
         if not self.is_moe:
-            stream.add(recomputed(dense, stream, None) if "mlp" in again else dense(stream, None))
+            stream.add(recomputed(dense, stream, None) if "mlp" in twice else dense(stream, None))
             return None
-        out, ids = recomputed(experts, stream, observer) if "mlp" in again else experts(stream, observer)
+        out, ids = recomputed(experts, stream, observer) if "mlp" in twice else experts(stream, observer)
         stream.add(out)
         return ids
 
@@ -260,8 +264,8 @@ class K3ForCausalLM(nn.Module):
     def assist(self) -> Tensor:
         """Takes part in the exchanges of one forward without rows of its own, for the rows of other ranks.
 
-        Returns a scalar 0; its `backward` takes part in the exchanges of the backward. Layers hang together as in a
-        forward, so that both go through them in the same order.
+        Returns a scalar 0; its `backward` takes part in the exchanges of the backward, those that recomputation repeats
+        included. Layers hang together as in a forward, so that both go through them in the same order.
         """
         k = self.config.num_experts_per_token
         rows = torch.zeros(
@@ -273,8 +277,11 @@ class K3ForCausalLM(nn.Module):
         )
         weights = torch.zeros(0, k, dtype=wide(self.dtype), device=self.device)
         ids = torch.zeros(0, k, dtype=torch.int64, device=self.device)
-        for part in self.moe_parts():
-            rows = part.bank(rows, weights, ids)
+        for layer in self.language_model.model.layers:
+            if layer.is_moe:
+                bank = layer.block_sparse_moe.bank
+                run = partial(bank, weights=weights, ids=ids)
+                rows = again(run, rows) if "mlp" in layer.recompute else run(rows)
         return rows.sum()
 
     def recompute(self, parts: Collection[str]) -> None:

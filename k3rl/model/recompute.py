@@ -2,6 +2,11 @@
 
 A part reads the residual stream and gives a sublayer's output, so what it keeps is the running sum; the rows of the
 bank are shared by all parts. It runs again on equal inputs by the same operations, so its gradients are the same bits.
+
+Ranks that meet inside a part meet again in its second run, before they meet in its backward. Every rank goes through
+the parts in one order, the last first, so their messages still pair. A second run ends at the last tensor that it has
+to keep, and in each part that comes after the last message: the output projections of attention, and the up-projection
+or the shared experts after the routed ones.
 """
 
 from __future__ import annotations
@@ -31,9 +36,16 @@ def recomputed(
     apart, sources = stream.apart()
     watching = [observer]
 
-    def again(*given: Tensor) -> Result:
+    def part(*given: Tensor) -> Result:
         apart.give(given)
         return run(apart, watching.pop() if watching else None)
 
-    result: Result = checkpoint(again, *sources, use_reentrant=False, preserve_rng_state=False)
+    return again(part, *sources)
+
+
+def again(run: Callable[..., Result], *given: Tensor) -> Result:
+    """`run(*given)`, whose saved tensors are made again in the backward."""
+    if not torch.is_grad_enabled():
+        return run(*given)
+    result: Result = checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)
     return result

@@ -49,12 +49,10 @@ def check_layout(mesh: Mesh, model: K3ForCausalLM, config: TrainerConfig) -> Non
             "build it with experts=mesh.experts(...)",
             key="expert_parallel",
         )
-    meets = mesh.expert.size > 1 or mesh.context.size > 1
-    if config.recompute and (meets or config.balance_by == "auxiliary_loss"):
+    if config.recompute and config.balance_by == "auxiliary_loss":
         raise ConfigError(
-            "recompute runs parts of a forward a second time; ranks that meet inside a forward (expert or context "
-            "parallelism) and the auxiliary loss on the router do not take part in that. Leave it empty, or train "
-            "with data parallelism and another balance_by",
+            "recompute runs routers a second time, which the auxiliary loss on them would count twice; leave recompute "
+            "empty, or use another balance_by",
             key="recompute",
         )
 

@@ -24,6 +24,7 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.data.images import ImagePatches
 from k3rl.losses import CrossEntropy, K3Policy, LossInputs, LossOutput
 from k3rl.model import AblationConfig, HiddenOutput, K3Config, K3ForCausalLM, LinearAttnConfig, VisionConfig
+from k3rl.model.recompute import PARTS
 from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
 from k3rl.run.metrics import Accumulator
 
@@ -122,11 +123,13 @@ class _Model(K3ForCausalLM):
         return out
 
 
-def _trainer(case: Case, mesh: Mesh) -> Trainer:
+def _trainer(case: Case, mesh: Mesh, recompute: tuple[str, ...] = ()) -> Trainer:
     model = _Model(case.config, dtype=case.dtype, experts=mesh.experts(case.config.num_experts))
     model.init_weights(1)
     _, expert, context = mesh.shape
-    config = TrainerConfig(micro_batch_tokens=64, balance="fresh", expert_parallel=expert, context_parallel=context)
+    config = TrainerConfig(
+        micro_batch_tokens=64, balance="fresh", expert_parallel=expert, context_parallel=context, recompute=recompute
+    )
     return Trainer(model, config, mesh)
 
 
@@ -167,10 +170,10 @@ def _measure(case: Case, trainer: Trainer) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ whole steps
 
 MESHES = {
-    1: {"one process": (1, 1)},
-    2: {"context": (1, 2)},
-    4: {"expert x context": (2, 2), "data x context": (1, 2)},
-}  # (expert, context) degrees by the number of ranks
+    1: {"one process": (1, 1, ())},
+    2: {"context": (1, 2, ()), "context, recomputed": (1, 2, PARTS)},
+    4: {"expert x context": (2, 2, PARTS), "data x context": (1, 2, ())},
+}  # (expert, context) degrees by the number of ranks, and what is recomputed
 STEPS = [Case((9, 30, 17), seed=11), Case((4, 1), seed=12)]  # the second has one token for the last two of four ranks
 
 
@@ -189,9 +192,9 @@ def _own(case: Case, mesh: Mesh) -> TrainBatch | None:
     return whole.select(members) if members else None
 
 
-def _steps(mesh: Mesh) -> tuple[Trainer, dict[str, torch.Tensor]]:
+def _steps(mesh: Mesh, recompute: tuple[str, ...]) -> tuple[Trainer, dict[str, torch.Tensor]]:
     """Training steps on this rank's sequences; -> trainer, and its state with metrics as (sum, count)."""
-    trainer, metrics = _trainer(STEPS[0], mesh), Accumulator()
+    trainer, metrics = _trainer(STEPS[0], mesh, recompute), Accumulator()
     for case in STEPS:
         metrics.merge(trainer.train(_own(case, mesh), CrossEntropy()))
     found = trainer.state_tensors()
@@ -214,8 +217,8 @@ def _rank(rank: int, size: int, port: int, folder: Path) -> None:
         if key not in trainers:
             trainers[key] = _trainer(case, mesh)
         save_file(_measure(case, trainers[key]), folder / f"{size}.{name}.{rank}")
-    for name, (expert, context) in MESHES[size].items():
-        trainer, found = _steps(Mesh(world, expert=expert, context=context))
+    for name, (expert, context, recompute) in MESHES[size].items():
+        trainer, found = _steps(Mesh(world, expert=expert, context=context), recompute)
         save_file(found, folder / f"{size}.{name}.{rank}")
     if size > 1:
         outcomes, began = [], time.monotonic()

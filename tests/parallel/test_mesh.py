@@ -31,18 +31,27 @@ from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
 TINY = K3Config.named("k3-nano").replace(num_experts=4)
 STEPS = 3
 FLOAT64, FLOAT32 = torch.float64, torch.float32
-# name -> (ranks, expert degree, sharded optimizer, dtype)
-LAYOUTS = {
-    "dp2": (2, 1, True, FLOAT64),
-    "ep2": (2, 2, True, FLOAT64),
-    "ep2-float32": (2, 2, True, FLOAT32),
-    "dp4": (4, 1, True, FLOAT64),
-    "ep4": (4, 4, True, FLOAT64),
-    "dp2xep2": (4, 2, True, FLOAT64),
-    "dp2xep2-whole-optimizer": (4, 2, False, FLOAT64),
-    "dp2xep2-float32": (4, 2, True, FLOAT32),
+BOTH = ("attention", "mlp")
+# name -> (ranks, expert degree, dtype, more of the trainer's configuration)
+LAYOUTS: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
+    "dp2": (2, 1, FLOAT64, {}),
+    "ep2": (2, 2, FLOAT64, {}),
+    "ep2-recomputed": (2, 2, FLOAT64, {"recompute": BOTH}),
+    "ep2-float32": (2, 2, FLOAT32, {}),
+    "dp4": (4, 1, FLOAT64, {"offload_optimizer": True}),
+    "ep4": (4, 4, FLOAT64, {}),
+    "ep4-recomputed": (4, 4, FLOAT64, {"recompute": ("mlp",)}),
+    "dp2xep2": (4, 2, FLOAT64, {}),
+    "dp2xep2-whole-optimizer": (4, 2, FLOAT64, {"shard_optimizer": False, "offload_optimizer": True}),
+    "dp2xep2-recomputed": (4, 2, FLOAT64, {"recompute": BOTH}),
+    "dp2xep2-float32": (4, 2, FLOAT32, {}),
 }
-LORA_LAYOUTS = {"lora-ep2": {"expert": 2}, "lora-cp2": {"context": 2}}
+# name -> (degrees, more of the trainer's configuration)
+LORA_LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "lora-ep2": ({"expert": 2}, {}),
+    "lora-ep2-recomputed": ({"expert": 2}, {"recompute": BOTH, "offload_optimizer": True}),
+    "lora-cp2": ({"context": 2}, {"recompute": BOTH}),
+}
 WORLDS = {"two": (2, 100.0), "four": (4, 100.0), "hanging": (2, 8.0), "stopped": (2, 8.0)}  # ranks, timeout
 
 
@@ -131,10 +140,10 @@ def outcome(job: Callable[[], Any]) -> dict[str, Any]:
 
 
 def do_layouts(world: World, folder: Path) -> None:
-    for name, (ranks, expert, sharded, dtype) in LAYOUTS.items():
+    for name, (ranks, expert, dtype, config) in LAYOUTS.items():
         if ranks == world.size:
             mesh = Mesh(world, expert=expert)
-            made = trainer(mesh, dtype, micro_batch_tokens=40, shard_optimizer=sharded)
+            made = trainer(mesh, dtype, micro_batch_tokens=40, **config)
             found = run(made)
             whole = made.optimizer.state_tensors()
             size = torch.tensor(sum(value.nbytes for value in whole.values()))
@@ -187,14 +196,14 @@ def do_four(world: World, folder: Path) -> dict[str, Any]:
     return ended
 
 
-def lora_run(mesh: Mesh) -> dict[str, torch.Tensor]:
+def lora_run(mesh: Mesh, **config: Any) -> dict[str, torch.Tensor]:
     """Adapters after a few steps: one of all experts and of MLA, one of MLA alone.
 
     With the second the first layers have nothing to train, and their ranks must meet in the backward all the same.
     """
     found: dict[str, torch.Tensor] = {}
     for targets, steps in ((("kv_b_proj", "w2"), STEPS), (("kv_b_proj",), 1)):
-        made = trainer(mesh, lora=LoraConfig(rank=3, alpha=6.0, targets=targets), micro_batch_tokens=40)
+        made = trainer(mesh, lora=LoraConfig(rank=3, alpha=6.0, targets=targets), micro_batch_tokens=40, **config)
         for step in range(steps):
             made.train(share(batch(step), mesh), CrossEntropy())
         assert made.adapter_tensors().keys() == set(made.shards.names)
@@ -204,8 +213,8 @@ def lora_run(mesh: Mesh) -> dict[str, torch.Tensor]:
 
 def do_two(world: World, folder: Path) -> dict[str, Any]:
     """Adapters; then rank 1 fails inside a forward, where rank 0 waits for its rows."""
-    for name, degrees in LORA_LAYOUTS.items():
-        save_file(lora_run(Mesh(world, **degrees)), folder / f"{name}-{world.rank}.safetensors")
+    for name, (degrees, config) in LORA_LAYOUTS.items():
+        save_file(lora_run(Mesh(world, **degrees), **config), folder / f"{name}-{world.rank}.safetensors")
     mesh = Mesh(world, expert=2)
     mine = share(batch(0, routes=True), mesh)
     assert mine is not None
@@ -312,7 +321,7 @@ def test_packing_and_micro_batches_change_nothing(alone):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_gradients_and_masters_of_one_process(folder, alone, name):
-    ranks, _, _, dtype = LAYOUTS[name]
+    ranks, _, dtype, _ = LAYOUTS[name]
     found = differences(alone[dtype], gathered(folder, name, ranks))
     assert sum(key.startswith("gradient ") for key in found) > 100
     # float64 sums in another order, quantization on; in float32 also an activation whose rounding falls differently
