@@ -84,7 +84,8 @@ class LearnerActor:
         """A freshly initialised model from an official-layout config; returns its number of parameters."""
         self._tokenizer, self._start = Tokenizer.builtin(), None
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
-        model = K3ForCausalLM(built, experts=mesh.experts(built.num_experts))
+        packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
+        model = K3ForCausalLM(built, experts=mesh.experts(built.num_experts), packed=packed)
         model.init_weights(seed)
         return self._adopt(model, trainer, mesh, learner)
 
@@ -92,7 +93,8 @@ class LearnerActor:
         """A model from an official-layout directory, with fresh optimizer state."""
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
-        return self._adopt(load_checkpoint(checkpoint, dtype=torch.float32, mesh=mesh), trainer, mesh, learner)
+        model = load_checkpoint(checkpoint, dtype=torch.float32, mesh=mesh, packed=_packs(trainer, learner))
+        return self._adopt(model, trainer, mesh, learner)
 
     def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh, learner: LearnerConfig) -> int:
         size = model.parameter_count()  # before a backend may cut parameters over the ranks
@@ -242,6 +244,11 @@ class LearnerActor:
         extra = restore(self.trainer, TrainState(Path(directory)), self._writer.rank)
         self._version = extra["weight_version"]
         return extra
+
+
+def _packs(trainer: TrainerConfig, learner: LearnerConfig) -> bool:
+    """Whether experts are kept packed from the start. DeepSpeed takes hold of every parameter, frozen ones too."""
+    return trainer.packs and learner.backend == "native"
 
 
 def _teacher(checkpoint: str, config: TrainerConfig) -> Trainer:

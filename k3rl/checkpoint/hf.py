@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,7 @@ from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside, scr
 from k3rl.checkpoint.sharded import bank_of, collected_tensors
 from k3rl.data.images import ImageConfig
 from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig, VisionConfig
+from k3rl.model.packed import assign
 from k3rl.numerics import mx, stored_dtype
 from k3rl.parallel.mesh import Mesh
 from k3rl.tokens import TOKENIZER_FILES
@@ -140,27 +141,23 @@ def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
         _commit(model, [item])
 
 
-class _Value:
+class _Value(NamedTuple):
     """One parameter's new value [its shape], and the packed bytes it came from, if any."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, value: Tensor, source: tuple[Tensor, Tensor] | None):
-        self.name, self.parameter, self.value, self.source = name, parameter, value, source
+    name: str
+    value: Tensor
+    source: tuple[Tensor, Tensor] | None
 
 
 @torch.no_grad()
 def _commit(model: K3ForCausalLM, values: list[_Value]) -> None:
     for item in values:
-        item.parameter.copy_(item.value)
-        if item.source is None:
-            model.stored_blocks.pop(item.name, None)
-        else:
-            packed, scale = item.source
-            model.stored_blocks[item.name] = packed.clone(), scale.clone()
+        assign(model, item.name, item.value, item.source)
 
 
 def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Value]:
     """Checks names, then yields every parameter's value in the model's dtypes."""
-    parameters = dict(model.official_parameters())
+    parameters = dict(model.named_parameters())  # of which shapes are read
     known: set[str] = set()
     missing = []
     for name in parameters:
@@ -181,11 +178,14 @@ def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Va
     packed_names = []
     for name, parameter in parameters.items():
         if name in known:
-            yield _Value(name, parameter, _plain_value(name, parameter, mapping[name]), None)
+            yield _Value(name, _plain_value(name, parameter, mapping[name]), None)
         else:
             _check_packed(name, parameter, mapping[f"{name}_packed"], mapping[f"{name}_scale"])
             packed_names.append((name, (tuple(parameter.shape), parameter.dtype)))
-    for names in _stacks(packed_names):
+    for name, _ in packed_names if model.packed else ():
+        source = mapping[f"{name}_packed"], mapping[f"{name}_scale"]
+        yield _Value(name, parameters[name], source)
+    for names in _stacks([] if model.packed else packed_names):
         sources = [(mapping[f"{name}_packed"], mapping[f"{name}_scale"]) for name in names]
         values = mx.dequantize_mxfp4(
             torch.stack([packed for packed, _ in sources]),
@@ -193,7 +193,7 @@ def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Va
             parameters[names[0]].dtype,
         )
         for name, value, source in zip(names, values, sources, strict=True):
-            yield _Value(name, parameters[name], value, source)
+            yield _Value(name, value, source)
 
 
 def _plain_value(name: str, parameter: nn.Parameter, stored: Tensor) -> Tensor:
@@ -317,11 +317,12 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     *,
     mesh: Mesh | None = None,
+    packed: bool = False,
 ) -> K3ForCausalLM:
     """The model of a checkpoint directory in the official layout; on a mesh with this rank's run of experts only.
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
-    are stored as bf16 or MXFP4 (others are float32 or wider).
+    are stored as bf16 or MXFP4 (others are float32 or wider). packed: MXFP4 experts stay the stored bytes, frozen.
     A directory with an adapter gives the model that it belongs to, with the adapter attached.
     Raises CheckpointError, also where images are to be prepared another way than k3rl does it, or ModelConfigError for
     a configuration that is not a K3.
@@ -332,25 +333,29 @@ def load_checkpoint(
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds {CONFIG}")
     if is_adapter(path):
-        return _load_adapted(path, dtype, device, mesh)
+        return _load_adapted(path, dtype, device, mesh, packed)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
     config = K3Config.from_json(path / CONFIG)
     _check_preprocessor(path / PREPROCESSOR, config)
     files = StoredFiles(path)
     experts = None if mesh is None else mesh.experts(config.num_experts)
-    model = K3ForCausalLM(as_stored(config, files.keys()), dtype=dtype, device=device, experts=experts)
+    config = as_stored(config, files.keys())
+    packs = packed and config.quantization.weights == "mxfp4"
+    model = K3ForCausalLM(config, dtype=dtype, device=device, experts=experts, packed=packs)
     fill(model, files)
     return model
 
 
-def _load_adapted(path: Path, dtype: torch.dtype, device: torch.device | str, mesh: Mesh | None) -> K3ForCausalLM:
+def _load_adapted(
+    path: Path, dtype: torch.dtype, device: torch.device | str, mesh: Mesh | None, packed: bool
+) -> K3ForCausalLM:
     _, base = read_adapter_config(path)
     if not (base / CONFIG).is_file():
         raise CheckpointError(
             f"the adapter {path} belongs to {base}, which holds no checkpoint; put that in place, or beside the adapter"
         )
-    model = load_checkpoint(base, dtype, device, mesh=mesh)
+    model = load_checkpoint(base, dtype, device, mesh=mesh, packed=packed)
     load_adapter(path, model).attach(model)
     return model
 

@@ -77,14 +77,14 @@ def copy_with(model: K3ForCausalLM, changed: Iterable[tuple[str, Tensor]]) -> K3
             parameter = parameters[expert]
             _check_packed(expert, parameter, packed, scale)
             value = mx.dequantize_mxfp4(packed, scale, parameter.dtype)
-            _commit(copy, [_Value(expert, parameter, value, (packed, scale))])
+            _commit(copy, [_Value(expert, value, (packed, scale))])
         waiting.clear()
 
     for name, tensor in changed:
         expert, _, part = name.rpartition("_")
         if name in parameters:
             value = _plain_value(name, parameters[name], tensor)
-            _commit(copy, [_Value(name, parameters[name], value, None)])
+            _commit(copy, [_Value(name, value, None)])
         elif expert in parameters and part in ("packed", "scale"):
             if expert not in waiting:
                 flush()

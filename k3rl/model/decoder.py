@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,11 +23,10 @@ from k3rl.model.lora import Adapter
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
+from k3rl.model.packed import EXPERT, assign, check_packable, entry, share_stored_blocks
 from k3rl.model.recompute import PARTS, again, recomputed
 from k3rl.model.vision import Projector, VisionTower, check_grids
 from k3rl.types import Communicator, ContextCommunicator, ForwardObserver
-
-_EXPERT = re.compile(r"\.experts\.(\d+)\.w[123]\.weight")
 
 
 class InputError(K3Error, ValueError):
@@ -78,8 +76,9 @@ class DecoderLayer(nn.Module):
     """One layer: attention site and MLP site, each read from the residual stream (k3.md 6)."""
 
     def __init__(
-        self, config: K3Config, layer: int, experts: range, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+        self, config: K3Config, layer: int, experts: range, packed: bool, *, dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:  # fmt: skip
         super().__init__()
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -93,7 +92,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = (KimiDeltaAttention if self.is_kda else GatedMLA)(config, layer, **kind)
         self.is_moe = layer in config.moe_layers
         if self.is_moe:
-            self.block_sparse_moe = LatentMoE(config, layer, experts, **kind)
+            self.block_sparse_moe = LatentMoE(config, layer, experts, packed=packed, **kind)
         else:
             self.mlp = MLP(config, config.intermediate_size, **kind)
         self.recompute: frozenset[str] = frozenset()
@@ -153,12 +152,15 @@ class DecoderLayer(nn.Module):
 class DecoderStack(nn.Module):
     """What the official names call `language_model.model`."""
 
-    def __init__(self, config: K3Config, experts: range, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: K3Config, experts: range, packed: bool, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         super().__init__()
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self.eps = config.rms_norm_eps
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size, **kind)
-        self.layers = nn.ModuleList(DecoderLayer(config, n, experts, **kind) for n in range(config.num_hidden_layers))
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, n, experts, packed, **kind) for n in layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
         self.mixes = config.ablation.residual == "attn_res"
         if self.mixes:
@@ -184,9 +186,11 @@ class DecoderStack(nn.Module):
 class LanguageModel(nn.Module):
     """What the official names call `language_model`."""
 
-    def __init__(self, config: K3Config, experts: range, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: K3Config, experts: range, packed: bool, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         super().__init__()
-        self.model = DecoderStack(config, experts, dtype=dtype, device=device)
+        self.model = DecoderStack(config, experts, packed, dtype=dtype, device=device)
         self.lm_head = Weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
 
 
@@ -198,7 +202,8 @@ class K3ForCausalLM(nn.Module):
 
     config: what to build. dtype: of parameters stored as bf16 or MXFP4; the ones stored as float32 (convolutions,
     A_log, dt_bias, o_norm, router bias) stay float32, or `dtype` where that is wider. experts: the run of routed
-    experts to hold, all by default; the rest is reached through `connect`.
+    experts to hold, all by default; the rest is reached through `connect`. packed: routed experts are kept as MXFP4
+    bytes, frozen, and their parameters are on no device; raises PackError where the configuration stores them plain.
     """
 
     def __init__(
@@ -208,6 +213,7 @@ class K3ForCausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         experts: range | None = None,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -215,7 +221,9 @@ class K3ForCausalLM(nn.Module):
         self.experts = range(config.num_experts) if experts is None else experts
         if not self.experts or self.experts[0] < 0 or self.experts[-1] >= config.num_experts or self.experts.step != 1:
             raise InputError(f"experts is {self.experts}; it must be a run of the {config.num_experts} experts")
-        self.language_model = LanguageModel(config, self.experts, dtype=dtype, device=device)
+        if packed:
+            check_packable(config)
+        self.language_model = LanguageModel(config, self.experts, packed, dtype=dtype, device=device)
         if config.vision_config is not None:
             self.vision_tower = VisionTower(config.vision_config, dtype=dtype, device=device)
             self.mm_projector = Projector(config.vision_config, dtype=dtype, device=device)
@@ -223,6 +231,8 @@ class K3ForCausalLM(nn.Module):
         self.adapter: Adapter | None = None  # what `k3rl.model.lora` attached
         # Packed bytes and scales that were loaded, by official name; an export reuses those of unchanged blocks.
         self.stored_blocks: dict[str, tuple[Tensor, Tensor]] = {}
+        self.packed_banks = {p.layer: p.bank.packed for p in self.moe_parts() if p.bank.packed is not None}
+        share_stored_blocks(self)
 
     @property
     def device(self) -> torch.device:
@@ -233,8 +243,17 @@ class K3ForCausalLM(nn.Module):
         """Fresh weights from `seed`, the same at any dtype, each a value that the checkpoint can store."""
         quantization = self.config.quantization
         whole = self if self.holds_all else K3ForCausalLM(self.config, device="meta")
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in whole.official_parameters()]
-        initialise(shapes, dict(self.official_parameters()), seed, quantization.weights, quantization.scale_rule)
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in whole.named_parameters()]
+        parameters = dict(self.official_parameters())
+        initialise(shapes, parameters, seed, quantization.weights, quantization.scale_rule)
+        for name, parameter in parameters.items():
+            if entry(self, name) is not None:  # what was filled is a copy
+                assign(self, name, parameter)
+
+    @property
+    def packed(self) -> bool:
+        """Whether routed experts are kept as stored bytes (`k3rl.model.packed`)."""
+        return bool(self.packed_banks)
 
     @property
     def holds_all(self) -> bool:
@@ -243,13 +262,17 @@ class K3ForCausalLM(nn.Module):
 
     def elsewhere(self, name: str) -> bool:
         """Whether an official name belongs to a routed expert that another rank holds."""
-        found = _EXPERT.search(name)
-        return found is not None and int(found[1]) < self.config.num_experts and int(found[1]) not in self.experts
+        found = EXPERT.match(name)  # packed ones have more behind it
+        return (
+            found is not None
+            and int(found["expert"]) < self.config.num_experts
+            and int(found["expert"]) not in self.experts
+        )
 
     def parameter_count(self) -> int:
         """Parameters of the whole model, wherever its experts are."""
-        held = {name: parameter.numel() for name, parameter in self.official_parameters()}
-        routed = sum(numbers for name, numbers in held.items() if _EXPERT.search(name))
+        held = {name: parameter.numel() for name, parameter in self.named_parameters()}
+        routed = sum(numbers for name, numbers in held.items() if EXPERT.match(name))
         return sum(held.values()) - routed + routed // len(self.experts) * self.config.num_experts
 
     def connect(self, communicator: Communicator) -> None:
@@ -278,7 +301,7 @@ class K3ForCausalLM(nn.Module):
         weights = torch.zeros(0, k, dtype=wide(self.dtype), device=self.device)
         ids = torch.zeros(0, k, dtype=torch.int64, device=self.device)
         for layer in self.language_model.model.layers:
-            if layer.is_moe:
+            if isinstance(layer, DecoderLayer) and layer.is_moe:
                 bank = layer.block_sparse_moe.bank
                 run = partial(bank, weights=weights, ids=ids)
                 rows = again(run, rows) if "mlp" in layer.recompute else run(rows)
@@ -302,8 +325,15 @@ class K3ForCausalLM(nn.Module):
         """(official name, leaf parameter) of every parameter; experts as `...experts.E.w1.weight`.
 
         The router biases are among them with requires_grad False: quantile balancing moves them, not a gradient.
+        Experts that are kept packed come as decoded copies; `packed.assign` writes.
         """
-        yield from self.named_parameters()
+        for name, parameter in self.named_parameters():
+            found = entry(self, name)
+            if found is None:
+                yield name, parameter
+            else:
+                bank, number, leaf = found
+                yield name, nn.Parameter(bank.value(number, leaf, self.dtype), requires_grad=False)
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer may move: `official_parameters`, or with an adapter attached its A and B instead."""

@@ -86,13 +86,13 @@ class Adapter:
         self.pairs: dict[str, LowRank] = {}
         """By the official name of the module, such as `...layers.0.self_attn.q_proj`."""
         banks: dict[int, dict[str, list[LowRank]]] = {}
-        for name, parameter in model.official_parameters():
+        for name, parameter in model.named_parameters():  # only shapes are read
             module = name.removesuffix(".weight")
             found = _MODULE.fullmatch(module)
             if found is None or found["leaf"] not in config.targets:
                 continue
             out, width = parameter.shape
-            kind: dict[str, Any] = {"dtype": model.dtype, "device": parameter.device}
+            kind: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
             down = _fresh(f"{module}.lora_A.weight", config.rank, width, config.seed).to(**kind)
             pair = LowRank(nn.Parameter(down), nn.Parameter(torch.zeros(out, config.rank, **kind)), config.scale)
             self.pairs[module] = pair
@@ -206,6 +206,8 @@ def merge(model: K3ForCausalLM, *, stored: bool = True) -> dict[str, Merged]:
     """
     if model.adapter is None:
         raise AdapterError("no adapter is attached to this model; attach one before merging")
+    if model.packed:
+        raise AdapterError("the experts of this model are kept packed, to train beside them; load it without `packed`")
     quantization = model.config.quantization
     sums: dict[str, list[float]] = {}
     for module, pair in model.adapter.pairs.items():

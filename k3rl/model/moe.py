@@ -21,6 +21,7 @@ from k3rl.model.fused import Fused, Weight
 from k3rl.model.gated import GatedUnit, gated_unit
 from k3rl.model.low_rank import NO_PAIRS, BankAdapter
 from k3rl.model.norm import RMSNorm, wide
+from k3rl.model.packed import PackedExperts
 from k3rl.numerics import mx
 from k3rl.types import Communicator, Exchange, ForwardObserver
 
@@ -156,7 +157,8 @@ class _ExpertBank(torch.autograd.Function):
         out = _per_expert(active, down.mT, counts)
         lows += adapter.second.add(out, active, counts)
         (result,) = exchange.combine(out)
-        ctx.save_for_backward(gate_up, down, rows, *parts, active, *lows)
+        kept = (None, None) if bank.packed is not None else (gate_up, down)  # packed ones are decoded again
+        ctx.save_for_backward(*kept, rows, *parts, active, *lows)
         ctx.bank, ctx.exchange, ctx.weights = bank, exchange, (weights.shape, weights.dtype)
         ctx.adapter = adapter
         return _sum_choices(result, weights, weights.shape[1]).to(z.dtype)
@@ -165,6 +167,8 @@ class _ExpertBank(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: recomputation makes them anew at each reading
         gate_up, down, rows, *parts, active = saved[:7]
+        if gate_up is None:
+            gate_up, down = ctx.bank.matrices()
         bank, exchange, kind, adapter = ctx.bank, ctx.exchange, rows.dtype, ctx.adapter
         counts, (shape, weights_kind) = exchange.counts, ctx.weights
         spread = exchange.dispatch(grad.to(kind))
@@ -202,16 +206,22 @@ class ExpertBank:
     every_gradient: experts without rows get zero gradients instead of none, so that all ranks have gradients of the
     same parameters.
     adapter: what LoRA adds to each expert; its products read what the experts read, after that rounding.
+    packed: the experts themselves where they are frozen and kept as stored bytes; their parameters then hold nothing.
     """
 
-    def __init__(self, experts: _Experts, config: K3Config) -> None:
+    def __init__(self, experts: _Experts, config: K3Config, packed: PackedExperts | None, dtype: torch.dtype) -> None:
         self.experts = len(experts)
+        self._dtype = dtype
+        self.packed = packed
         self.every_gradient = False
         self.unit = _unit(config)
         self.quantization: QuantizationConfig = config.quantization
         self.communicator: Communicator | None = None
         self.adapter: BankAdapter = NO_PAIRS
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
+        self._leaves: list[nn.Parameter] = []
+        if packed is not None:
+            return
         first = [weight for e in experts for weight in (e.w1.weight, e.w3.weight)]
         second = [e.w2.weight for e in experts]
         self._gate_up = Fused(first, (self.experts, 2 * width, latent))
@@ -220,11 +230,18 @@ class ExpertBank:
 
     @property
     def leaf_count(self) -> int:
-        """Parameters of the experts themselves."""
+        """Parameters of the experts themselves that a gradient could reach."""
         return len(self._leaves)
 
+    def keep(self, packed: PackedExperts) -> None:
+        """Computes with these bytes instead of the parameters from now on."""
+        self.packed, self._leaves = packed, []
+        del self._gate_up, self._down
+
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """[E, 2I, Z] and [E, Z, I]; the parameters are views of them."""
+        """[E, 2I, Z] and [E, Z, I]; the parameters are views of them, unless they are packed."""
+        if self.packed is not None:
+            return self.packed.matrices(self._dtype)
         return self._gate_up.tensor(), self._down.tensor()
 
     def exchange(self, ids: Tensor, weights: Tensor) -> Exchange:
@@ -303,7 +320,7 @@ class _Gate(nn.Module):
 class LatentMoE(nn.Module):
     """One MoE layer. Its parameters carry the official names under `block_sparse_moe`.
 
-    experts: the numbers of the routed experts to hold, all by default.
+    experts: the numbers of the routed experts to hold, all by default. packed: as stored bytes, frozen.
     router_loss: told (layer, scores [N, E] with gradient, ids [N, k]) in training forwards, for a loss on the router;
     None, as in K3, costs nothing.
     """
@@ -316,6 +333,7 @@ class LatentMoE(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -325,7 +343,8 @@ class LatentMoE(nn.Module):
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router_loss: RouterLoss | None = None
         self.gate = _Gate(config, **kind)
-        self.experts = _Experts(experts or range(config.num_experts), latent, width, **kind)
+        numbers = experts or range(config.num_experts)
+        self.experts = _Experts(numbers, latent, width, **(kind | ({"device": "meta"} if packed else {})))
         self.shared_experts = MLP(config, config.num_shared_experts * width, **kind)
         self.in_latent = config.ablation.experts != "full_width"
         self.norms_sum = config.ablation.experts == "latent_norm"
@@ -334,7 +353,8 @@ class LatentMoE(nn.Module):
             if self.norms_sum:
                 self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps, **kind)
             self.routed_expert_up_proj = Weight(config.hidden_size, latent, **kind)
-        self._bank = ExpertBank(self.experts, config)
+        held = PackedExperts(numbers, latent, width, device) if packed else None
+        self._bank = ExpertBank(self.experts, config, held, dtype)
 
     @property
     def bank(self) -> ExpertBank:

@@ -6,6 +6,7 @@ A rank with another learning rate or a sequence too many trains without any erro
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Mapping
@@ -67,7 +68,8 @@ def agree_on_start(mesh: Mesh, model: K3ForCausalLM, config: Config) -> None:
         | flat("model", model.config.to_dict())
         | {"dtype": str(model.dtype), "torch": torch.__version__}
     )
-    every = [*model.official_parameters(), *(model.adapter.parameters() if model.adapter is not None else ())]
+    adapter = model.adapter.parameters() if model.adapter is not None else ()
+    every = itertools.chain(model.official_parameters(), adapter)
     sums = {f"weights of {name}": _bit_sum(parameter) for name, parameter in every}
     mesh.world.require_equal(sums, among=mesh.expert.rank)
 

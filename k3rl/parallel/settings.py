@@ -53,6 +53,9 @@ class TrainerConfig(Config):
     """Trains small matrices beside the weights instead of the weights, which then stay as they are to the bit: routers
     and their biases too, and QK-clip, which would scale weights, only reports. Neither factor of a pair is a matrix
     whose update Muon could orthogonalize, so adapters train with AdamW, at `adamw_lr`, whatever `optimizer` is."""
+    packed_experts: bool = True
+    """With `lora`: frozen MXFP4 experts stay the bytes that a checkpoint stores and are decoded a layer at a time, to
+    the same bits. False keeps them in the compute dtype, which is faster and takes four to eight times the memory."""
     exact: bool = False
     """Logprobs have the values of the exact forward, bit-equal to those of an engine with `exact`, and the gradients of
     the usual one. Many times slower."""
@@ -60,6 +63,11 @@ class TrainerConfig(Config):
     """A step whose loss or gradient is NaN or infinite changes nothing. It ends the run, or is left out."""
     nonfinite_limit: int = Field(3, ge=0)
     """With `skip`: how many steps in a row may be left out before the run ends all the same."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether routed experts may be kept packed: nothing trains them."""
+        return self.lora is not None and self.packed_experts
 
     @property
     def rest(self) -> Rest:

@@ -19,6 +19,7 @@ from k3rl.data.images import stack
 from k3rl.losses import LossInputs, LossOutput, target_logprobs
 from k3rl.model import K3ForCausalLM
 from k3rl.model.lora import prepare_adapter
+from k3rl.model.packed import pack_experts
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
 from k3rl.parallel.agree import agree_on_start, agree_on_step, check_layout
@@ -75,6 +76,8 @@ class Trainer:
         """
         self._begin(model, config, mesh)
         quantization = model.config.quantization
+        if config.packs and quantization.weights == "mxfp4":
+            pack_experts(model)
 
         def ship(name: str, master: torch.Tensor) -> torch.Tensor:
             stored = stored_dtype(name, quantization.weights)
@@ -114,7 +117,7 @@ class Trainer:
         self.context = ContextParallel(self.mesh.context, self.mesh.world, pair=pair_cost(model.config))
         # Ranks that meet inside a forward take each micro-batch together.
         self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1
-        for name, parameter in model.official_parameters():
+        for name, parameter in model.named_parameters():
             if name.startswith("vision_tower."):
                 parameter.requires_grad_(False)
         self.balancer = QuantileBalancer(
