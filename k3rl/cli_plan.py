@@ -28,24 +28,28 @@ def plan(words: Sequence[str]) -> int:
     sampled = 0 if given.kind == "sft" and given.new_tokens is None else given.new_tokens
     workload = planner.Workload(
         given.kind, given.prompts, given.group, given.prompt_tokens, 6144 if sampled is None else sampled,
-        given.micro_batch_tokens, given.rollout_gpus, given.publish_share,
+        given.micro_batch_tokens or 8192, given.rollout_gpus, given.publish_share,
+        smaller_passes=given.micro_batch_tokens is None,
     )  # fmt: skip
     method = planner.Method(
         lora_rank=given.lora_rank,
         optimizer=given.optimizer,
         momentum_bytes=given.momentum_bytes,
         offload=given.offload,
-        recompute=given.recompute,
+        recompute="none" if given.recompute == "auto" else given.recompute,
     )
     degrees = (given.data, given.expert, given.context, given.pipeline)
     if any(degree is not None for degree in degrees):
         layout = planner.Layout(*(degree or 1 for degree in degrees))
         rollout = 0 if given.kind == "sft" else given.rollout_gpus or cluster.gpus - layout.devices
         chosen = planner.plan_layout(config, cluster, workload, method, layout, rollout_gpus=rollout)
+    elif given.recompute == "auto":
+        chosen = plan_search.best_way(config, cluster, workload, method)
     else:
         chosen = plan_search.search(config, cluster, workload, method)
     result: dict[str, Any] = {"model": given.model, "gpus": given.gpus}
     result |= plan_search.report(config, cluster, workload, chosen)
+    result["here"] = plan_search.here(config, cluster, workload, method) if given.suggest else []
     result["smallest"] = plan_search.suggestions(config, cluster, workload, method) if given.suggest else []
     if given.json:
         print_json(result)
@@ -66,18 +70,22 @@ def _parser() -> Parser:
     parser.add_argument("--prompts", type=_positive, default=64, help="groups of one step (64)")
     parser.add_argument("--group", type=_positive, default=8, help="sequences of one group (8)")
     parser.add_argument("--prompt-tokens", type=_positive, default=2048)
-    parser.add_argument("--new-tokens", type=int, help="tokens sampled for each sequence (6144; none in sft)")
-    parser.add_argument("--micro-batch-tokens", type=_positive, default=8192, help="of one pass on one device")
-    parser.add_argument("--rollout-gpus", type=int, help="devices that sample; chosen where not given")
-    parser.add_argument("--publish-share", type=float, default=1.0, help="bytes of a version that move, of all")
-    parser.add_argument("--lora-rank", type=int, default=0, help="0 trains all weights")
+    parser.add_argument("--new-tokens", type=_natural, help="tokens sampled for each sequence (6144; none in sft)")
+    parser.add_argument(
+        "--micro-batch-tokens", type=_positive, help="of one pass on one device (8192, or less where only that fits)"
+    )
+    parser.add_argument("--rollout-gpus", type=_natural, help="devices that sample; chosen where not given")
+    parser.add_argument("--publish-share", type=_share, default=1.0, help="bytes of a version that move, of all")
+    parser.add_argument("--lora-rank", type=_natural, default=0, help="0 trains all weights")
     parser.add_argument("--optimizer", choices=("per_head_muon", "muon_whole", "adamw"), default="per_head_muon")
     parser.add_argument("--momentum-bytes", type=int, choices=(2, 4), default=4)
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
-    parser.add_argument("--recompute", choices=("none", "layer"), default="none")
+    parser.add_argument(
+        "--recompute", choices=("auto", "none", "layer"), default="auto", help="auto: layers, where nothing else fits"
+    )
     for degree in ("data", "expert", "context", "pipeline"):
         parser.add_argument(f"--{degree}", type=_positive, help=f"{degree} degree; a layout is searched where none is")
-    parser.add_argument("--no-suggest", dest="suggest", action="store_false", help="skip the smallest clusters")
+    parser.add_argument("--no-suggest", dest="suggest", action="store_false", help="judge this plan only")
     parser.add_argument("--json", action="store_true")
     return parser
 
@@ -86,6 +94,20 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise ValueError(f"{text} is less than 1")
+    return number
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(f"{text} is negative")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise ValueError(f"{text} is not above 0 and at most 1")
     return number
 
 
@@ -104,7 +126,10 @@ def _show(result: dict[str, Any]) -> None:
     verdict = "fits" if result["fits"] else "does not fit: " + "; ".join(result["why_not"])
     degrees = "  ".join(f"{name} {value}" for name, value in result["layout"].items() if value > 1) or "one device"
     print(f"{result['model']} on {result['gpus']} devices, {result['method']}: {verdict}")
-    print(f"layout: {degrees}  ({result['learner_gpus']} learner, {result['rollout_gpus']} rollout devices)")
+    print(
+        f"layout: {degrees}  ({result['learner_gpus']} learner, {result['rollout_gpus']} rollout devices), "
+        f"{result['micro_batch_tokens']:,} tokens a pass"
+    )
     if result["not_run_today"]:
         print(f"  k3rl does not run this yet: {', '.join(result['not_run_today'])}")
     print(f"learner device: {result['gpu_gib']:,.1f} GiB")
@@ -121,13 +146,28 @@ def _show(result: dict[str, Any]) -> None:
         print(f"  {name:<26} {value:>10,.2f} s")
     for link, value in result["bytes"].items():
         print(f"over {link}: {value / 1e9:,.1f} GB a device")
+    if result["here"]:
+        print("on these devices:")
+    for row in result["here"]:
+        verdict = "fits" if row["fits"] else "does not fit"
+        print(f"  {row['method']}: {verdict}, {_said(row)}, {row['seconds']:,.1f} s a step{_unrun(row)}")
     if result["smallest"]:
         print("smallest clusters that fit:")
     for row in result["smallest"]:
-        where = (
-            "none up to 8,192 devices" if row["gpus"] is None else f"{row['gpus']} devices, {row['gpu_gib']} GiB each"
-        )
-        print(f"  {row['method']}: {where}")
+        count = row["gpus"]
+        where = "none up to 8,192 devices" if count is None else f"{count} devices, {_said(row)}"
+        today = "" if not row.get("not_run_today") else f"; as it runs today: {row['gpus_today'] or 'none'}"
+        print(f"  {row['method']}: {where}{_unrun(row)}{today}")
     print("assumed:")
     for line in result["assumptions"]:
         print(f"  {line}")
+
+
+def _said(row: dict[str, Any]) -> str:
+    degrees = " x ".join(f"{name} {value}" for name, value in row["layout"].items() if value > 1) or "one device"
+    host = f", {row['host_gib']:,.0f} of a node's host" if row["host_gib"] else ""
+    return f"{row['gpu_gib']:,.1f} GiB each{host} ({degrees}; {row['rollout_gpus']} sample)"
+
+
+def _unrun(row: dict[str, Any]) -> str:
+    return f"; k3rl does not run this yet: {', '.join(row['not_run_today'])}" if row.get("not_run_today") else ""

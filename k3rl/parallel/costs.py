@@ -74,14 +74,15 @@ def shipped_bytes(config: K3Config) -> dict[str, int]:
 class OptimizerCosts:
     """Of one step on the whole model; the keys are True for routed experts and False for all else.
 
-    muon and adamw: numbers in each group; flops: of Newton-Schulz; workspace: bytes of temporaries of the largest
-    bucket, when one process has everything.
+    muon and adamw: numbers in each group; flops: of Newton-Schulz; workspace: bytes of temporaries of the bucket that
+    needs most, and bucket: its numbers, when one process has everything.
     """
 
     muon: dict[bool, int]
     adamw: dict[bool, int]
     flops: dict[bool, float]
     workspace: float
+    bucket: float
 
 
 def optimizer_costs(config: K3Config, variant: str = "per_head_muon") -> OptimizerCosts:
@@ -107,12 +108,13 @@ def optimizer_costs(config: K3Config, variant: str = "per_head_muon") -> Optimiz
             stacked[shape] += entry.copies * rows * columns
             longest[shape] = max(longest.get(shape, 0), size)
     # Newton-Schulz holds the gradient, two copies of the blocks and three of their Gram matrices; AdamW two rows.
-    spaces = [
-        WIDE * min(total, max(BUCKET_ELEMENTS, longest[shape])) * (3 + 3 * shape[0] / shape[1])
-        for shape, total in stacked.items()
-    ]
-    spaces.append(WIDE * 2.0 * min(sum(adamw.values()), max(BUCKET_ELEMENTS, longest.get("adamw", 0))))
-    return OptimizerCosts(muon, adamw, flops, max(spaces))
+    spaces = []
+    for shape, total in stacked.items():
+        size = min(total, max(BUCKET_ELEMENTS, longest[shape]))
+        spaces.append((WIDE * size * (3 + 3 * shape[0] / shape[1]), float(size)))
+    size = min(sum(adamw.values()), max(BUCKET_ELEMENTS, longest.get("adamw", 0)))
+    spaces.append((WIDE * 2.0 * size, float(size)))
+    return OptimizerCosts(muon, adamw, flops, *max(spaces))
 
 
 def _info(entry: TensorEntry, config: K3Config) -> ParamInfo:

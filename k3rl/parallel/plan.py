@@ -11,141 +11,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from k3rl.config import ConfigError
 from k3rl.losses.logprob import TABLE_ELEMENTS
 from k3rl.model import K3Config
+from k3rl.numerics import mx
 from k3rl.optim.buckets import BUCKET_ELEMENTS
 from k3rl.parallel import costs
 from k3rl.parallel.costs import ROUTED, Mix
-
-GIB = 2**30
-RUNS_TODAY = ("data", "expert", "context")
-"""The degrees that k3rl's learner has; pipeline stages are planned only."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One device: memory in GiB, dense bf16 TFLOP/s, and GB/s of its memory, NVLink, network port and PCIe."""
-
-    gib: float
-    tflops: float
-    hbm: float
-    nvlink: float
-    network: float
-    pcie: float
-
-
-GPUS = {
-    "h100": Gpu(79, 989, 3350, 450, 50, 55),
-    "h200": Gpu(139, 989, 4800, 450, 50, 55),
-    "b200": Gpu(178, 2250, 8000, 900, 50, 55),
-    "b300": Gpu(268, 2250, 8000, 900, 100, 110),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """`gpus` equal devices in nodes of `node`; host_gib of memory a node; reserve_gib of each device are not ours."""
-
-    gpus: int
-    gpu: Gpu = GPUS["h200"]
-    node: int = 8
-    host_gib: float = 1900.0
-    reserve_gib: float = 6.0
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """One step: `prompts` groups of `group` sequences, of prompt_tokens and new_tokens each; "sft" samples none.
-
-    micro_batch_tokens: packed tokens of one pass on one device. rollout_gpus: devices that sample (None: chosen).
-    publish_share: part of the stored bytes that a new weight version moves (below 1 with the delta form).
-    """
-
-    kind: Literal["sft", "rl", "distill"] = "rl"
-    prompts: int = 64
-    group: int = 8
-    prompt_tokens: int = 2048
-    new_tokens: int = 6144
-    micro_batch_tokens: int = 8192
-    rollout_gpus: int | None = None
-    publish_share: float = 1.0
-
-    @property
-    def length(self) -> int:
-        """Tokens of one sequence."""
-        return self.prompt_tokens + self.new_tokens
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that one step trains on."""
-        return self.prompts * self.group * self.length
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """How weights change. Bytes are of one number.
-
-    lora_rank 0 trains everything. offload: masters and momentum live in host memory and visit the device in the step.
-    recompute "layer" keeps the residual stream only and runs a layer's forward again before its backward.
-    """
-
-    lora_rank: int = 0
-    optimizer: Literal["per_head_muon", "muon_whole", "adamw"] = "per_head_muon"
-    weight_bytes: int = 2
-    gradient_bytes: int = 4
-    momentum_bytes: int = 4
-    offload: bool = False
-    recompute: Literal["none", "layer"] = "none"
-    shard_optimizer: bool = True
-
-    @property
-    def not_yet(self) -> list[str]:
-        """What of it k3rl's own learner does not do."""
-        asked = {"lora": self.lora_rank > 0, "offload": self.offload, "bf16 momentum": self.momentum_bytes == 2}
-        return [name for name, wanted in asked.items() if wanted]
-
-    @property
-    def words(self) -> str:
-        """For a person."""
-        name = f"LoRA of rank {self.lora_rank}" if self.lora_rank else "full weights"
-        extras = [
-            *(["momentum in bf16"] if self.momentum_bytes == 2 else []),
-            *(["optimizer state on the host"] if self.offload else []),
-            *(["recomputed layers"] if self.recompute == "layer" else []),
-        ]
-        return ", ".join([name, *extras])
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Degrees of the learner; their product is its number of devices."""
-
-    data: int = 1
-    expert: int = 1
-    context: int = 1
-    pipeline: int = 1
-
-    @property
-    def devices(self) -> int:
-        return self.data * self.expert * self.context * self.pipeline
-
-    @property
-    def not_yet(self) -> list[str]:
-        """Degrees above 1 that k3rl does not run."""
-        return [name for name in ("pipeline",) if getattr(self, name) > 1]
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Shares of the peak that are assumed: matrix products of training and of the optimizer, memory, links."""
-
-    train: float = 0.35
-    optimizer: float = 0.5
-    hbm: float = 0.6
-    link: float = 0.7
+from k3rl.parallel.plan_types import GIB, GPUS, Cluster, Efficiency, Gpu, Layout, Method, Workload
 
 
 @dataclass(frozen=True)
@@ -164,6 +38,7 @@ class Plan:
     traffic: dict[str, dict[str, float]]
     fits: bool
     why_not: list[str]
+    micro_batch_tokens: int
 
     @property
     def gpu_gib(self) -> float:
@@ -179,11 +54,8 @@ class Plan:
 
     @property
     def not_yet(self) -> list[str]:
-        """Degrees, ways and pairs of them that k3rl does not run."""
-        found = [*self.layout.not_yet, *self.method.not_yet]
-        if self.method.recompute == "layer" and self.layout.expert * self.layout.context > 1:
-            found.append("recomputation with expert or context ranks")
-        return found
+        """What of it k3rl does not run."""
+        return self.layout.not_yet
 
     @property
     def bottleneck(self) -> str:
@@ -292,20 +164,40 @@ def learner_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -
     everyone = layout.data * layout.expert * layout.context
     shards = (layout.data * layout.context, everyone) if method.shard_optimizer else (1, 1)
     routed_bytes = (0.5 + 1 / 32) if method.lora_rank else method.weight_bytes
-    state_each = 4 + (8 if method.optimizer == "adamw" else method.momentum_bytes)
     sharded = held.trained_routed / shards[0] + held.trained_rest / shards[1]
+    state = _state_bytes(config, layout, method)
     memory = {
         "weights": held.routed * routed_bytes + held.rest * method.weight_bytes,
         "gradients": (held.trained_routed + held.trained_rest) * method.gradient_bytes,
-        "optimizer": 0.0 if method.offload else sharded * state_each,
+        "optimizer": 0.0 if method.offload else state,
     }
     if method.lora_rank:
         memory["adapters"] = (held.trained_routed + held.trained_rest) * method.weight_bytes
     working = activation_memory(config, layout, method, mix)
-    step = _workspace(config, method, sharded, state_each)
+    step = _workspace(config, method, sharded)
     if sum(working.values()) >= step:
         return memory | working
     return memory | {"step": step}
+
+
+def _state_bytes(config: K3Config, layout: Layout, method: Method) -> float:
+    """Bytes of masters and momentum that one device owns."""
+    held = _Held.of(config, layout, method)
+    replicas, everyone = layout.data * layout.context, layout.data * layout.expert * layout.context
+    shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
+    routed, rest = _state_each(config, method)
+    return held.trained_routed / shards[0] * routed + held.trained_rest / shards[1] * rest
+
+
+def _state_each(config: K3Config, method: Method) -> tuple[float, float]:
+    """Bytes of master and momentum of one number of routed experts, and of all else on average."""
+    adamw = 4.0 + 8
+    if method.lora_rank:
+        return adamw, adamw
+    muon, groups = 4.0 + method.momentum_bytes, _optimizer(config, method.optimizer)
+    both = [(groups.muon[routed], groups.adamw[routed]) for routed in (True, False)]
+    found = [(muon * one + adamw * other) / max(1, one + other) for one, other in both]
+    return found[0], found[1]
 
 
 def activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -> dict[str, float]:
@@ -350,20 +242,23 @@ def _largest_site(config: K3Config, saved: dict[str, float]) -> float:
 def _layer_gradient(config: K3Config, layout: Layout, method: Method) -> float:
     """The gradient of one layer's experts, or of the largest other matrix, before it joins the sum."""
     moe = max(1, model_counts(config).moe)
-    if method.lora_rank:
-        return lora_parameters(config, method.lora_rank)[True] / layout.expert / moe * method.weight_bytes
     bank = model_counts(config).routed / layout.expert / moe
+    if method.lora_rank:  # and the experts of that layer, decoded
+        adapters = lora_parameters(config, method.lora_rank)[True] / layout.expert / moe
+        return (adapters + bank) * method.weight_bytes
     return max(bank, float(config.vocab_size * config.hidden_size)) * method.weight_bytes
 
 
-def _workspace(config: K3Config, method: Method, sharded: float, state_each: int) -> float:
-    """Temporaries of the optimizer's largest bucket; with offload the bucket's state comes on top."""
+def _workspace(config: K3Config, method: Method, sharded: float) -> float:
+    """Temporaries of the optimizer's largest bucket, and what of its state rests elsewhere and visits."""
     if method.lora_rank:
-        return min(sharded, BUCKET_ELEMENTS) * (6 * costs.WIDE + (state_each if method.offload else 0))
+        return min(sharded, BUCKET_ELEMENTS) * (2 * costs.WIDE + (3 * costs.WIDE if method.offload else 0))
     found = _optimizer(config, method.optimizer)
-    least = sharded * costs.WIDE * (2 if method.optimizer == "adamw" else 6)  # everything in one bucket
-    bucket = max(BUCKET_ELEMENTS, config.vocab_size * config.hidden_size)
-    return min(found.workspace, least) + (state_each * min(sharded, bucket) if method.offload else 0)
+    adamw = method.optimizer == "adamw"
+    least = sharded * costs.WIDE * (2 if adamw else 6)  # everything in one bucket
+    visits = (3 if adamw else 2) * costs.WIDE if method.offload else costs.WIDE * (method.momentum_bytes == 2)
+    bucket = float(max(BUCKET_ELEMENTS, config.vocab_size * config.hidden_size)) if adamw else found.bucket
+    return min(found.workspace, least) + visits * min(sharded, bucket)
 
 
 def plan_layout(
@@ -401,12 +296,18 @@ def plan_layout(
     if host > cluster.host_gib:
         problems.append(f"{host:,.0f} GiB of host memory on a node that has {cluster.host_gib:,.0f}")
     if workload.kind != "sft" and not engines:
-        problems.append(f"{rollout_gpus} devices sample, but one engine of this model takes {engine_gpus}")
+        least = engine_size(config, cluster)
+        problems.append(f"{rollout_gpus} devices are left to sample, and one engine of this model takes {least}")
+    budget = workload.micro_batch_tokens * layout.context
+    if workload.length > budget:
+        problems.append(
+            f"sequences of {workload.length:,} tokens, where {layout.context} context ranks take {budget:,} at a time"
+        )
     if engines and sum(engine.values()) > room * GIB:
         problems.append(f"{sum(engine.values()) / GIB:,.0f} GiB on an engine's device; {room:,.0f} GiB are free")
     return Plan(
         layout, method, layout.devices, rollout_gpus, engine_gpus, memory, engine, host, times, traffic,
-        not problems, problems,
+        not problems, problems, workload.micro_batch_tokens,
     )  # fmt: skip
 
 
@@ -440,8 +341,8 @@ def _mix(workload: Workload, method: Method) -> Mix:
 
 
 def engine_size(config: K3Config, cluster: Cluster) -> int:
-    """The fewest devices, a power of two, whose memory holds the stored weights and leaves a third for states."""
-    room = (cluster.gpu.gib - cluster.reserve_gib) * GIB * 2 / 3
+    """The fewest devices, a power of two, whose memory holds the stored weights in 7 parts of 10."""
+    room = (cluster.gpu.gib - cluster.reserve_gib) * GIB * 0.7
     return int(2 ** max(0, math.ceil(math.log2(_stored(config) / room))))
 
 
@@ -469,6 +370,23 @@ def _split(size: int, node: int) -> dict[str, float]:
     return {"nvlink": (inside - 1) / (size - 1), "network": (size - inside) / (size - 1)}
 
 
+def expert_bytes(config: K3Config, ranks: int, bytes_each: int) -> tuple[float, float]:
+    """Bytes that leave a rank for each of its tokens and MoE layers, (forward, backward), when routes are even.
+
+    What `k3rl.parallel.expert` sends: a row once to each rank that holds one of its experts, in MXFP8 where experts
+    read that; a result, with a note of 8 bytes and the routing weight, for each choice. Counts of rows, 16 bytes a
+    message, are left out.
+    """
+    k, latent, wide = config.num_experts_per_token, config.expert_hidden_size, max(costs.WIDE, bytes_each)
+    elsewhere = config.num_experts - config.num_experts / ranks
+    missed = math.prod((elsewhere - n) / (config.num_experts - n) for n in range(k))  # no choice falls on that rank
+    rows, choices = (ranks - 1) * (1 - max(0.0, missed)), k * (ranks - 1) / ranks
+    rounded = config.quantization.computed_activations == "mxfp8"
+    row = latent * (1 + 1 / mx.BLOCK) if rounded else latent * bytes_each
+    forward = rows * row + choices * (8 + wide + latent * bytes_each)
+    return forward, rows * latent * bytes_each + choices * (latent + 1) * bytes_each
+
+
 def _traffic(
     config: K3Config, cluster: Cluster, workload: Workload, method: Method, layout: Layout, engines: int
 ) -> dict[str, dict[str, float]]:
@@ -482,10 +400,9 @@ def _traffic(
 
     tokens = workload.tokens / (layout.data * layout.expert * layout.context)
     stages = math.ceil(config.num_hidden_layers / layout.pipeline) / config.num_hidden_layers
-    rows = tokens * config.num_experts_per_token * model_counts(config).moe * stages
-    passes = 4 + 2 * (method.recompute == "layer")  # dispatch and combine, forward and backward
-    away = (layout.expert - 1) / layout.expert
-    add("experts", passes * rows * config.expert_hidden_size * method.weight_bytes * away, layout.expert)
+    forward, backward = expert_bytes(config, layout.expert, method.weight_bytes)
+    each = (1 + (method.recompute == "layer")) * forward + backward
+    add("experts", tokens * each * model_counts(config).moe * stages, layout.expert)
     if layout.context > 1:
         linear = config.linear_attn_config
         calls = math.ceil(tokens / workload.micro_batch_tokens)
@@ -504,9 +421,7 @@ def _traffic(
         sent = 2 * tokens * config.hidden_size * method.weight_bytes * bank
         found["network"]["stages"] = sent
     if method.offload:
-        state_each = 4 + (8 if method.optimizer == "adamw" else method.momentum_bytes)
-        shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
-        found["pcie"]["optimizer"] = state_each * (held.trained_routed / shards[0] + held.trained_rest / shards[1])
+        found["pcie"]["optimizer"] = _state_bytes(config, layout, method)
     if engines:
         moved = _stored(config) * workload.publish_share
         if method.lora_rank:
@@ -538,7 +453,7 @@ def _train_times(
         orthogonal = _optimizer(config, method.optimizer).flops
         routed, rest = orthogonal[True] / layout.expert / shards[0], orthogonal[False] / shards[1]
         work = (routed + rest) / layout.pipeline / (rate * efficiency.optimizer)
-    moved = owned * (method.gradient_bytes + method.weight_bytes + 2 * (4 + method.momentum_bytes))
+    moved = owned * (method.gradient_bytes + method.weight_bytes) + 2 * _state_bytes(config, layout, method)
     times["optimizer"] = work + moved / (cluster.gpu.hbm * 1e9 * efficiency.hbm)
     return times
 
@@ -572,9 +487,26 @@ def _host_gib(config: K3Config, cluster: Cluster, layout: Layout, method: Method
     """GiB that the optimizer's state takes on one node, with offload."""
     if not method.offload:
         return 0.0
-    held = _Held.of(config, layout, method)
-    replicas, everyone = layout.data * layout.context, layout.data * layout.expert * layout.context
-    shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
-    state_each = 4 + (8 if method.optimizer == "adamw" else method.momentum_bytes)
-    owned = held.trained_routed / shards[0] + held.trained_rest / shards[1]
-    return owned * state_each * min(cluster.node, layout.devices) / GIB
+    return _state_bytes(config, layout, method) * min(cluster.node, layout.devices) / GIB
+
+
+__all__ = [
+    "GIB",
+    "GPUS",
+    "Cluster",
+    "Efficiency",
+    "Gpu",
+    "Layout",
+    "Method",
+    "Plan",
+    "PlanError",
+    "Workload",
+    "activation_memory",
+    "engine_size",
+    "expert_bytes",
+    "forward_flops",
+    "learner_memory",
+    "lora_parameters",
+    "model_counts",
+    "plan_layout",
+]

@@ -41,31 +41,58 @@ def search(
     *,
     efficiency: Efficiency | None = None,
 ) -> Plan:
-    """The fastest layout that fits, or the one that misses by least. Raises PlanError when there is none to judge.
+    """The fastest layout that fits, or the one that misses by least.
 
-    Pipeline stages are considered only where nothing that k3rl runs today fits.
+    Pipeline stages are considered only where nothing that k3rl runs today fits. Raises PlanError when a number of
+    rollout devices is asked for that leaves none to learn.
     """
     best: Plan | None = None
     for pipeline in (False, True):
         for rollout in _rollout_choices(config, cluster, workload):
             for layout in layouts(config, cluster.gpus - rollout, pipeline=pipeline):
-                found = plan_layout(
-                    config, cluster, workload, method, layout, rollout_gpus=rollout, efficiency=efficiency
-                )
-                if best is None or _rank(found) < _rank(best):
-                    best = found
+                for passes in _passes(workload, layout):
+                    found = plan_layout(
+                        config, cluster, passes, method, layout, rollout_gpus=rollout, efficiency=efficiency
+                    )
+                    if best is None or _rank(found) < _rank(best):
+                        best = found
+                    held = sum(
+                        found.memory.get(part, 0.0) for part in ("weights", "gradients", "optimizer", "adapters")
+                    )
+                    if found.fits or held > (cluster.gpu.gib - cluster.reserve_gib) * GIB:
+                        break  # a smaller pass would be slower, or would not help
         if best is not None and best.fits:
             return best
     if best is None:
         raise PlanError(
-            f"{cluster.gpus} devices are too few: one engine of this model takes {engine_size(config, cluster)}",
-            key="--gpus", got=cluster.gpus, wanted="devices for an engine and for the learner",
+            f"{workload.rollout_gpus} rollout devices of {cluster.gpus} leave none for the learner",
+            key="--rollout-gpus", got=workload.rollout_gpus, wanted=f"less than {cluster.gpus}",
         )  # fmt: skip
     return best
 
 
+def best_way(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> Plan:
+    """`search` with `method`; where that does not fit, layers are recomputed if that fits or misses by less."""
+    plain = search(config, cluster, workload, method)
+    if plain.fits or method.recompute == "layer":
+        return plain
+    leaner = search(config, cluster, workload, dataclasses.replace(method, recompute="layer"))
+    return min(plain, leaner, key=_rank)
+
+
 def _rank(plan: Plan) -> tuple[bool, float]:
     return not plan.fits, plan.seconds if plan.fits else plan.gpu_gib
+
+
+def _passes(workload: Workload, layout: Layout) -> list[Workload]:
+    """The same work in smaller and smaller passes that still hold a sequence."""
+    found = [workload]
+    while workload.smaller_passes and len(found) < 4:
+        tokens = found[-1].micro_batch_tokens // 2
+        if tokens * layout.context < workload.length:
+            break
+        found.append(dataclasses.replace(workload, micro_batch_tokens=tokens))
+    return found
 
 
 def _rollout_choices(config: K3Config, cluster: Cluster, workload: Workload) -> list[int]:
@@ -75,35 +102,60 @@ def _rollout_choices(config: K3Config, cluster: Cluster, workload: Workload) -> 
         return [workload.rollout_gpus]
     one = engine_size(config, cluster)
     eighths = {cluster.gpus * part // 8 // one * one for part in (1, 2, 3, 4, 5, 6)}
-    return sorted(count for count in eighths if 0 < count < cluster.gpus)
+    fitting = sorted(count for count in eighths if 0 < count < cluster.gpus)
+    return fitting or [0]  # too few for an engine: the learner is judged alone, and the plan says so
+
+
+def ways(method: Method) -> list[Method]:
+    """Plain training, with less memory each time, and LoRA."""
+    leaner = dataclasses.replace(method, recompute="layer")
+    found = [method, leaner]
+    if not method.lora_rank:
+        if method.optimizer != "adamw":
+            found.append(dataclasses.replace(leaner, momentum_bytes=2))
+        found.append(dataclasses.replace(leaner, offload=True))
+    found.append(
+        dataclasses.replace(leaner, lora_rank=method.lora_rank or 32, momentum_bytes=4, offload=method.offload)
+    )
+    return list(dict.fromkeys(found))
+
+
+def here(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
+    """Each of `ways` on this very cluster, in the layout that suits it best."""
+    return [
+        {"method": way.words, "fits": plan.fits} | _about(plan)
+        for way in ways(method)
+        for plan in (search(config, cluster, workload, way),)
+    ]
 
 
 def suggestions(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
-    """For plain training, with less memory each time, and for LoRA: the fewest devices on which it fits."""
-    leaner = dataclasses.replace(method, recompute="layer")
-    ways = [
-        method,
-        leaner,
-        dataclasses.replace(leaner, momentum_bytes=2),
-        dataclasses.replace(leaner, offload=True),
-        dataclasses.replace(leaner, lora_rank=method.lora_rank or 32),
-    ]
+    """For each of `ways` the fewest devices on which it fits, and on which it fits in a way that k3rl runs today."""
     found = []
-    for way in dict.fromkeys(ways):
-        smallest = next(iter(_fitting(config, cluster, workload, way)), None)
-        row: dict[str, Any] = {"method": way.words, "gpus": None}
-        if smallest is not None:
-            row |= {
-                "gpus": smallest.learner_gpus + smallest.rollout_gpus,
-                "layout": dataclasses.asdict(smallest.layout),
-                "rollout_gpus": smallest.rollout_gpus,
-                "runs_today": not smallest.not_yet,
-                "gpu_gib": round(smallest.gpu_gib, 1),
-                "host_gib": round(smallest.host_gib, 1),
-                "seconds": round(smallest.seconds, 1),
-            }
+    for way in ways(method):
+        row: dict[str, Any] = {"method": way.words, "gpus": None, "gpus_today": None}
+        for plan in _fitting(config, cluster, workload, way):
+            count = plan.learner_gpus + plan.rollout_gpus
+            if row["gpus"] is None:
+                row |= {"gpus": count} | _about(plan)
+            if not plan.not_yet:
+                row["gpus_today"] = count
+                break
         found.append(row)
     return found
+
+
+def _about(plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": dataclasses.asdict(plan.layout),
+        "micro_batch_tokens": plan.micro_batch_tokens,
+        "rollout_gpus": plan.rollout_gpus,
+        "runs_today": not plan.not_yet,
+        "not_run_today": plan.not_yet,
+        "gpu_gib": round(plan.gpu_gib, 1),
+        "host_gib": round(plan.host_gib, 1),
+        "seconds": round(plan.seconds, 1),
+    }
 
 
 def _fitting(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> Iterator[Plan]:
@@ -140,6 +192,7 @@ def report(
         "why_not": plan.why_not,
         "method": plan.method.words,
         "layout": dataclasses.asdict(plan.layout),
+        "micro_batch_tokens": plan.micro_batch_tokens,
         "runs_today": not plan.not_yet,
         "not_run_today": plan.not_yet,
         "learner_gpus": plan.learner_gpus,
@@ -161,6 +214,10 @@ def report(
     }
 
 
+def _momentum(method: Method) -> str:
+    return "moments 8" if method.optimizer == "adamw" else f"momentum {method.momentum_bytes} (AdamW's moments 8)"
+
+
 def assumptions(cluster: Cluster, workload: Workload, method: Method, efficiency: Efficiency) -> list[str]:
     """What the figures take for granted, in sentences."""
     gpu = cluster.gpu
@@ -169,9 +226,10 @@ def assumptions(cluster: Cluster, workload: Workload, method: Method, efficiency
         f"TFLOP/s bf16, {gpu.hbm:g} GB/s memory, {gpu.nvlink:g} NVLink, {gpu.network:g} network, {gpu.pcie:g} PCIe",
         f"matrix products reach {efficiency.train:.0%} of the peak in training and {efficiency.optimizer:.0%} in the "
         f"optimizer, memory {efficiency.hbm:.0%}, links {efficiency.link:.0%}",
-        f"weights take {method.weight_bytes} bytes a number, gradients {method.gradient_bytes}, masters 4, momentum "
-        f"{8 if method.optimizer == 'adamw' else method.momentum_bytes}; masters and momentum are "
-        f"{'sharded over' if method.shard_optimizer else 'repeated on'} the ranks that share a weight",
+        f"weights take {method.weight_bytes} bytes a number, gradients {method.gradient_bytes}, masters 4, "
+        + ("moments of adapters 8; frozen experts stay packed" if method.lora_rank else _momentum(method))
+        + f"; masters and momentum are {'sharded over' if method.shard_optimizer else 'repeated on'} the ranks that "
+        "share a weight; what is no expert is whole on every rank of a stage",
         "activations are those of the torch code, KDA states at every 16 tokens included; experts get equal loads",
         "links and arithmetic do not overlap; sampling overlaps training, one step ahead",
     ]

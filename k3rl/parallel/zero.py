@@ -100,6 +100,9 @@ class Shards:
     def __init__(self, model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Mesh, *, sharded: bool) -> None:
         self._mesh, self._world, self._sharded = mesh, mesh.world, sharded
         self.params = {name: p for name, p in model.trained_parameters() if name in infos}
+        for parameter in self.params.values():
+            # What micro-batches add up to is kept wider than bf16, in which small ones would be lost beside the sum.
+            parameter.grad_dtype = master_dtype(parameter.dtype)
         shares = shares_of(model, infos, mesh)
         self.names = [share.name for share in shares]
         self.owners = assign_owners(shares, mesh.world.size)
@@ -143,7 +146,7 @@ class Shards:
                 for name, value in zip(members, flat.split([self.params[n].numel() for n in members]), strict=True):
                     parameter = self.params[name]
                     kept = owner is None or owner == self._world.rank
-                    parameter.grad = value.view_as(parameter).to(parameter.dtype) if kept else None
+                    parameter.grad = value.view_as(parameter) if kept else None
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self.params[name]

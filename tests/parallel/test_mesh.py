@@ -27,6 +27,7 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy, LossInputs, LossOutput
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
 from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
+from k3rl.parallel.plan import expert_bytes
 
 TINY = K3Config.named("k3-nano").replace(num_experts=4)
 STEPS = 3
@@ -153,11 +154,12 @@ def do_layouts(world: World, folder: Path) -> None:
 def do_four(world: World, folder: Path) -> dict[str, Any]:
     ended = {"degrees": outcome(lambda: Mesh(world, expert=3))}
     mesh = Mesh(world, expert=4)
-    replaying = trainer(mesh)
-    replayed = gradients(replaying, batch(0, routes=True))
-    sent = torch.tensor([replaying.experts.sent_bytes])
-    world.sum(sent)
-    ended["sent"] = {"bytes": int(sent)}
+    for name, again in (("sent", ()), ("sent, recomputed", BOTH)):
+        replaying = trainer(mesh, recompute=again)
+        replayed = gradients(replaying, batch(0, routes=True))
+        sent = torch.tensor([replaying.experts.sent_bytes])
+        world.sum(sent)
+        ended[name] = {"bytes": int(sent)}
     six = trainer(mesh, model=TINY.replace(num_experts=6))
     uneven = gradients(six, batch(0))
     save_file(replayed, folder / f"routes-{world.rank}.safetensors")
@@ -357,16 +359,21 @@ def test_bytes_sent_are_those_of_the_formula(folder):
     whole, latent, width = batch(0, routes=True), TINY.expert_hidden_size, 8
     shares = [whole.select(members) for members in deal(whole.lengths.tolist(), 4)]
     forwards = max(len(share.split(6144)) for share in shares)
-    expected = 2 * len(TINY.moe_layers) * 4 * 3 * 8 * forwards  # two counts, to three others
+    counts = 2 * len(TINY.moe_layers) * 4 * 3 * 8 * forwards  # two, to three others
+    forward = backward = 0
     for rank, own in enumerate(shares):
         for layer in range(len(TINY.moe_layers)):
             away = own.routes[:, layer] != rank  # expert e is on rank e
             rows, choices = away.any(1), away.sum()
             distinct = sum(len(set(row.tolist()) - {rank}) for row in own.routes[:, layer])
             assert rows.sum() <= distinct <= choices
-            expected += distinct * (latent + latent // 32) + choices * (8 + width + latent * width)
-            expected += distinct * latent * width + choices * (latent + 1) * width
-    assert ended(folder, "four", "sent")[0]["bytes"] == expected
+            forward += distinct * (latent + latent // 32) + choices * (8 + width + latent * width)
+            backward += distinct * latent * width + choices * (latent + 1) * width
+    assert ended(folder, "four", "sent")[0]["bytes"] == counts + forward + backward
+    assert ended(folder, "four", "sent, recomputed")[0]["bytes"] == 2 * (counts + forward) + backward
+    # The planner's count for even routes; these were drawn, for 97 tokens.
+    tokens = whole.tokens * len(TINY.moe_layers)
+    assert expert_bytes(TINY, 4, width) == pytest.approx((forward / tokens, backward / tokens), rel=0.05)
 
 
 def test_experts_need_not_divide_the_ranks(folder):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from k3rl.cli import main
-from k3rl.model import K3Config
-from k3rl.parallel import plan, plan_search
+from k3rl.model import K3Config, QuantizationConfig
+from k3rl.parallel import costs, plan, plan_search
 from k3rl.parallel.plan import GIB, Cluster, Layout, Method, PlanError, Workload
 
 K3 = K3Config.named("k3")
@@ -54,23 +55,81 @@ def test_sharding_divides_and_offload_moves_to_the_host() -> None:
     layout, mix = Layout(data=4, expert=2), plan._mix(Workload(), Method())
     whole = plan.learner_memory(SMALL, layout, Method(shard_optimizer=False), mix)
     shared = plan.learner_memory(SMALL, layout, Method(), mix)
-    facts = plan.model_counts(SMALL)
-    rest = facts.rest + facts.first + facts.last
-    assert whole["optimizer"] == pytest.approx(8 * (facts.routed / 2 + rest))
-    assert shared["optimizer"] == pytest.approx(8 * (facts.routed / 2 / 4 + rest / 8))
+    facts, counts = plan.model_counts(SMALL), costs.optimizer_costs(SMALL)
+    rest = 8 * counts.muon[False] + 12 * counts.adamw[False]
+    assert whole["optimizer"] == pytest.approx(8 * facts.routed / 2 + rest, rel=1e-4)  # balancing biases
+    assert shared["optimizer"] == pytest.approx(8 * facts.routed / 2 / 4 + rest / 8, rel=1e-4)
     method = Method(offload=True)
     assert plan.learner_memory(SMALL, layout, method, mix)["optimizer"] == 0
     assert plan._host_gib(SMALL, Cluster(8), layout, method) * GIB == pytest.approx(8 * shared["optimizer"])
 
 
-def test_expert_traffic_is_every_row_sent_four_times_to_others() -> None:
+def test_expert_traffic_is_what_an_exchange_of_drawn_routes_sends() -> None:
+    """Rows and choices that leave a rank, counted from routes; a second forward with recomputation."""
+    rng, ranks, tokens = np.random.default_rng(0), 4, 4000
+    routes = rng.permuted(np.tile(np.arange(SMALL.num_experts), (tokens, 1)), axis=1)[:, : SMALL.num_experts_per_token]
+    owner = routes // (SMALL.num_experts // ranks)
+    choices = int((owner != 0).sum()) / tokens
+    rows = np.mean([len(set(row) - {0}) for row in owner.tolist()])
+    latent = SMALL.expert_hidden_size
+    forward = rows * (latent + latent / 32) + choices * (8 + 4 + 2 * latent)
+    backward = rows * 2 * latent + choices * 2 * (latent + 1)
+    assert plan.expert_bytes(SMALL, ranks, 2) == pytest.approx((forward, backward), rel=0.01)  # 4,000 drawn rows
+
     workload = Workload("sft", prompts=16, group=1, prompt_tokens=1024, new_tokens=0)
-    moved = plan._traffic(SMALL, Cluster(4), workload, Method(), Layout(expert=4), 0)
-    rows = 16 * 1024 / 4 * SMALL.num_experts_per_token * len(SMALL.moe_layers)
-    assert moved["nvlink"]["experts"] == pytest.approx(4 * rows * SMALL.expert_hidden_size * 2 * 3 / 4)
-    assert "experts" not in moved["network"]
-    apart = plan._traffic(SMALL, Cluster(4, node=1), workload, Method(), Layout(expert=4), 0)
-    assert apart["network"]["experts"] == pytest.approx(moved["nvlink"]["experts"])
+    for method, again in ((Method(), 1), (Method(recompute="layer"), 2)):
+        moved = plan._traffic(SMALL, Cluster(4), workload, method, Layout(expert=4), 0)
+        layers = 16 * 1024 / 4 * len(SMALL.moe_layers)
+        assert moved["nvlink"]["experts"] == pytest.approx(layers * (again * forward + backward), rel=0.01)
+        assert "experts" not in moved["network"]
+        apart = plan._traffic(SMALL, Cluster(4, node=1), workload, method, Layout(expert=4), 0)
+        assert apart["network"]["experts"] == pytest.approx(moved["nvlink"]["experts"])
+
+
+def test_experts_that_read_unrounded_rows_are_sent_those() -> None:
+    plain = SMALL.replace(quantization=QuantizationConfig("mxfp4", "ceil", "none"))
+    for width in (2, 4):
+        rounded, whole = plan.expert_bytes(SMALL, 8, width), plan.expert_bytes(plain, 8, width)
+        assert whole[1] == rounded[1]
+        rows = rounded[1] / width - SMALL.num_experts_per_token * 7 / 8 * (SMALL.expert_hidden_size + 1)
+        assert whole[0] - rounded[0] == pytest.approx(rows * (width - 33 / 32))
+
+
+def test_state_is_counted_by_the_optimizer_that_owns_it() -> None:
+    layout = Layout()
+    counts = costs.optimizer_costs(SMALL)
+    muon, adamw = sum(counts.muon.values()), sum(counts.adamw.values())
+    assert plan._state_bytes(SMALL, layout, Method()) == pytest.approx(8 * muon + 12 * adamw, rel=1e-3)  # biases
+    assert plan._state_bytes(SMALL, layout, Method(momentum_bytes=2)) == pytest.approx(6 * muon + 12 * adamw, rel=1e-3)
+    adapters = sum(plan.lora_parameters(SMALL, 8).values())
+    assert plan._state_bytes(SMALL, layout, Method(lora_rank=8)) == 12 * adapters
+
+
+def test_passes_are_made_smaller_only_where_asked_and_where_a_sequence_still_fits() -> None:
+    workload = Workload("sft", prompts=8, group=1, prompt_tokens=8192, new_tokens=0, smaller_passes=True)
+    tokens = [work.micro_batch_tokens for work in plan_search._passes(workload, Layout(context=4))]
+    assert tokens == [8192, 4096, 2048]
+    assert len(plan_search._passes(workload, Layout())) == 1
+    assert len(plan_search._passes(dataclasses.replace(workload, smaller_passes=False), Layout(context=4))) == 1
+    short = dataclasses.replace(workload, micro_batch_tokens=4096)
+    found = plan.plan_layout(SMALL, Cluster(1), short, Method(), Layout(), rollout_gpus=0)
+    assert found.why_not[-1].startswith("sequences of 8,192 tokens, where 1 context ranks take 4,096")
+
+
+def test_too_few_devices_for_an_engine_are_a_plan_that_says_so(capsys) -> None:
+    assert main(["plan", "k3", "--gpus", "8", "--no-suggest", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not result["fits"]
+    assert result["rollout_gpus"] == 0
+    assert "one engine of this model takes 16" in result["why_not"][-1]
+
+
+def test_layers_are_recomputed_where_nothing_else_fits(capsys) -> None:
+    assert main(["plan", "k3-small", "--gpus", "2", "--gpu-gib", "25", "--no-suggest", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["fits"]
+    assert result["method"].endswith("recomputed layers")
+    assert result["micro_batch_tokens"] == 8192
 
 
 def test_more_devices_are_never_slower_in_arithmetic_and_lora_publishes_less() -> None:

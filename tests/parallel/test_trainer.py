@@ -136,3 +136,20 @@ def test_sequences_are_dealt_once_each_and_evenly():
     loads = [sum(lengths[i] for i in share) for share in dealt]
     assert max(loads) - min(loads) <= max(lengths)
     assert deal([5], 3) == [[0], [], []]
+
+
+def test_gradients_of_bf16_weights_add_up_in_float32():
+    """Micro-batches of one sequence each: their sum is that of their own gradients, not rounded to bf16 on the way."""
+    trainer, alone = (Trainer(model(torch.bfloat16), TrainerConfig(micro_batch_tokens=33)) for _ in range(2))
+    trainer.gradients(batch(), CrossEntropy())
+    name = "language_model.model.layers.0.mlp.gate_proj.weight"
+    total = torch.zeros_like(trainer.shards.params[name], dtype=torch.float64)
+    for micro in batch().split(33):
+        alone.shards.zero_grad()
+        CrossEntropy()(alone.target_inputs(micro)).loss.backward()
+        total += alone.shards.params[name].grad
+    found = trainer.shards.params[name].grad
+    assert found.dtype == torch.float32
+    assert float((found - total).norm() / total.norm()) < 1e-6  # float32 sums; bf16 ones are a thousand times worse
+    trainer.train(batch(), CrossEntropy())
+    assert {p.dtype for p in trainer.shards.params.values()} == {torch.bfloat16, torch.float32}

@@ -1,0 +1,131 @@
+"""What `k3rl plan` is asked about: a cluster, a workload, a way to change weights, a layout, and shares of peaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+RUNS_TODAY = ("data", "expert", "context")
+"""The degrees that k3rl's learner has; pipeline stages are planned only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device: memory in GiB, dense bf16 TFLOP/s, and GB/s of its memory, NVLink, network port and PCIe."""
+
+    gib: float
+    tflops: float
+    hbm: float
+    nvlink: float
+    network: float
+    pcie: float
+
+
+GPUS = {
+    "h100": Gpu(79, 989, 3350, 450, 50, 55),
+    "h200": Gpu(139, 989, 4800, 450, 50, 55),
+    "b200": Gpu(178, 2250, 8000, 900, 50, 55),
+    "b300": Gpu(268, 2250, 8000, 900, 100, 110),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`gpus` equal devices in nodes of `node`; host_gib of memory a node; reserve_gib of each device are not ours."""
+
+    gpus: int
+    gpu: Gpu = GPUS["h200"]
+    node: int = 8
+    host_gib: float = 1900.0
+    reserve_gib: float = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step: `prompts` groups of `group` sequences, of prompt_tokens and new_tokens each; "sft" samples none.
+
+    micro_batch_tokens: packed tokens of one pass on one device; a search may halve them up to three times with
+    smaller_passes, while the ranks of a context axis together still hold a sequence. rollout_gpus: devices that sample
+    (None: chosen).
+    publish_share: part of the stored bytes that a new weight version moves (below 1 with the delta form).
+    """
+
+    kind: Literal["sft", "rl", "distill"] = "rl"
+    prompts: int = 64
+    group: int = 8
+    prompt_tokens: int = 2048
+    new_tokens: int = 6144
+    micro_batch_tokens: int = 8192
+    rollout_gpus: int | None = None
+    publish_share: float = 1.0
+    smaller_passes: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of one sequence."""
+        return self.prompt_tokens + self.new_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one step trains on."""
+        return self.prompts * self.group * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How weights change. Bytes are of one number.
+
+    lora_rank 0 trains everything; adapters train with AdamW beside packed experts. momentum_bytes: of Muon. offload:
+    masters and momentum live in host memory and visit the device in the step. recompute "layer" keeps the residual
+    stream only and runs a layer's forward again before its backward.
+    """
+
+    lora_rank: int = 0
+    optimizer: Literal["per_head_muon", "muon_whole", "adamw"] = "per_head_muon"
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    momentum_bytes: int = 4
+    offload: bool = False
+    recompute: Literal["none", "layer"] = "none"
+    shard_optimizer: bool = True
+
+    @property
+    def words(self) -> str:
+        """For a person."""
+        name = f"LoRA of rank {self.lora_rank}" if self.lora_rank else "full weights"
+        extras = [
+            *(["momentum in bf16"] if self.momentum_bytes == 2 else []),
+            *(["optimizer state on the host"] if self.offload else []),
+            *(["recomputed layers"] if self.recompute == "layer" else []),
+        ]
+        return ", ".join([name, *extras])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees of the learner; their product is its number of devices."""
+
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.expert * self.context * self.pipeline
+
+    @property
+    def not_yet(self) -> list[str]:
+        """Degrees above 1 that k3rl does not run."""
+        return [name for name in ("pipeline",) if getattr(self, name) > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the peak that are assumed: matrix products of training and of the optimizer, memory, links."""
+
+    train: float = 0.35
+    optimizer: float = 0.5
+    hbm: float = 0.6
+    link: float = 0.7
