@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import Trainer
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make while they live. `ignored` ones are not counted."""
-
-    def __init__(self, ignored: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._kept = [tensor.untyped_storage() for tensor in ignored]  # so that no address is used again
-        self._bytes = {storage._cdata: 0 for storage in self._kept}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf.untyped_storage())
-        return out
-
-    def _see(self, storage: Any) -> None:
-        if storage._cdata in self._bytes:
-            return
-        self._bytes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, storage._cdata)
-
-    def _forget(self, address: int) -> None:
-        self.now -= self._bytes.pop(address)
+from k3rl.parallel.live_bytes import LiveBytes
 
 
 def logprob_sum(model: K3ForCausalLM, tokens: int, length: int, targets: int) -> torch.Tensor:
