@@ -30,9 +30,22 @@ from pydantic_core import to_jsonable_python
 
 
 class K3Error(Exception):
-    """An error with a message for the user: the command prints it without a traceback and exits `exit_code`."""
+    """An error with a message for the user: the command prints it without a traceback and exits `exit_code`.
+
+    It travels between processes with all its attributes, whatever a subclass's constructor takes.
+    """
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.args, dict(self.__dict__))
+
+
+def _again(kind: type[K3Error], args: tuple[Any, ...], attributes: dict[str, Any]) -> K3Error:
+    """An error as it was in another process."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigError(K3Error):

@@ -1,9 +1,10 @@
-"""A learner that is killed in mid-run costs the steps since the last state, and nothing else."""
+"""A rank of a learner that is killed in the middle of a step costs the steps since the last state, and nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ STEPS = 4
 WORDS = (
     *("--steps", str(STEPS), "--batch-size", "4", "--save-every", "1", "--max-staleness", "1"),
     *("--evaluation.n", "4", "--evaluation.n-family", "0", "--sampling.max-tokens", "12"),
-    *("--cluster.learner-actors", "1", "--cluster.rollout-actors", "1"),
+    *("--cluster.learner-actors", "2", "--cluster.rollout-actors", "1"),
     *("--cluster.environment-actors", "1", "--cluster.reward-actors", "1"),
 )
 
@@ -44,10 +45,11 @@ def straight(command, words) -> Path:
     return command.folder / "undisturbed"
 
 
-def _learner(pids: set[int]) -> int | None:
+def _in_a_step(pids: set[int]) -> int | None:
+    """A learner's process that takes a step right now; Ray names a process by what it does."""
     for pid in pids:
         try:
-            if b"LearnerActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"LearnerActor.train" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
         except OSError:
             continue
@@ -56,7 +58,7 @@ def _learner(pids: set[int]) -> int | None:
 
 @pytest.fixture(scope="module")
 def killed(command, words, descendants) -> tuple[Path, str]:
-    """(run directory, standard error) of the same run whose learner got SIGKILL after its second state."""
+    """(run directory, standard error) of the same run, one of whose ranks got SIGKILL after the second state."""
     process = command.start(*words, "--out", "disturbed")
     run = command.folder / "disturbed"
     latest, deadline = run / "checkpoints" / "distill" / "latest", time.monotonic() + 100
@@ -65,8 +67,9 @@ def killed(command, words, descendants) -> tuple[Path, str]:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        learner = _learner(descendants(process.pid))
-        assert learner is not None
+        while (learner := _in_a_step(descendants(process.pid))) is None:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
         os.kill(learner, signal.SIGKILL)
         out, error = process.communicate(timeout=100)
     finally:
@@ -78,6 +81,7 @@ def killed(command, words, descendants) -> tuple[Path, str]:
 def test_the_run_says_what_it_lost_and_ends_well(killed):
     run, error = killed
     assert "all actors start again and go on from the last state (1 restarts left)" in error
+    assert re.search(r"the actor of learner\.train of rank [01] died", error)
     info = json.loads((run / "run.json").read_text())
     assert (info["status"], info["attempt"]) == ("finished", 2)
     assert (run / "configs" / "attempt_2" / "resolved.json").is_file()

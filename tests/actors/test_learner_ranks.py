@@ -1,0 +1,123 @@
+"""Two learner ranks under a real Ray: one is killed in the middle of a step, both end with its name, others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from k3rl.actors.crew import ActorLost
+from k3rl.actors.fleet import Learner
+from k3rl.actors.learner import LearnerActor
+from k3rl.checkpoint.train_state import TrainState
+from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.losses import CrossEntropy, LossInputs, LossOutput
+from k3rl.model import K3Config
+from k3rl.parallel import LearnerConfig, RankFailed, TrainerConfig
+
+TINY = K3Config.named("k3-nano").replace(num_experts=4)
+TIMEOUT_S = 60.0
+
+
+class Rank(LearnerActor):
+    """A learner that says which process it is."""
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+@dataclass(frozen=True)
+class HangsIn:
+    """Cross entropy that never comes back in one process, and says when it is there."""
+
+    process: int
+    sign: Path
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        if os.getpid() == self.process:
+            self.sign.touch()
+            time.sleep(10 * TIMEOUT_S)
+        return CrossEntropy()(inputs)
+
+
+def batch(seed: int) -> TrainBatch:
+    rng, mask, zeros = np.random.default_rng(seed), np.arange(30) > 0, np.zeros(30, np.float32)
+    return TrainBatch.pack([TrainSequence(f"s{n}", rng.integers(0, 400, 30), mask, zeros, zeros) for n in range(4)])
+
+
+def ranks() -> Learner:
+    learner = Learner([ray.remote(Rank).options(num_cpus=0.5).remote(1) for _ in range(2)], TIMEOUT_S)
+    learner.create(TINY.to_dict(), TrainerConfig(expert_parallel=2), 0, LearnerConfig())
+    return learner
+
+
+def step(learner: Learner, seed: int) -> None:
+    learner.trained(learner.start_training([batch(seed)], CrossEntropy()))
+
+
+def saved(learner: Learner, directory: Path) -> dict[str, torch.Tensor]:
+    learner.save_state(str(directory), {})
+    learner.state_saved()
+    return TrainState(directory).tensors()
+
+
+@pytest.fixture(scope="module")
+def story(ray_cluster, tmp_path_factory):
+    """What the survivor said, what the run said, how long it took, and the states with and without the accident."""
+    folder = tmp_path_factory.mktemp("ranks")
+    first = ranks()
+    step(first, 1)
+    saved(first, folder / "step_1")
+    step(first, 2)
+    straight = saved(first, folder / "straight")
+
+    victim = ray.get(first.actors[1].process.remote())
+    started = first.start_training([batch(3)], HangsIn(victim, folder / "inside"))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (folder / "inside").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(ActorLost) as run:
+        first.trained(started)
+    with pytest.raises(ray.exceptions.RayTaskError) as survivor:
+        ray.get(started[0], timeout=TIMEOUT_S)
+    took = time.monotonic() - killed
+    for actor in first.actors:
+        ray.kill(actor)
+
+    second = ranks()
+    second.load_state(str(folder / "step_1"))
+    step(second, 2)
+    again = saved(second, folder / "again")
+    for actor in second.actors:
+        ray.kill(actor)
+    return survivor.value.cause, str(run.value), took, straight, again
+
+
+def test_the_rank_that_lives_ends_with_the_name_of_the_one_that_was_killed(story):
+    survivor, _, took, _, _ = story
+    assert isinstance(survivor, RankFailed)
+    assert survivor.rank == 1
+    assert "rank 1 died" in str(survivor)
+    assert took < TIMEOUT_S / 2
+
+
+def test_the_run_is_told_which_actor_it_lost(story):
+    assert story[1].startswith("the actor of learner.train of rank 1 died")
+
+
+def test_fresh_ranks_go_on_from_the_state_to_the_bits_of_ranks_that_nothing_happened_to(story):
+    _, _, _, straight, again = story
+    names = {name for name in straight if not name.startswith("rng/")}
+    assert names
+    assert names == {name for name in again if not name.startswith("rng/")}
+    assert [name for name in names if not torch.equal(straight[name], again[name])] == []
