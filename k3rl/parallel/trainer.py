@@ -120,9 +120,9 @@ class Trainer:
         for name, parameter in model.named_parameters():
             if name.startswith("vision_tower."):
                 parameter.requires_grad_(False)
-        self.balancer = QuantileBalancer(
-            model.config.num_experts, model.config.num_experts_per_token, len(model.config.moe_layers)
-        )
+        experts, k, layers = model.config.num_experts, model.config.num_experts_per_token, len(model.config.moe_layers)
+        # Where the model is: a rank that never observes takes part in the sum, and NCCL sums nothing on the host.
+        self.balancer = QuantileBalancer(experts, k, layers, device=model.device)
         self.auxiliary: AuxiliaryLoss | None = None
         if config.balance_by == "auxiliary_loss":
             self.auxiliary = AuxiliaryLoss(config.auxiliary_weight, model.config.num_experts_per_token)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from k3rl.config import K3Error
 
@@ -83,6 +84,8 @@ class World:
         if size == 1:
             return
         if self.device.type == "cuda":
+            if self.device.index is None:
+                self.device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.set_device(self.device)
             # Without it NCCL ends the whole process when a collective times out, before anyone can be named.
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
@@ -297,6 +300,12 @@ class World:
         self._verdict = dict(json.loads(first))
         return self._verdict
 
+    def _close_groups(self) -> None:
+        if self._verdict is not None and self.device.type == "cuda":
+            distributed_c10d._abort_process_group()  # the other way NCCL waits for what a lost rank never sends
+        else:
+            dist.destroy_process_group()
+
     def _end(self) -> None:
         """Closes the groups, so that whoever waits for this rank learns it; rank 0 keeps the store for a while."""
         if self._ended.is_set():
@@ -306,7 +315,7 @@ class World:
             self._store.set(f"left/{self.rank}", "")
             gone = {self.rank, -1 if self._verdict is None else self._verdict["rank"]}
             if dist.is_initialized():
-                dist.destroy_process_group()
+                self._close_groups()
             deadline = time.monotonic() + _LINGER_S
             while self.rank == 0 and time.monotonic() < deadline:
                 gone |= {r for r in range(self.size) if self._store.check([f"left/{r}"])}

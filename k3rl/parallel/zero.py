@@ -217,6 +217,8 @@ def gather_tensors(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]
     for rank, text in enumerate(world.exchange(json.dumps(about))):
         parts = [(name, getattr(torch, kind), torch.Size(shape)) for name, kind, shape in json.loads(text)]
         sizes = [shape.numel() * kind.itemsize for _, kind, shape in parts]
+        if not parts:  # it owns nothing, and all ranks know
+            continue
         if rank == world.rank:
             flat = torch.cat([t.contiguous().view(-1).view(torch.uint8).to(world.device) for t in own.values()])
         else:

@@ -28,6 +28,7 @@ from k3rl.losses import CrossEntropy, LossInputs, LossOutput
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
 from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
 from k3rl.parallel.plan import expert_bytes
+from k3rl.parallel.zero import gather_tensors
 
 TINY = K3Config.named("k3-nano").replace(num_experts=4)
 STEPS = 3
@@ -217,13 +218,15 @@ def do_two(world: World, folder: Path) -> dict[str, Any]:
     """Adapters; then rank 1 fails inside a forward, where rank 0 waits for its rows."""
     for name, (degrees, config) in LORA_LAYOUTS.items():
         save_file(lora_run(Mesh(world, **degrees), **config), folder / f"{name}-{world.rank}.safetensors")
+    lonely = gather_tensors(world, {"of rank 1": torch.arange(3)} if world.rank == 1 else {})
     mesh = Mesh(world, expert=2)
     mine = share(batch(0, routes=True), mesh)
     assert mine is not None
     if world.rank == 1:
         object.__setattr__(mine, "routes", mine.routes[:, :, :1])
     made = trainer(mesh)
-    return {"left": outcome(lambda: made.train(mine, CrossEntropy()))}
+    left = outcome(lambda: made.train(mine, CrossEntropy()))
+    return {"left": left, "gathered": {name: value.tolist() for name, value in lonely.items()}}
 
 
 def do_hanging(world: World, folder: Path) -> dict[str, Any]:
@@ -409,6 +412,11 @@ def test_the_whole_state_is_the_same_on_every_rank(folder):
     states = [load_file(folder / f"whole-{rank}.safetensors") for rank in range(4)]
     for state in states[1:]:
         assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+
+
+def test_a_rank_that_owns_nothing_takes_part_in_gathering(folder):
+    for got in ended(folder, "two", "gathered").values():
+        assert got == {"of rank 1": [0, 1, 2]}
 
 
 # ------------------------------------------------------------------------------------------------------ bad input
