@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
 }
 # name -> (degrees, more of the trainer's configuration)
 LORA_LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "lora-dp2": ({}, {}),
     "lora-ep2": ({"expert": 2}, {}),
     "lora-ep2-recomputed": ({"expert": 2}, {"recompute": BOTH, "offload_optimizer": True}),
     "lora-cp2": ({"context": 2}, {"recompute": BOTH}),
@@ -214,10 +215,26 @@ def lora_run(mesh: Mesh, **config: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def lora_moved(world: World) -> dict[str, torch.Tensor]:
+    """Adapters after a step on one process, one on two ranks that share experts, and one on one process again."""
+    lora, pairs = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj", "w1", "w2")), Mesh(world, expert=2)
+    state: dict[str, torch.Tensor] = {}
+    for step, mesh in enumerate((Mesh.alone(), pairs, Mesh.alone())):
+        made = trainer(mesh, lora=lora)
+        if state:
+            made.load_state_tensors(state)
+        made.train(share(batch(step), mesh), CrossEntropy())
+        state = made.state_tensors()
+    return state
+
+
 def do_two(world: World, folder: Path) -> dict[str, Any]:
     """Adapters; then rank 1 fails inside a forward, where rank 0 waits for its rows."""
     for name, (degrees, config) in LORA_LAYOUTS.items():
         save_file(lora_run(Mesh(world, **degrees), **config), folder / f"{name}-{world.rank}.safetensors")
+    moved = lora_moved(world)
+    if world.rank == 0:
+        save_file(moved, folder / "lora-moved-0.safetensors")
     lonely = gather_tensors(world, {"of rank 1": torch.arange(3)} if world.rank == 1 else {})
     mesh = Mesh(world, expert=2)
     mine = share(batch(0, routes=True), mesh)
@@ -339,6 +356,15 @@ def test_an_adapter_is_trained_the_same_on_ranks_that_share_experts_or_sequences
     assert any("experts.3.w2.lora_A" in key for key in found)
     # float64 sums in another order; AdamW divides by the root of a second moment, which magnifies it
     assert max(found.values()) < 1e-6
+
+
+def test_a_state_of_adapters_goes_on_with_another_number_of_ranks(folder):
+    made = trainer(Mesh.alone(), lora=LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj", "w1", "w2")))
+    for step in range(STEPS):
+        made.train(batch(step), CrossEntropy())
+    found = differences(made.state_tensors(), gathered(folder, "lora-moved", 1))
+    assert any("experts.3.w1.lora_B" in key for key in found)
+    assert max(found.values()) < 1e-6  # as above
 
 
 @pytest.mark.parametrize(("name", "most"), [("dp4", 0.30), ("ep4", 0.30), ("dp2xep2", 0.30), ("dp2", 0.55)])
