@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,23 +92,24 @@ def _parser() -> Parser:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(f"{text} is less than 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r}; wanted a whole number from 1 on")
+    return int(text)
 
 
 def _natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(f"{text} is negative")
-    return number
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r}; wanted a whole number, 0 or more")
+    return int(text)
 
 
 def _share(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not 0 < number <= 1:
-        raise ValueError(f"{text} is not above 0 and at most 1")
+        raise ArgumentTypeError(f"{text!r}; wanted a share above 0 and at most 1")
     return number
 
 

@@ -50,12 +50,6 @@ def check_layout(mesh: Mesh, model: K3ForCausalLM, config: TrainerConfig) -> Non
             "build it with experts=mesh.experts(...)",
             key="expert_parallel",
         )
-    if config.recompute and config.balance_by == "auxiliary_loss":
-        raise ConfigError(
-            "recompute runs routers a second time, which the auxiliary loss on them would count twice; leave recompute "
-            "empty, or use another balance_by",
-            key="recompute",
-        )
 
 
 @torch.no_grad()

@@ -319,7 +319,7 @@ def _check(config: K3Config, cluster: Cluster, workload: Workload, layout: Layou
         )  # fmt: skip
     if config.num_experts % layout.expert:
         raise PlanError(
-            f"{layout.expert} expert ranks do not divide {config.num_experts} experts",
+            f"{layout.expert} expert ranks do not divide {config.num_experts} experts; plan with a number that does",
             key="--expert", got=layout.expert, wanted=f"a divisor of {config.num_experts}",
         )  # fmt: skip
     if layout.pipeline > config.num_hidden_layers:

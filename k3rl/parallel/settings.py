@@ -82,6 +82,15 @@ class TrainerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _routers_count_once(self) -> TrainerConfig:
+        if self.recompute and self.balance_by == "auxiliary_loss":
+            raise ValueError(
+                "recompute runs routers a second time, which the auxiliary loss on them would count twice; leave "
+                "recompute empty, or use another balance_by"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _exact_sequences_are_whole(self) -> TrainerConfig:
         if self.exact and self.expert_parallel * self.context_parallel > 1:
             raise ValueError(

@@ -188,6 +188,20 @@ def test_a_given_layout_is_judged_as_it_is(capsys) -> None:
     assert result["not_run_today"] == ["pipeline"]
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpus", "many"], "argument --gpus: 'many'; wanted a whole number from 1 on"),
+        (["--gpus", "8", "--lora-rank", "-4"], "'-4'; wanted a whole number, 0 or more"),
+        (["--gpus", "8", "--publish-share", "2"], "'2'; wanted a share above 0 and at most 1"),
+        (["--gpus", "8", "--rollout-gpus", "8"], "8 rollout devices of 8 leave none for the learner"),
+    ],
+)
+def test_numbers_that_cannot_be_are_named_with_what_is_wanted(words, says, capsys) -> None:
+    assert main(["plan", "k3-nano", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["plan", "k3-huge", "--gpus", "8"], ["plan", "k3", "--gpus", "0"], ["plan", "k3"]])
 def test_bad_words_are_refused_with_the_fix(words, capsys) -> None:
     assert main(words) == 2

@@ -153,3 +153,8 @@ def test_gradients_of_bf16_weights_add_up_in_float32():
     assert float((found - total).norm() / total.norm()) < 1e-6  # float32 sums; bf16 ones are a thousand times worse
     trainer.train(batch(), CrossEntropy())
     assert {p.dtype for p in trainer.shards.params.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_recomputed_routers_and_a_loss_on_them_are_refused_together():
+    with pytest.raises(ValueError, match="would count twice"):
+        TrainerConfig(recompute=("mlp",), balance_by="auxiliary_loss")
