@@ -271,10 +271,7 @@ def memory_rows(name: str, given: argparse.Namespace) -> Iterator[Row]:
 
 def memory_row(shape: str, trainer: Trainer, batch: TrainBatch | None, planned: dict[str, float]) -> Row:
     """Live bytes of a step beside the plan's, weights and resting state added from their own sizes."""
-    model, rest = trainer.model, trainer.config.offload_optimizer
-    banks = sum(bank.nbytes for bank in model.packed_banks.values())
-    weights = banks + sum(p.nbytes for p in model.parameters() if not p.is_meta)
-    adapter = sum(p.nbytes for _, p in model.trained_parameters()) if model.adapter is not None else 0
+    model, held = trainer.model, trainer.memory()
     buckets = [*trainer.optimizer._muon, *trainer.optimizer._adam]
     fields = ("master", "momentum", "first", "second")
     state = [getattr(bucket, field) for bucket in buckets for field in fields if hasattr(bucket, field)]
@@ -285,8 +282,9 @@ def memory_row(shape: str, trainer: Trainer, batch: TrainBatch | None, planned: 
     trainer.train(batch, CrossEntropy())
     with live:
         trainer.train(batch, CrossEntropy())
-    held = sum(value.nbytes for value in state)
-    found = {"weights": weights, "adapters": adapter, "optimizer": 0 if rest else held, "gradients and work": live.peak}
+    found = {part: held.get(part, 0) for part in ("weights", "adapters", "optimizer")} | {
+        "gradients and work": live.peak
+    }
     total, expected = sum(found.values()), sum(planned.values())
     return row(
         "memory", shape, "k3rl plan", None, None, None, peak_bytes=total, planned_bytes=round(expected),

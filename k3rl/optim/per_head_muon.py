@@ -260,6 +260,12 @@ class PerHeadMuon:
         for adam in self._adam:
             adam.ship(self.project)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of masters and state, wherever they rest."""
+        muon = sum(bucket.master.nbytes + bucket.momentum.nbytes for bucket in self._muon)
+        return muon + sum(bucket.master.nbytes + bucket.first.nbytes + bucket.second.nbytes for bucket in self._adam)
+
     # -- masters and state --------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from k3rl.model.lora import prepare_adapter
 from k3rl.model.packed import pack_experts
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
+from k3rl.optim.buckets import master_dtype
 from k3rl.parallel.agree import agree_on_start, agree_on_step, check_layout
 from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
 from k3rl.parallel.exact import ValueOf, exact_target_logprobs
@@ -264,10 +265,29 @@ class Trainer:
         for largest in max_logits.values():
             metrics.maximum("attention/logit/max", float(largest.max()))
         metrics.add("perf/train_tokens", batch.tokens if batch is not None and self.mesh.first_of_context else 0)
+        for part, held in self.memory().items():
+            metrics.maximum(f"memory/{part}", held)
         if self.experts is not None:
             metrics.add("perf/expert_bytes", self.experts.sent_bytes - sent)
         metrics.add("time/train_step", time.perf_counter() - started)
         return metrics
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank's device by part, named as in `k3rl plan`, and on a GPU the `peak` since the last call."""
+        own = [parameter for parameter in self.model.parameters() if not parameter.is_meta]
+        banks = sum(bank.nbytes for bank in self.model.packed_banks.values())
+        trained = self.shards.params.values()
+        found = {
+            "weights": banks + sum(parameter.nbytes for parameter in own),
+            "gradients": sum(p.numel() * master_dtype(p.dtype).itemsize for p in trained),
+            "optimizer": 0 if self.config.offload_optimizer else self.optimizer.nbytes,
+        }
+        if self.model.adapter is not None:
+            found["adapters"] = sum(parameter.nbytes for parameter in trained)
+        if self.model.device.type == "cuda":
+            found["peak"] = torch.cuda.max_memory_allocated(self.model.device)
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        return found
 
     def _bad_gradient(
         self, error: NonFiniteGradient, batch: TrainBatch | None, loss: Loss, temperature: float

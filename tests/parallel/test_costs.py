@@ -65,6 +65,10 @@ def test_state_and_the_peak_of_a_step_are_within_15_percent(method, config) -> N
     trainer = Trainer(model, config)
     held = sum(tensor.nbytes for tensor in trainer.optimizer.state_tensors().values())
     assert _state_bytes(model.config, Layout(), method) == pytest.approx(held, rel=2e-3)  # less biases, step counts
+    found = trainer.memory()
+    assert found["weights"] == memory["weights"]
+    assert found["gradients"] == pytest.approx(memory["gradients"], rel=1e-3)  # biases have none
+    assert found["optimizer"] == pytest.approx(memory["optimizer"], rel=2e-3)
     assert memory["optimizer"] == (0 if method.offload else pytest.approx(held, rel=2e-3))
     # A step that a pass of 16 tokens cannot hide.
     assert memory["step"] == pytest.approx(measured.step_peak(trainer), rel=0.15)
