@@ -68,6 +68,9 @@ class ClusterConfig(Config):
     learner_actors: int = Field(2, ge=1)
     """Ranks of the learner: data x expert x context, the last two from the trainer's configuration."""
     learner_cpus: float = Field(0.5, gt=0)
+    learner_device: Literal["cpu", "cuda"] = "cpu"
+    """Where each rank of the learner computes: on the CPU in float32 with gloo between ranks, or on a GPU of its own in
+    bf16, masters in float32, with NCCL between ranks."""
     rollout_actors: int = Field(2, ge=1)
     rollout_cpus: float = Field(0.25, gt=0)
     environment_actors: int = Field(2, ge=1)

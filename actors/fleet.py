@@ -182,12 +182,14 @@ class Fleet:
         def place(role: str, cls: type, *args: Any, **options: Any) -> Any:
             index, bundle = places[role]
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            where: dict[str, Any] = {"num_cpus": bundle["CPU"], "scheduling_strategy": strategy}
+            where: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+            where["scheduling_strategy"] = strategy
             return ray.remote(cls).options(**where, **options).remote(*args)
 
         if parts.learner:
             for i in range(config.learner_actors):
-                self._started.append(place(f"learner {i}", LearnerActor, config.learner_threads))
+                own = config.learner_threads, config.learner_device
+                self._started.append(place(f"learner {i}", LearnerActor, *own))
             self.learner = Learner(list(self._started), config.call_timeout_s)
         if parts.rollouts:
             urls = config.rollout.url
@@ -242,7 +244,8 @@ def _roles(config: ClusterConfig, parts: _Parts) -> list[tuple[str, dict[str, fl
     """(name, resources) of every actor that needs any, in the order in which `start` places them."""
     roles: list[tuple[str, dict[str, float]]] = []
     if parts.learner:
-        roles += [(f"learner {i}", {"CPU": config.learner_cpus}) for i in range(config.learner_actors)]
+        learner = {"CPU": config.learner_cpus} | ({"GPU": 1.0} if config.learner_device == "cuda" else {})
+        roles += [(f"learner {i}", learner) for i in range(config.learner_actors)]
     if parts.rollouts:
         roles += [(f"rollout {i}", {"CPU": config.rollout_cpus}) for i in range(config.rollout_actors)]
         roles += [(f"environment {i}", {"CPU": config.environment_cpus}) for i in range(config.environment_actors)]

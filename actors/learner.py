@@ -38,11 +38,14 @@ class LearnerActor:
     unless a method says otherwise. It may hold a whole teacher per domain for distillation.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, device: str = "cpu") -> None:
+        """device: where models are, in float32 on the CPU and in bf16 on a GPU, masters in float32 either way."""
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
         torch.manual_seed(0)  # draws of k3rl have seeds of their own; this is for libraries, and part of a state
-        self._world = World.alone()
+        self._device = torch.device(device)
+        self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        self._world = World.alone(self._device)
         self._meshes: dict[tuple[int, int], Mesh] = {}
         self._writer = StateWriter()
         self._trainer: Trainer | None = None
@@ -61,7 +64,7 @@ class LearnerActor:
 
     def join(self, address: str, rank: int, size: int, timeout_s: float) -> None:
         """Becomes rank `rank` of `size`; returns when all are there."""
-        self._world = World(rank, size, address, timeout_s=timeout_s)
+        self._world = World(rank, size, address, timeout_s=timeout_s, device=self._device)
         self._writer = StateWriter(rank, size, timeout_s=timeout_s)
         self._meshes.clear()
 
@@ -85,7 +88,8 @@ class LearnerActor:
         self._tokenizer, self._start = Tokenizer.builtin(), None
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
         packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
-        model = K3ForCausalLM(built, experts=mesh.experts(built.num_experts), packed=packed)
+        held = mesh.experts(built.num_experts)
+        model = K3ForCausalLM(built, dtype=self._dtype, device=self._device, experts=held, packed=packed)
         model.init_weights(seed)
         return self._adopt(model, trainer, mesh, learner)
 
@@ -93,7 +97,8 @@ class LearnerActor:
         """A model from an official-layout directory, with fresh optimizer state."""
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
-        model = load_checkpoint(checkpoint, dtype=torch.float32, mesh=mesh, packed=_packs(trainer, learner))
+        packed = _packs(trainer, learner)
+        model = load_checkpoint(checkpoint, self._dtype, self._device, mesh=mesh, packed=packed)
         return self._adopt(model, trainer, mesh, learner)
 
     def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh, learner: LearnerConfig) -> int:
@@ -106,7 +111,7 @@ class LearnerActor:
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
         """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
         trainer = trainer.replace(expert_parallel=1, context_parallel=1, exact=False)
-        shared = {path: _teacher(path, trainer) for path in set(checkpoints.values())}
+        shared = {path: self._teacher(path, trainer) for path in set(checkpoints.values())}
         self._teachers = {domain: shared[path] for domain, path in checkpoints.items()}
 
     def train(
@@ -164,7 +169,7 @@ class LearnerActor:
         if adapter is not None and self._base is None:
             stored = self._stored()
             self._base = "" if stored is None else manifest_digest(manifest_of(stored.items()))
-        tensors = self._stored() if adapter is None else self.trainer.adapter_tensors()
+        tensors = self._stored() if adapter is None else self._adapter_tensors()
         if tensors is None or self._world.rank:
             return None
         manifest = manifest_of(tensors.items())
@@ -201,6 +206,15 @@ class LearnerActor:
             tensors = {name: tensor.cpu() for name, tensor in collected}
         return None if self._world.rank else tensors
 
+    def _adapter_tensors(self) -> dict[str, torch.Tensor]:
+        """All of the adapter, on the host. A collective."""
+        return {name: tensor.cpu() for name, tensor in self.trainer.adapter_tensors().items()}
+
+    def _teacher(self, checkpoint: str, config: TrainerConfig) -> Trainer:
+        """A frozen policy; its adapter, if it has one, stays attached."""
+        model = load_checkpoint(checkpoint, self._dtype, self._device)
+        return Trainer(model, config.replace(lora=None if model.adapter is None else model.adapter.config))
+
     def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
         """Writes the official layout, each rank its files; returns the directory."""
         with self.trainer.whole() as model:
@@ -219,7 +233,7 @@ class LearnerActor:
         if self._start is None:
             with adapted(trainer.model, None):
                 save_checkpoint(trainer.model, base, tokenizer=self._tokenizer, mesh=trainer.mesh)
-        tensors = trainer.adapter_tensors()
+        tensors = self._adapter_tensors()
         with self._world.together("writing an adapter"):
             if self._world.rank == 0:
                 save_adapter(
@@ -249,12 +263,6 @@ class LearnerActor:
 def _packs(trainer: TrainerConfig, learner: LearnerConfig) -> bool:
     """Whether experts are kept packed from the start. DeepSpeed takes hold of every parameter, frozen ones too."""
     return trainer.packs and learner.backend == "native"
-
-
-def _teacher(checkpoint: str, config: TrainerConfig) -> Trainer:
-    """A frozen policy; its adapter, if it has one, stays attached."""
-    model = load_checkpoint(checkpoint, dtype=torch.float32)
-    return Trainer(model, config.replace(lora=None if model.adapter is None else model.adapter.config))
 
 
 def _messages(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Iterator[bytes]:
