@@ -430,11 +430,16 @@ def main() -> None:
     if given.rank is not None:
         rank_main(given)
         return
+    load = os.getloadavg()[0]
     makers = dict(zip(PARTS, (step_rows, eager_rows, memory_rows, layout_rows, adamw_rows), strict=True))
     rows = [made for part in given.parts for name in given.models for made in makers[part](name, given)]
     state, more = gpu_rows()
     report = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load_average": round(load, 1),  # of other work before the first row: above 0, times are not to be trusted
+        },
         "versions": installed("torch", "numpy", "deepspeed") | {"python": platform.python_version()},
         "gpu": state,
         "results": rows + more,
