@@ -30,6 +30,7 @@ from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
 from k3rl.parallel.plan import expert_bytes
 from k3rl.parallel.zero import gather_tensors
 
+pytestmark = pytest.mark.timeout(300)  # ten ranks start in one fixture: minutes on a busy machine
 TINY = K3Config.named("k3-nano").replace(num_experts=4)
 STEPS = 3
 FLOAT64, FLOAT32 = torch.float64, torch.float32
