@@ -73,6 +73,10 @@ class ClusterConfig(Config):
     bf16, masters in float32, with NCCL between ranks."""
     rollout_actors: int = Field(2, ge=1)
     rollout_cpus: float = Field(0.25, gt=0)
+    rollout_device: Literal["cpu", "cuda"] = "cpu"
+    """Where each rollout actor's engine computes: on the CPU in float32, or on a GPU in bf16, states in float32."""
+    rollout_gpus: float = Field(1.0, gt=0)
+    """With rollout_device cuda, of each rollout actor; several may share one."""
     environment_actors: int = Field(2, ge=1)
     """Each plays against one rollout actor, taken in turn."""
     environment_cpus: float = Field(0.125, gt=0)

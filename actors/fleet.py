@@ -195,8 +195,9 @@ class Fleet:
             urls = config.rollout.url
             servers = [(config.rollout, url) for url in urls] if urls else [None] * config.rollout_actors
             sampling = config.rollout_threads, parts.max_running
+            device = config.rollout_device
             engines = [
-                place(f"rollout {i}", RolloutActor, *sampling, parts.seed + i, config.engine, server)
+                place(f"rollout {i}", RolloutActor, *sampling, parts.seed + i, config.engine, server, device)
                 for i, server in enumerate(servers)
             ]
             self._started += engines
@@ -247,7 +248,10 @@ def _roles(config: ClusterConfig, parts: _Parts) -> list[tuple[str, dict[str, fl
         learner = {"CPU": config.learner_cpus} | ({"GPU": 1.0} if config.learner_device == "cuda" else {})
         roles += [(f"learner {i}", learner) for i in range(config.learner_actors)]
     if parts.rollouts:
-        roles += [(f"rollout {i}", {"CPU": config.rollout_cpus}) for i in range(config.rollout_actors)]
+        rollout = {"CPU": config.rollout_cpus}
+        if config.rollout_device == "cuda" and config.rollout.backend == "k3rl":  # a server has GPUs of its own
+            rollout["GPU"] = config.rollout_gpus
+        roles += [(f"rollout {i}", rollout) for i in range(config.rollout_actors)]
         roles += [(f"environment {i}", {"CPU": config.environment_cpus}) for i in range(config.environment_actors)]
         roles += [(f"reward {i}", {"CPU": config.reward_cpus}) for i in range(config.reward_actors)]
     return roles

@@ -20,6 +20,7 @@ from k3rl.config import K3Error
 from k3rl.data.images import ImageError, ImagePatches, preprocess_files
 from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError
 from k3rl.model import K3Config
+from k3rl.model.device import DeviceName, place_of
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
@@ -40,6 +41,7 @@ class RolloutActor:
         seed: int,
         config: EngineConfig | None = None,
         server: tuple[RolloutConfig, str] | None = None,
+        device: DeviceName = "cpu",
     ) -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
@@ -47,6 +49,7 @@ class RolloutActor:
         self._seed = seed
         self._config = config or EngineConfig()
         self._server = server
+        self._device = device
         self._engine: Engine | VLLMEngine | None = None
         self._futures: dict[Any, asyncio.Future[Completion]] = {}
         self._wake = asyncio.Event()
@@ -55,13 +58,14 @@ class RolloutActor:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def load(self, checkpoint: str, dtype: str = "float32") -> int:
-        """A fresh engine over a checkpoint directory; returns its weight version (0)."""
+    async def load(self, checkpoint: str, dtype: str | None = None) -> int:
+        """A fresh engine over a checkpoint directory; returns its weight version (0). dtype: that of the device."""
         if self._futures:
             raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
         if self._server is not None:
             return self._load_into_server(*self._server, Path(checkpoint))
-        model = load_checkpoint(checkpoint, dtype=getattr(torch, dtype))
+        device, kind = place_of(self._device)
+        model = load_checkpoint(checkpoint, dtype=getattr(torch, dtype) if dtype else kind, device=device)
         config = self._config
         self._engine = Engine(
             model,

@@ -33,6 +33,7 @@ def serve(words: Sequence[str]) -> int:
     parser.add_argument("--prefix-directory", type=Path, help="where those files go")
     parser.add_argument("--memory-mb", type=int, help="memory of states; by default a share of what is free")
     parser.add_argument("--exact", action="store_true", help="bits that depend on the request alone; slow")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda computes in bf16")
     arguments = parser.read(words)
     if arguments is None:
         return 0
@@ -74,5 +75,6 @@ def serve(words: Sequence[str]) -> int:
         ),
         memory_bytes="auto" if arguments.memory_mb is None else arguments.memory_mb << 20,
         exact=arguments.exact,
+        device=arguments.device,
     )
     return 0

@@ -126,6 +126,8 @@ class AdapterStore:
 
     def grouped(self, items: Sequence[T], name_of: Callable[[T], str]) -> Iterator[tuple[str, list[T]]]:
         """(adapter, its items in order), adapters in order of their first item: what one forward can compute."""
+        if not self._served:
+            return iter([("", list(items))] if items else [])
         groups: dict[str, list[T]] = {}
         for item in items:
             groups.setdefault(name_of(item), []).append(item)

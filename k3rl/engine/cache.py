@@ -32,17 +32,27 @@ class MemoryPlan:
 
     @classmethod
     def when_needed(
-        cls, model: K3ForCausalLM, memory: int | Literal["auto"] | None, max_rows: int, max_context: int, page: int
+        cls,
+        model: K3ForCausalLM,
+        memory: int | Literal["auto"] | None,
+        max_rows: int,
+        max_context: int,
+        page: int,
+        fixed: bool = False,
     ) -> MemoryPlan | None:
-        """`of`, with "auto" a share of what is free; None when nothing is bounded or "auto" leaves room for all."""
+        """`of`, with "auto" a share of what is free; None when nothing is bounded or "auto" leaves room for all.
+
+        fixed: storage must not move, so that room for all is a plan, too; without a bound there is none.
+        """
         if memory is None:
             return None
         if memory != "auto":
             return cls.of(model, memory, max_rows, max_context, page)
         budget = states_budget(model)
         slot, token = state_bytes(model)
-        if (max_rows + 1) * (slot + max_context * token) <= budget:
-            return None
+        whole = (max_rows + 1) * (slot + -(-max_context // page) * page * token)
+        if whole <= budget or (max_rows + 1) * (slot + max_context * token) <= budget:
+            return cls.of(model, whole, max_rows, max_context, page) if fixed else None
         return cls.of(model, budget, max_rows, max_context, page)
 
     @classmethod
@@ -93,8 +103,7 @@ class StatePool:
     def claim(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Makes room for so many more tokens in each of these rows."""
         if self.paged is not None:
-            lengths = self.paged.lengths[_index(rows)].tolist()
-            self.paged.claim(rows, [length + more for length, more in zip(lengths, tokens, strict=True)])
+            self.paged.claim(rows, self.paged.lengths.numpy()[np.asarray(rows, np.int64)] + np.asarray(tokens))
 
     @torch.inference_mode()
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:

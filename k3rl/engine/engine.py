@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from k3rl.data.images import ImagePatches
-from k3rl.engine import diagnose, exact, sampler
+from k3rl.engine import device_sampler, diagnose, exact, sampler
 from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.counters import EngineCounters
+from k3rl.engine.decode_graph import DecodeProgram, captures
 from k3rl.engine.grammar import DeadEnd, Grammars, constrain
 from k3rl.engine.images import Placed, image_inputs
 from k3rl.engine.prefix import Hit, PrefixCache
@@ -64,6 +65,7 @@ class Engine:
     `max_context` tokens could take more than that. None: `max_running` is the only limit.
     in_flight: what running requests do when the weights change: recompute their states, or carry them on.
     exact: computes every row by itself, so that logprobs are the bits of `k3rl.model.exact`; many times slower.
+    static_decode: decodes by `decode_graph.DecodeProgram`; None: on a GPU whose kernels the model fits, captured.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Engine:
         page_tokens: int = 64,
         in_flight: InFlight = "recompute",
         exact: bool = False,
+        static_decode: bool | None = None,
     ) -> None:
         config = model.config
         self._in_flight, self._exact = in_flight, exact
@@ -90,10 +93,12 @@ class Engine:
             raise ValueError(f"max_context is {max_context}; the model allows {config.max_position_embeddings}")
         self.seed, self._version, self._tokenizer = seed, version, tokenizer
         self.counters, self._grammars = EngineCounters(), Grammars(tokenizer, config.vocab_size)
-        plan = MemoryPlan.when_needed(model, memory_bytes, max_running, self.max_context, page_tokens)
+        fixed = not exact and (captures(model) if static_decode is None else static_decode)
+        plan = MemoryPlan.when_needed(model, memory_bytes, max_running, self.max_context, page_tokens, fixed)
         max_running = max_running if plan is None else plan.rows
         self._scheduler = Scheduler(max_running, prefill_tokens, None if plan is None else plan.pages, page_tokens)
         self._pool = StatePool(model, max_running, poison, plan)
+        self.program = DecodeProgram(model, self._pool.paged) if fixed and self._pool.paged is not None else None
         self._table = RowTable(max_running, (len(config.moe_layers), config.num_experts_per_token))
         self._prompts = [PromptState() for _ in range(max_running)]  # of rows being prefilled
         self._spare: PromptState | None = None  # of the state in the spare row
@@ -290,10 +295,10 @@ class Engine:
                 self._compute(own)
         complete = [segment for segment in segments if segment.starts]
         hidden = [last for segment in complete if (last := self._prompts[segment.row].hidden) is not None]
-        if self._exact:
+        if self._exact or not hidden:
             logits = exact.logits(self.model, hidden, [segment.stop for segment in complete])
         else:
-            logits = self.model.logits(torch.cat(hidden)) if hidden else torch.empty(0, self.model.config.vocab_size)
+            logits = self.model.logits(torch.cat(hidden))
         self.counters.prefill_s += time.perf_counter() - began
         return self._start_groups(complete, logits)
 
@@ -314,7 +319,7 @@ class Engine:
         read = [(self._requests[s.request].images, self._prompts[s.row].features, s.start, s.stop) for s in segments]
         out = self.model.hidden(
             self._tensor(ids.clip(0))[None],
-            cu_seqlens=self._tensor(bounds),
+            cu_seqlens=torch.from_numpy(bounds),
             cache=self._pool.view([s.row for s in segments]),
             images=image_inputs(self.model, read),
         )
@@ -386,13 +391,18 @@ class Engine:
         """Feeds running rows of one adapter their last sampled tokens."""
         began = time.perf_counter()
         index = np.array(rows)
+        routes: np.ndarray | Tensor
         if self._exact:
             logits, routes = exact.decode(self.model, self._pool, self._table, self._requests, rows)
         else:
             self._pool.claim(rows, [1] * len(rows))
-            with self.adapters.serving(self.model, adapter):
-                out = self.model.hidden(self._tensor(self._table.token[index])[:, None], cache=self._pool.view(rows))
-            logits, routes = self.model.logits(out.hidden[:, 0]), out.routes[:, 0].cpu().numpy()
+            if self.program is not None and not adapter:
+                logits, routes = self.program.run(self.model, rows, self._table.token[index])
+            else:
+                with self.adapters.serving(self.model, adapter):
+                    ids = self._tensor(self._table.token[index])[:, None]
+                    out = self.model.hidden(ids, cache=self._pool.view(rows))
+                logits, routes = self.model.logits(out.hidden[:, 0]), out.routes[:, 0]
         self.counters.decode_s += time.perf_counter() - began
         self._table.add_routes(index, routes)
         return index, logits
@@ -404,7 +414,7 @@ class Engine:
             reason = "its constraint and its forbidden tokens leave nothing to sample"
             ended.append((number, DeadEnd(f"request {number}: {reason}")))
         rows = free.rows
-        draws = (exact.sample if self._exact else sampler.sample)(
+        draws = (exact.sample if self._exact else device_sampler.sample)(
             free.logits,
             table.temperature[rows],
             table.top_p[rows],

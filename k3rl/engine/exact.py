@@ -44,7 +44,7 @@ def compute(
 def logits(model: K3ForCausalLM, hidden: list[Tensor], lengths: list[int]) -> Tensor:
     """Rows [1, H] that are the last ones of `lengths` tokens -> [rows, V]."""
     rows = [exact_logits(model, row, length - 1) for row, length in zip(hidden, lengths, strict=True)]
-    return torch.cat(rows) if rows else torch.empty(0, model.config.vocab_size)
+    return torch.cat(rows) if rows else torch.empty(0, model.config.vocab_size, device=model.device)
 
 
 def decode(

@@ -2,7 +2,9 @@
 
 The model sees what it sees of `k3rl.model.Cache`: rows of recurrent, conv and latent state that it reads and updates.
 KDA states are one fixed slot a row. Latents of all rows share `pages` pages of `page` tokens; a row owns the pages
-that its table lists, in order. Page 0 is nobody's and always zero: what is masked must still be finite.
+that its table lists, in order. Page 0 is nobody's and always zero: what is masked must still be finite. One more page
+behind the last takes what padding rows of a decode step write.
+Storage stays where it is for good, so that a captured step finds it.
 Whoever runs a forward first claims room for its tokens; nothing grows by itself.
 """
 
@@ -10,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from k3rl.engine.protocol import EngineError
 from k3rl.model import K3Config
+from k3rl.model.cache import Slots, StepCache, slot_index
 
 
 class _Store:
@@ -27,16 +31,22 @@ class _Store:
         heads, width = linear.num_heads, linear.head_dim
         wide = torch.promote_types(dtype, torch.float32)
         latent = config.kv_lora_rank + config.qk_rope_head_dim
-        self.page, self.device = page, device
+        self.page, self.pages, self.device = page, pages, device
         self.recurrent = {
             n: torch.zeros(batch, heads, width, width, dtype=wide, device=device) for n in config.kda_layers
         }
         self.conv = {n: torch.zeros(batch, 3, 3 * heads * width, dtype=dtype, device=device) for n in config.kda_layers}
-        self.latent = {n: torch.zeros(pages + 1, page, latent, dtype=dtype, device=device) for n in config.mla_layers}
+        self.latent = {n: torch.zeros(pages + 2, page, latent, dtype=dtype, device=device) for n in config.mla_layers}
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.table = torch.zeros(batch, 8, dtype=torch.int64)  # page of each block of a row; 0 behind the last one
-        self.owned = [0] * batch
+        self.held = np.zeros(batch, np.int64)  # pages of each row
         self.free = list(range(pages, 0, -1))
+        self.changes = 0  # of tables, so that copies of them on the device are known to be old
+
+    @property
+    def owned(self) -> list[int]:
+        """Pages of each row."""
+        return self.held.tolist()
 
 
 class PagedCache:
@@ -53,13 +63,15 @@ class PagedCache:
     ) -> None:
         self._store = _Store(config, batch, pages, page, dtype, torch.device(device))
         self._rows: slice | Tensor = slice(0, batch)
+        self._slots: Tensor | None = None
+        self._tables: tuple[int, Tensor] | None = None
         self.batch = batch
 
     def select(self, rows: Tensor) -> PagedCache:
         """A view of rows [R] of the whole cache or, of a view, of its own rows."""
         picked = self._all()[rows].tolist()
         view = object.__new__(PagedCache)
-        view._store, view.batch = self._store, len(picked)
+        view._store, view.batch, view._slots, view._tables = self._store, len(picked), None, None
         contiguous = picked == list(range(picked[0], picked[0] + len(picked)))
         view._rows = slice(picked[0], picked[0] + len(picked)) if contiguous else torch.tensor(picked)
         return view
@@ -76,11 +88,31 @@ class PagedCache:
 
     def recurrent(self, layer: int) -> Tensor:
         """[B, heads, K, V]; shares storage unless the rows are scattered."""
-        return self._store.recurrent[layer][self._rows]
+        return self._read(self._store.recurrent[layer])
 
     def conv(self, layer: int) -> Tensor:
         """[B, 3, channels]."""
-        return self._store.conv[layer][self._rows]
+        return self._read(self._store.conv[layer])
+
+    def _read(self, storage: Tensor) -> Tensor:
+        return storage[self._rows] if isinstance(self._rows, slice) else storage.index_select(0, self._places())
+
+    def _places(self) -> Tensor:
+        """The rows on the device, int32."""
+        if self._slots is None:
+            self._slots = slot_index(self._rows, self._store.device)
+        return self._slots
+
+    def slots(self, layer: int) -> Slots:
+        """The KDA states of a layer where they lie, for a step that reads and writes them there."""
+        return Slots(self._store.conv[layer], self._store.recurrent[layer], self._places())
+
+    def _table(self) -> Tensor:
+        """[B, blocks] int64 on the device: the pages of these rows, copied when they changed."""
+        store = self._store
+        if self._tables is None or self._tables[0] != store.changes:
+            self._tables = store.changes, store.table[self._rows].to(store.device)
+        return self._tables[1]
 
     def latent(self, layer: int, length: int | None = None) -> Tensor:
         """[B, S, width], S = `length` or the longest row: a copy, gathered from the pages."""
@@ -90,10 +122,10 @@ class PagedCache:
         """[B, stop - start, width] of these tokens, gathered from their pages."""
         store = self._store
         first, last = start // store.page, -(-stop // store.page)
-        table = store.table[self._rows, first:last]
+        table = self._table()[:, first:last]
         if table.shape[1] < last - first:
             table = torch.nn.functional.pad(table, (0, last - first - table.shape[1]))
-        pages = store.latent[layer].index_select(0, table.reshape(-1).to(store.device))
+        pages = store.latent[layer].index_select(0, table.reshape(-1))
         offset = first * store.page
         return pages.view(self.batch, (last - first) * store.page, pages.shape[-1])[:, start - offset : stop - offset]
 
@@ -111,16 +143,15 @@ class PagedCache:
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
         else:
-            storage.index_copy_(0, self._rows.to(storage.device), value.to(storage.dtype))
+            storage.index_copy_(0, self._places().long(), value.to(storage.dtype))
 
     def append_latent(self, layer: int, segment: Tensor, position: Tensor, latent: Tensor) -> None:
         """Writes latent [N, width] at row segment [N], token position [N]; its page must have been claimed."""
-        position = position.cpu()
-        page = self._store.table[self._all()[segment.cpu()], position // self._store.page]
-        if not page.all():
+        store = self._store
+        page = self._table()[segment, position // store.page]
+        if store.device.type == "cpu" and not page.all():  # elsewhere the host would wait for the answer
             raise EngineError("a token is written to a row without room for it; claim it before the forward")
-        place = (page.to(self._store.device), (position % self._store.page).to(self._store.device))
-        self._store.latent[layer].index_put_(place, latent)
+        store.latent[layer].index_put_((page, position % store.page), latent)
 
     def reserve(self, length: int) -> None:
         """Nothing: room is claimed row by row, before."""
@@ -129,26 +160,77 @@ class PagedCache:
         """Adds tokens [B] to the lengths."""
         self._store.lengths[self._rows] += tokens
 
+    # ---- decode steps of fixed shapes
+
+    @property
+    def scratch_place(self) -> int:
+        """Where padding rows write: a token of the page behind the last one, which nobody reads."""
+        return (self._store.pages + 1) * self._store.page
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self._store.page
+
+    def step_blocks(self, rows: np.ndarray) -> np.ndarray:
+        """Pages [n] that each of rows int64 [n] has with its next token."""
+        return self._store.lengths.numpy()[rows] // self._store.page + 1
+
+    def step_places(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For the next token of rows int64 [n], which have room for it: tokens before it [n]; where its latent goes,
+        counted in tokens over all pages, and that of padding [n + 1]; the rows' pages [n, blocks], as few as needed.
+
+        Raises EngineError for a row without room.
+        """
+        store = self._store
+        past = store.lengths.numpy()[rows]
+        block = past // store.page
+        blocks = int(block.max()) + 1
+        table = store.table.numpy()[rows, :blocks]
+        page = np.take_along_axis(table, block[:, None], 1)[:, 0] if blocks <= store.table.shape[1] else block * 0
+        if not page.all():
+            raise EngineError("a token is written to a row without room for it; claim it before the forward")
+        return past, np.append(page * store.page + past % store.page, self.scratch_place), table
+
+    def step_done(self, rows: np.ndarray) -> None:
+        """The rows have read one more token."""
+        self._store.lengths.numpy()[rows] += 1
+
+    def step_cache(self, slot: Tensor, past: Tensor, place: Tensor, table: Tensor) -> StepCache:
+        """The states as a step of fixed shapes reads and writes them."""
+        store = self._store
+        return StepCache(store.conv, store.recurrent, store.latent, slot, past, place, table)
+
     # ---- whole rows
 
-    def claim(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def claim(self, rows: Sequence[int], lengths: Sequence[int] | np.ndarray) -> None:
         """Gives each row pages for so many tokens. Raises EngineError when there are none: admission miscounted."""
         store = self._store
-        for row, length in zip(rows, lengths, strict=True):
-            wanted = -(-length // store.page)
+        needed = -(-np.asarray(lengths, np.int64) // store.page)
+        short = np.flatnonzero(needed > store.held[np.asarray(rows, np.int64)])  # a decode step crosses few pages
+        if not short.size:
+            return
+        store.changes += 1
+        given: list[int] = []
+        for place in short.tolist():
+            row, wanted = rows[place], int(needed[place])
             if wanted > store.table.shape[1]:
-                more = torch.zeros(len(store.owned), max(wanted, 2 * store.table.shape[1]) - store.table.shape[1])
+                more = torch.zeros(len(store.held), max(wanted, 2 * store.table.shape[1]) - store.table.shape[1])
                 store.table = torch.cat([store.table, more.to(torch.int64)], 1)
-            missing = wanted - store.owned[row]
-            if missing <= 0:
-                continue
+            missing = wanted - int(store.held[row])
             if missing > len(store.free):
                 raise EngineError(f"row {row} needs {missing} pages and {len(store.free)} are free")
             fresh = [store.free.pop() for _ in range(missing)]
-            store.table[row, store.owned[row] : wanted] = torch.tensor(fresh)
-            store.owned[row] = wanted
-            for latent in store.latent.values():
-                latent[fresh] = 0.0
+            store.table[row, store.held[row] : wanted] = torch.tensor(fresh)
+            store.held[row] = wanted
+            given += fresh
+        self._fill_pages(given, 0.0)
+
+    def _fill_pages(self, pages: list[int], value: float) -> None:
+        if pages:
+            index = torch.tensor(pages, device=self._store.device)
+            for latent in self._store.latent.values():
+                latent.index_fill_(0, index, value)
 
     def reset(self, rows: Tensor) -> None:
         """Rows [R] become empty and give their pages back."""
@@ -160,22 +242,23 @@ class PagedCache:
 
     def _clear(self, rows: list[int], value: float) -> None:
         store = self._store
+        store.changes += 1
         for row in rows:
-            given = store.table[row, : store.owned[row]].tolist()
-            if value != 0.0 and given:
-                for latent in store.latent.values():
-                    latent[given] = value
+            given = store.table[row, : store.held[row]].tolist()
+            if value != 0.0:
+                self._fill_pages(given, value)
             store.free += given
-            store.table[row], store.owned[row], store.lengths[row] = 0, 0, 0
+            store.table[row], store.held[row], store.lengths[row] = 0, 0, 0
+        index = torch.tensor(rows, dtype=torch.int64, device=store.device)
         for storage in (*store.recurrent.values(), *store.conv.values()):
-            storage[rows] = value
+            storage.index_fill_(0, index, value)
 
     def copy_rows(self, source: Tensor, destination: Tensor) -> None:
         """Row source[i] -> row destination[i], on pages of its own."""
         self.reset(destination)
         for here, there in zip(source.tolist(), destination.tolist(), strict=True):
             self.claim([there], [int(self._store.lengths[here])])
-            count = self._store.owned[there]
+            count = self._store.held[there]
             old, new = self._store.table[here, :count], self._store.table[there, :count]
             for latent in self._store.latent.values():
                 latent[new] = latent[old]
@@ -185,14 +268,16 @@ class PagedCache:
         """Like `copy_rows`, but the pages change hands: the source row is empty afterwards."""
         self.reset(destination)
         store = self._store
+        store.changes += 1
         store.table[destination] = store.table[source]
         store.table[source] = 0
         for here, there in zip(source.tolist(), destination.tolist(), strict=True):
-            store.owned[there], store.owned[here] = store.owned[here], 0
+            store.held[there], store.held[here] = store.held[here], 0
         self._copy_slots(source, destination)
         store.lengths[source] = 0
 
     def _copy_slots(self, source: Tensor, destination: Tensor) -> None:
+        read, write = source.to(self._store.device), destination.to(self._store.device)
         for storage in (*self._store.recurrent.values(), *self._store.conv.values()):
-            storage[destination] = storage[source]
+            storage.index_copy_(0, write, storage.index_select(0, read))
         self._store.lengths[destination] = self._store.lengths[source]

@@ -186,11 +186,16 @@ class RowTable:
         places = np.repeat(having, [len(own) for own in ids])
         return Biases(places, np.concatenate(ids), np.concatenate(values), forbids)
 
-    def add_routes(self, rows: np.ndarray, routes: np.ndarray) -> None:
-        """Routes [B, M, k] of the token that each row's decode step read, its `count`-th sampled one."""
+    def add_routes(self, rows: np.ndarray, routes: np.ndarray | Tensor) -> None:
+        """Routes [B, M, k] of the token that each row's decode step read, its `count`-th sampled one.
+
+        They leave the device only where somebody wants them.
+        """
         wanted = self.wants_routes[rows]
         if not wanted.any():
             return
+        if isinstance(routes, Tensor):
+            routes = routes.cpu().numpy()
         if self.routes.shape[1] < self.tokens.shape[1]:
             self.routes = _widen(self.routes, self.tokens.shape[1], 0)
         rows = rows[wanted]

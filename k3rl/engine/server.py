@@ -38,6 +38,7 @@ from k3rl.engine.openai import ChatRequest, Choice, RequestError, TextRequest
 from k3rl.engine.prefix import PrefixCache
 from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.sampler import request_samples
+from k3rl.model.device import DeviceName, place_of
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.vocab import TokenizerError
 from k3rl.types import Completion, EncodedImage, SamplingParams
@@ -107,13 +108,18 @@ def serve_checkpoint(
     prefix_cache: Callable[[], PrefixCache | None] = lambda: None,
     memory_bytes: int | Literal["auto"] | None = "auto",
     exact: bool = False,
+    device: DeviceName = "cpu",
 ) -> None:
-    """Serves a checkpoint in the official layout until interrupted. Raises CheckpointError when it cannot be read."""
+    """Serves a checkpoint in the official layout until interrupted.
+
+    Raises CheckpointError when it cannot be read, MissingResource when there is no such device.
+    """
     tokenizer = Tokenizer.load(directory)
     torch.set_num_threads(threads)
+    place, dtype = place_of(device)
 
     def load() -> Engine:
-        model = load_checkpoint(directory, dtype=torch.float32)
+        model = load_checkpoint(directory, dtype=dtype, device=place)
         return Engine(
             model,
             max_running=max_running,

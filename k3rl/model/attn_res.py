@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from k3rl.model.blocks import blockwise
+from k3rl.model.fuse import fused, widened
 from k3rl.model.norm import inverse_rms, wide
 
 
@@ -34,6 +35,62 @@ def _weighted_sum(sources: list[Tensor], p: Tensor) -> Tensor:
     return total
 
 
+@fused
+def mixed(sources: list[Tensor], inverses: list[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+    """What `_weighted_sum` and `_weights` give together: mix [N, H] and softmax weights [sources, N, 1]."""
+    scores = [(source * query).sum(-1, keepdim=True) * r for source, r in zip(sources, inverses, strict=True)]
+    p = torch.stack(scores).softmax(0)
+    total = sources[0] * p[0]
+    for number in range(1, len(sources)):
+        total = total + sources[number] * p[number]
+    return total, p
+
+
+@fused
+def mixed_read(
+    prefix: Tensor, bank: list[Tensor], inverses: list[Tensor], norm: Tensor, proj: Tensor, eps: float
+) -> Tensor:
+    """`ResidualStream.read` without gradients in one piece: running sum [N, H], bank rows and their inverse RMS."""
+    last = widened(prefix)
+    query = widened(norm * proj[0])
+    sources = [*bank, last]
+    every = [*inverses, (last.square().mean(-1, keepdim=True) + eps).rsqrt()]
+    scores = [(source * query).sum(-1, keepdim=True) * r for source, r in zip(sources, every, strict=True)]
+    p = torch.stack(scores).softmax(0)
+    total = sources[0] * p[0]
+    for number in range(1, len(sources)):
+        total = total + sources[number] * p[number]
+    return total.to(prefix.dtype)
+
+
+@fused
+def mixed_backward(
+    grad: Tensor, sources: list[Tensor], inverses: list[Tensor], p: Tensor, query: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of the query [H] and of the sources [N, H] of `mixed`'s first result."""
+    along = [(grad * source).sum(-1, keepdim=True) for source in sources]
+    mean = p[0] * along[0]
+    for number in range(1, len(sources)):
+        mean = mean + p[number] * along[number]
+    grad_query, grads = torch.zeros_like(query), []
+    for number, (source, r) in enumerate(zip(sources, inverses, strict=True)):
+        pull = (along[number] - mean) * p[number] * r
+        shrink = (source * query).sum(-1, keepdim=True) * r * r * pull / -source.shape[-1]
+        grad_query = grad_query + (source * pull).sum(0)
+        grads.append(grad * p[number] + pull * query + source * shrink)
+    return grad_query, grads
+
+
+@fused
+def inverse_rms_of(x: Tensor, eps: float) -> Tensor:
+    """`inverse_rms` of rows [N, H]."""
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return inverse_rms(x, eps) if x.device.type == "cpu" else inverse_rms_of(x, eps)
+
+
 class _Mix(torch.autograd.Function):
     """(w_norm [H], w_proj [1, H], sources [N, H] each) -> mix [N, H] in float32 or wider.
 
@@ -45,6 +102,10 @@ class _Mix(torch.autograd.Function):
     def forward(ctx: Any, norm: Tensor, proj: Tensor, inverses: list[Tensor], *sources: Tensor) -> Tensor:
         query = (norm * proj[0]).to(sources[0].dtype)
         values = list(sources)
+        if query.device.type != "cpu":
+            total, p = mixed(values, inverses, query)
+            ctx.save_for_backward(norm, proj, p, *inverses, *values)
+            return total
         p = _weights(values, inverses, query)
         ctx.save_for_backward(norm, proj, p, *inverses, *values)
         return _weighted_sum(values, p)
@@ -55,6 +116,11 @@ class _Mix(torch.autograd.Function):
         count = p.shape[0]
         inverses, sources = rest[:count], rest[count:]
         query = (norm * proj[0]).to(grad.dtype)
+        if grad.device.type != "cpu":
+            grad_query, grads = mixed_backward(grad, list(sources), list(inverses), p, query)
+            return (
+                (grad_query * proj[0]).to(norm.dtype), (grad_query * norm).to(proj.dtype).unsqueeze(0), None, *grads
+            )  # fmt: skip
         grad_query, column = torch.zeros_like(query), query.unsqueeze(-1)
         grads = [torch.empty_like(source) for source in sources]
         for g, *rest in blockwise(grad, *sources, *inverses, *p.unbind(), *grads):
@@ -97,21 +163,23 @@ class ResidualStream:
         prefix = self._running()
         if not self._bank:
             return prefix
+        if prefix.device.type != "cpu" and not torch.is_grad_enabled():
+            return mixed_read(prefix, self._bank, self._inverses, norm, proj, self.eps).to(self._dtype)
         last = prefix.to(wide(prefix.dtype))
         sources = [*self._bank, last]
-        inverses = [*self._inverses, inverse_rms(last.detach(), self.eps)]
+        inverses = [*self._inverses, _inverse_rms(last.detach(), self.eps)]
         if torch.is_grad_enabled():
-            mixed = _Mix.apply(norm, proj, inverses, *sources)
+            out = _Mix.apply(norm, proj, inverses, *sources)
         else:
-            mixed = _weighted_sum(sources, _weights(sources, inverses, (norm * proj[0]).to(last.dtype)))
-        return mixed.to(self._dtype)
+            out = _weighted_sum(sources, _weights(sources, inverses, (norm * proj[0]).to(last.dtype)))
+        return out.to(self._dtype)
 
     def push(self) -> None:
         """Ends a block: the running sum becomes a bank row and a new one starts."""
         row = self._running()
         row = row.to(wide(row.dtype))
         self._bank.append(row)
-        self._inverses.append(inverse_rms(row.detach(), self.eps))
+        self._inverses.append(_inverse_rms(row.detach(), self.eps))
         self.prefix = None
 
     def add(self, output: Tensor) -> None:

@@ -8,6 +8,11 @@ KDA layers keep the recurrent state [B, heads, K, V] and the last three projecti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +23,58 @@ from k3rl.model.layout import HISTORY
 
 class CacheError(K3Error, ValueError):
     """Rows that the cache does not have, or a layer of the other kind."""
+
+
+class Slots(NamedTuple):
+    """KDA states of one layer where they lie: the whole pools, and which slot each row reads and writes.
+
+    conv [slots, 3, q|k|v channels]; recurrent [slots, heads, K, V]; rows int [R], -1 for a row that is padding.
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class StepCache:
+    """The states of R rows for one decode step whose shapes do not depend on what the rows hold.
+
+    Everything that differs from step to step is in tensors on the device, so that a step can be captured once and
+    replayed. conv and recurrent: pools by layer, as in `Slots`. latent: pages [P, page, kv_lora + rope] by layer.
+    slot int64 [R], -1 for padding. past int64 [R]: tokens that a row has seen, 0 for padding. place int64 [R]: where
+    the latent of its next token goes, counted in tokens over all pages; padding rows share one that nobody reads.
+    table int64 [R, n]: pages of each row in order, which hold n * page tokens at most.
+    """
+
+    conv: Mapping[int, Tensor]
+    recurrent: Mapping[int, Tensor]
+    latent: Mapping[int, Tensor]
+    slot: Tensor
+    past: Tensor
+    place: Tensor
+    table: Tensor
+
+    def slots(self, layer: int) -> Slots:
+        """The KDA states of a layer."""
+        return Slots(self.conv[layer], self.recurrent[layer], self.slot)
+
+    def append_latent(self, layer: int, latent: Tensor) -> None:
+        """Writes latent [R, width] of the next token of each row."""
+        pages = self.latent[layer]
+        pages.view(-1, pages.shape[2]).index_copy_(0, self.place, latent.to(pages.dtype))
+
+    def latents(self, layer: int) -> Tensor:
+        """[R, n * page, width]: what each row has, and finite values behind that."""
+        pages = self.latent[layer]
+        return pages.index_select(0, self.table.view(-1)).view(self.table.shape[0], -1, pages.shape[2])
+
+    @cached_property
+    def behind(self) -> Tensor:
+        """bool [R, 1, n * page]: tokens that come after the next one of a row."""
+        pages = next(iter(self.latent.values()))
+        column = torch.arange(self.table.shape[1] * pages.shape[1], device=self.past.device)
+        return (column > self.past.unsqueeze(1)).unsqueeze(1)
 
 
 class _Pool:
@@ -67,6 +124,7 @@ class Cache:
             raise CacheError(f"a cache needs at least one row; got batch={batch}")
         self._pool = _Pool(config, batch, dtype, torch.device(device))
         self._rows: slice | Tensor = slice(0, batch)
+        self._slots: Tensor | None = None  # the rows as int32, once a kernel asks for them
         self.batch = batch
 
     def select(self, rows: Tensor) -> Cache:
@@ -79,7 +137,7 @@ class Cache:
             raise CacheError(f"rows must be distinct and in 0..{self.batch - 1}; got {picked[:8]}")
         absolute = self._absolute(picked)
         view = object.__new__(Cache)
-        view._pool = self._pool
+        view._pool, view._slots = self._pool, None
         view.batch = len(absolute)
         first = absolute[0]
         if absolute == list(range(first, first + len(absolute))):
@@ -113,6 +171,12 @@ class Cache:
         """[B, S, kv_lora + rope], S = `length` or the longest row; beyond a row's own length it is zero."""
         stop = int(self.lengths.max()) if length is None else length
         return self._read(self._pool.latent, layer)[:, :stop]
+
+    def slots(self, layer: int) -> Slots:
+        """The KDA states of a layer where they lie, for a step that reads and writes them there."""
+        if self._slots is None:
+            self._slots = slot_index(self._rows, self._pool.device)
+        return Slots(self._pool.conv[layer], self._pool.recurrent[layer], self._slots)
 
     def _read(self, storage: dict[int, Tensor], layer: int) -> Tensor:
         if layer not in storage:
@@ -176,3 +240,10 @@ class Cache:
         for tensor in self._pool.tensors():
             tensor.index_copy_(0, write.to(tensor.device), tensor.index_select(0, read.to(tensor.device)))
         self._pool.lengths[write] = self._pool.lengths[read]
+
+
+def slot_index(rows: slice | Tensor, device: torch.device) -> Tensor:
+    """Rows of a pool as int32 on the device."""
+    if isinstance(rows, slice):
+        return torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)
+    return rows.to(device, torch.int32)

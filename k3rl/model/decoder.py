@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from k3rl.config import K3Error
 from k3rl.model.attn_res import ResidualStream
-from k3rl.model.cache import Cache
+from k3rl.model.cache import Cache, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fused import Weight
 from k3rl.model.init import initialise
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
     rows: Tensor | None
     layout: Layout
-    cache: Cache | None
+    cache: Cache | StepCache | None
 
 
 def _parts(layout: Layout, cache: Cache | None) -> list[_Part]:
@@ -66,9 +66,8 @@ def _parts(layout: Layout, cache: Cache | None) -> list[_Part]:
     parts = []
     for wanted in (True, False):
         members = [s for s, length in enumerate(layout.lengths) if (length == 1) == wanted]
-        segments = torch.tensor(members, device=layout.device)
         sub = Layout([layout.lengths[s] for s in members], layout.device)
-        parts.append(_Part(layout.rows_of(segments), sub, cache.select(segments.cpu())))
+        parts.append(_Part(layout.rows_of(members), sub, cache.select(torch.tensor(members))))
     return parts
 
 
@@ -112,7 +111,8 @@ class DecoderLayer(nn.Module):
         def experts(at: ResidualStream, watching: ForwardObserver | None) -> tuple[Tensor, Tensor]:
             nonlocal chosen
             seen = self.post_attention_layernorm(self._read(at, "mlp"))
-            out, chosen = self.block_sparse_moe(seen, chosen, watching)  # a second run goes to the same experts
+            static = isinstance(parts[0].cache, StepCache)
+            out, chosen = self.block_sparse_moe(seen, chosen, watching, static)  # a second run goes to the same experts
             return out, chosen
 
         def dense(at: ResidualStream, _: ForwardObserver | None) -> Tensor:
@@ -137,7 +137,7 @@ class DecoderLayer(nn.Module):
         return stream.read(getattr(self, f"{site}_res_norm").weight, getattr(self, f"{site}_res_proj").weight)
 
     def _attend(self, x: Tensor, parts: list[_Part], observer: ForwardObserver | None) -> Tensor:
-        attend: Callable[[Tensor, Layout, Cache | None], Tensor] = (
+        attend: Callable[[Tensor, Layout, Cache | StepCache | None], Tensor] = (
             self.self_attn if self.is_kda else lambda *given: self.self_attn(*given, observer)
         )
         if parts[0].rows is None:
@@ -378,6 +378,10 @@ class K3ForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows after the final norm [..., H] -> [..., V] in float32 or wider."""
         kind = wide(hidden.dtype)
+        if hidden.device.type == "cuda" and hidden.dtype != kind and not torch.is_grad_enabled():
+            # The same products and sums, without a wide copy of the matrix.
+            rows, head = hidden.reshape(-1, hidden.shape[-1]), self.language_model.lm_head.weight
+            return torch.mm(rows, head.t(), out_dtype=kind).view(*hidden.shape[:-1], -1)
         return nn.functional.linear(hidden.to(kind), self.language_model.lm_head.weight.to(kind))
 
     def hidden(
@@ -429,6 +433,20 @@ class K3ForCausalLM(nn.Module):
                 embedded.requires_grad_()  # so that backwards of all ranks go through every layer, frozen or not
             layout = Layout(lengths, embedded.device, context)
             return self._decode(embedded, layout, input_ids.shape[0], cache, routes)
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, cache: StepCache) -> tuple[Tensor, Tensor]:
+        """The next token of each row, ids int64 [R] -> rows after the final norm [R, H], routes int16 [R, M, k].
+
+        Only shapes are read by the host, so a step can be captured in a CUDA graph where the kernels run. A row that is
+        padding gives finite values that mean nothing. Raises InputError for experts on other ranks or an adapter.
+        """
+        if not all(part.bank.is_static for part in self.moe_parts()) or self.adapter is not None:
+            raise InputError("a step with static shapes is of a model that holds all its experts and has no adapter")
+        layout = Layout([1] * len(ids), ids.device)
+        embedded = nn.functional.embedding(ids, self.language_model.model.embed_tokens.weight)
+        hidden, used = self.language_model.model(embedded, [_Part(None, layout, cache)], None, None)
+        return hidden, torch.stack(used, dim=1).to(torch.int16) if used else self._no_routes(len(ids))
 
     def image_rows(self, pixel_values: Tensor, grid_thws: Tensor | None) -> list[Tensor]:
         """Patches [n, 3, 14, 14] and grid_thws [images, 3] -> per image [rows, H], as the language model reads them."""

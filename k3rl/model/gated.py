@@ -13,7 +13,7 @@ from torch import Tensor
 from k3rl.model.ablation import AblationConfig
 from k3rl.model.blocks import blockwise
 from k3rl.model.norm import wide
-from k3rl.model.situ import situ, situ_backward, situ_from_parts, situ_parts
+from k3rl.model.situ import situ, situ_backward, situ_from_parts, situ_gradient, situ_parts, situ_value
 
 Parts = tuple[Tensor, Tensor, Tensor]
 
@@ -31,6 +31,14 @@ class GatedUnit(Protocol):
 
     def backward(self, grad: Tensor, parts: Parts) -> Tensor:
         """Gradient [..., n] of the activation -> gradient [..., 2n] of gate_up."""
+        ...
+
+    def activation(self, gate_up: Tensor) -> Tensor:
+        """The activation in the dtype of gate_up, without gradient or parts."""
+        ...
+
+    def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        """`backward` for whoever kept gate_up instead of its parts, in its dtype."""
         ...
 
     def __call__(self, gate_up: Tensor) -> Tensor:
@@ -52,6 +60,12 @@ class SiTU:
 
     def backward(self, grad: Tensor, parts: Parts) -> Tensor:
         return situ_backward(grad, parts, *self._betas)
+
+    def activation(self, gate_up: Tensor) -> Tensor:
+        return situ_value(gate_up, *self._betas)
+
+    def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        return situ_gradient(grad, gate_up, *self._betas)
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         return situ(gate_up, *self._betas)
@@ -82,6 +96,12 @@ class SwiGLU:
             slope = torch.addcmul(g, g, s, value=-1).add_(1.0)
             torch.mul(through, u, out=d_gate).mul_(slope)
         return out
+
+    def activation(self, gate_up: Tensor) -> Tensor:
+        return self.value(self.parts(gate_up)).to(gate_up.dtype)
+
+    def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        return self.backward(grad, self.parts(gate_up)).to(gate_up.dtype)
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         if torch.is_grad_enabled():

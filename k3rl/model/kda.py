@@ -5,6 +5,9 @@ itself. Rows of a segment are preceded by three history rows ("extended rows"), 
 convolution needs no masks. Where the first segment began on another rank, its history is the last rows there, so that
 their projections are computed here once more.
 
+Where `k3rl.kernels.dispatch` says so the same layer runs on the kernels, which take packed rows as they are: one launch
+for the convolutions, the chunked recurrence, the gated norm; and one for a whole decode step over a pool of slots.
+
 Letters: N rows, S segments, h heads, D head width.
 """
 
@@ -15,8 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import dispatch
+from k3rl.kernels.gated_norm import gated_norm
+from k3rl.kernels.kda import kda
+from k3rl.kernels.kda_decode import kda_decode
+from k3rl.kernels.short_conv import short_conv
 from k3rl.model.blocks import blockwise
-from k3rl.model.cache import Cache
+from k3rl.model.cache import Cache, Slots, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.kda_chunks import L2_EPS, chunked_kda
@@ -136,11 +144,21 @@ class KimiDeltaAttention(nn.Module):
         self._inputs = Fused.of(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
         self._taps = Fused([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
 
-    def forward(self, x: Tensor, layout: Layout, cache: Cache | None) -> Tensor:
+    def takes_kernels(self, x: Tensor) -> bool:
+        """Whether the kernels compute this layer for rows like x; never on a CPU."""
+        return dispatch.use_kernel("kda_layer", x, head_dims=(self.width, self.width), float32_rows=False)
+
+    def forward(self, x: Tensor, layout: Layout, cache: Cache | StepCache | None) -> Tensor:
         """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
 
-        With a context the first segment continues the state and the rows of the ranks to the left.
+        With a context the first segment continues the state and the rows of the ranks to the left; no kernel does that.
         """
+        if isinstance(cache, StepCache):
+            return self._step_on_slots(x, cache.slots(self.layer))
+        if layout.context is None and self.takes_kernels(x):
+            if cache is not None and layout.longest == 1:
+                return self._step_on_slots(x, cache.slots(self.layer))
+            return self._on_kernels(x, layout, cache)
         if cache is not None and layout.longest == 1:
             return self._step(x, cache)
         extended = _ToExtended.apply(x, layout.extended, layout.n_extended)
@@ -161,6 +179,42 @@ class KimiDeltaAttention(nn.Module):
             cache.store_recurrent(self.layer, final.detach())
         gate = self.g_proj.linear(x)
         return self._output(o, gate)
+
+    def _convolutions(self) -> list[Tensor]:
+        """The taps of q, k and v, [hD, 4] each."""
+        return [part.weight.view(-1, HISTORY + 1) for part in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
+
+    def _on_kernels(self, x: Tensor, layout: Layout, cache: Cache | None) -> Tensor:
+        """Packed rows [N, H] -> [N, H]; differentiable, without a copy of rows into chunks."""
+        heads, inner = (1, x.shape[0], self.heads, self.width), self.heads * self.width
+        qkv, f_a, b = self._inputs.linear(x).split(self._split, dim=-1)
+        streams = [rows.unsqueeze(0) for rows in qkv.split(inner, dim=-1)]
+        history, state = (None, None) if cache is None else (cache.conv(self.layer), cache.recurrent(self.layer))
+        ends = layout.cu_seqlens
+        mixed, tails = short_conv(streams, self._convolutions(), history=history, cu_seqlens=ends)
+        q, k, v, z = (rows.view(heads) for rows in (*mixed, self.f_b_proj.linear(f_a)))
+        o, final = kda(
+            q, k, v, z, b.unsqueeze(0), self.A_log, self.dt_bias,
+            gate_lower_bound=self.bound, initial_state=state, cu_seqlens=ends,
+        )  # fmt: skip
+        if cache is not None:
+            cache.store_conv(self.layer, tails)
+            cache.store_recurrent(self.layer, final.detach())
+        gate = self.g_proj.linear(x).view(heads)
+        gated = gated_norm(o, gate, self.o_norm.weight, self.eps)
+        return self.o_proj.linear(gated.view(-1, inner))
+
+    def _step_on_slots(self, x: Tensor, slots: Slots) -> Tensor:
+        """One token for every row [R, H] -> [R, H], on the pool itself; nothing is gathered or read by the host."""
+        shape = (x.shape[0], self.heads, self.width)
+        raw, f_a, b = self._inputs.linear(x).split(self._split, dim=-1)
+        q, k, v = (rows.view(shape) for rows in raw.split(self.heads * self.width, dim=-1))
+        z, gate = self.f_b_proj.linear(f_a).view(shape), self.g_proj.linear(x).view(shape)
+        y = kda_decode(
+            q, k, v, z, b, gate, self._convolutions(), self.A_log, self.dt_bias, self.o_norm.weight,
+            slots.conv, slots.recurrent, slots.rows, slots.rows, gate_lower_bound=self.bound, norm_eps=self.eps,
+        )  # fmt: skip
+        return self.o_proj.linear(y.view(x.shape[0], -1))
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         shape = (-1, self.heads, self.width)

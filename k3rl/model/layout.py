@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from k3rl.config import K3Error
 from k3rl.types import ContextCommunicator
@@ -123,12 +123,14 @@ class GridIndex:
 class Grid:
     """Some segments of similar length as a padded grid [b, t].
 
-    segments [b], rising; rows [b, t]: row of each cell; padding has the first row of its own sequence, so that no
-    sequence ever reads another, broken ones included; valid [b, t]; members [n]: the rows, rising.
+    group: the segments, rising, and segments [b] as a tensor; rows [b, t]: row of each cell; padding has the first row
+    of its own sequence, so that no sequence ever reads another, broken ones included; valid [b, t]; members [n]: the
+    rows, rising.
     seen: the grid of the rows that these ones attend to, where it is another one. It is as wide, or it has one sequence
     and its rows end with those of this grid.
     """
 
+    group: list[int]
     segments: Tensor
     rows: Tensor
     valid: Tensor
@@ -184,6 +186,9 @@ class Layout:
         self.n_rows = sum(self.lengths)
         self.n_segments = len(self.lengths)
         self.longest = max(self.lengths)
+        self._after: Tensor | None = None  # of the one forward that this layout is made for
+        self._position_after: Tensor | None = None
+        self._with_before: Layout | None = None
 
     @cached_property
     def starts(self) -> Tensor:
@@ -197,6 +202,12 @@ class Layout:
         return torch.tensor(self.lengths, dtype=torch.int64, device=self.device)
 
     @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [S + 1]: where the segments begin, and the number of rows."""
+        ends = torch.cumsum(self.lengths_tensor, 0, dtype=torch.int32)
+        return nn.functional.pad(ends, (1, 0))
+
+    @cached_property
     def segment(self) -> Tensor:
         """[N] segment of each row."""
         return torch.repeat_interleave(
@@ -208,6 +219,25 @@ class Layout:
         """[N] token index of each row inside its segment."""
         return torch.arange(self.n_rows, device=self.device) - self.starts[self.segment]
 
+    def after(self, lengths: Tensor) -> Tensor:
+        """lengths int64 [S] on the CPU, tokens before each segment -> the same on the device; copied once."""
+        if self._after is None:
+            self._after = lengths.clone() if self.device.type == "cpu" else lengths.to(self.device)
+        return self._after
+
+    def position_after(self, lengths: Tensor) -> Tensor:
+        """[N] token index of each row where `lengths` tokens come before its segment."""
+        if self._position_after is None:
+            self._position_after = self.after(lengths).index_select(0, self.segment) + self.position
+        return self._position_after
+
+    def with_before(self, lengths: Tensor) -> Layout:
+        """The same segments with the `lengths` int64 [S] tokens before them; made once."""
+        if self._with_before is None:
+            total = [before + own for before, own in zip(lengths.tolist(), self.lengths, strict=True)]
+            self._with_before = Layout(total, self.device)
+        return self._with_before
+
     @cached_property
     def sequence_position(self) -> Tensor:
         """[N] token index of each row inside its sequence, rows on other ranks counted."""
@@ -215,10 +245,11 @@ class Layout:
             return self.position
         return torch.where(self.segment == 0, self.position + self.context.before, self.position)
 
-    def rows_of(self, segments: Tensor) -> Tensor:
+    def rows_of(self, members: Sequence[int]) -> Tensor:
         """Rows of some segments, in their order."""
-        lengths = self.lengths_tensor[segments]
-        first = torch.repeat_interleave(self.starts[segments] - (torch.cumsum(lengths, 0) - lengths), lengths)
+        own = Layout([self.lengths[s] for s in members], self.device)
+        first = self.starts[torch.tensor(members, device=self.device)] - own.starts
+        first = first.index_select(0, own.segment)
         return first + torch.arange(len(first), device=self.device)
 
     # -- extended rows: HISTORY rows before each segment ----------------------------------------------------------
@@ -282,10 +313,11 @@ class Layout:
         if not before:
             return grids
         for grid in grids:
-            grid.seen = Grid(grid.segments, grid.rows + before, grid.valid, grid.members + before)
+            grid.seen = Grid(grid.group, grid.segments, grid.rows + before, grid.valid, grid.members + before)
         first = self._grid([0])
         rows = torch.arange(before + self.lengths[0], device=self.device)
-        first.seen = Grid(first.segments, rows.view(1, -1), torch.ones_like(rows, dtype=torch.bool).view(1, -1), rows)
+        own = torch.ones_like(rows, dtype=torch.bool).view(1, -1)
+        first.seen = Grid(first.group, first.segments, rows.view(1, -1), own, rows)
         return [first, *grids]
 
     def _fits(self, group: list[int], segment: int) -> bool:
@@ -299,4 +331,4 @@ class Layout:
         column = torch.arange(width, device=self.device)
         valid = column < lengths.view(-1, 1)
         rows = self.starts[segments].view(-1, 1) + torch.where(valid, column, 0)
-        return Grid(segments, rows, valid, rows[valid])
+        return Grid(group, segments, rows, valid, rows[valid])

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.model.cache import Cache
+from k3rl.model import flash
+from k3rl.model.cache import Cache, StepCache
 from k3rl.model.config import K3Config
+from k3rl.model.fuse import fused
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.layout import Grid, Layout
 from k3rl.model.norm import RMSNorm, wide
@@ -25,6 +27,7 @@ from k3rl.types import ForwardObserver
 ROPE_BASE = 10000.0
 KEPT_PROBABILITIES = 1 << 24  # of one grid; more (64 MiB in float32) are made again in the backward
 LEAST_RUN = 64  # queries
+FEW_QUERIES = 32  # of a segment: up to here latents are not expanded to keys and values for them
 
 
 def _to_grid(x: Tensor, grid: Grid) -> Tensor:
@@ -160,6 +163,20 @@ def _grid_backward(
     return grad_q, grad_k, grad_v
 
 
+@fused
+def gated(o: Tensor, gate: Tensor) -> Tensor:
+    """o times the sigmoid of its gate, [N, h * V] each."""
+    return o * torch.sigmoid(gate)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [R, n, k] times b [R, k, m] in float32 or wider; on a GPU the inputs of bf16 products stay bf16."""
+    kind = wide(a.dtype)
+    if a.device.type == "cuda" and a.dtype != kind:
+        return torch.bmm(a, b, out_dtype=kind)
+    return torch.bmm(a.to(kind), b.to(kind))
+
+
 class GatedMLA(nn.Module):
     """One MLA layer. Its parameters carry the official names under `self_attn`."""
 
@@ -183,7 +200,9 @@ class GatedMLA(nn.Module):
         self._split = [q_rank, self.latent, self.rope, h * self.value]
         self._inputs = Fused.of(self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
 
-    def forward(self, x: Tensor, layout: Layout, cache: Cache | None, observer: ForwardObserver | None) -> Tensor:
+    def forward(
+        self, x: Tensor, layout: Layout, cache: Cache | StepCache | None, observer: ForwardObserver | None
+    ) -> Tensor:
         """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
 
         With a context the latents of the first segment's rows before these come from the ranks that hold them.
@@ -192,30 +211,59 @@ class GatedMLA(nn.Module):
         q = self.q_b_proj.linear(self.q_a_layernorm(q_a))
         q = q.view(-1, self.heads, self.nope + self.rope)
         c = self.kv_a_layernorm(c)
-        past = None if cache is None else cache.lengths.to(x.device)
+        if isinstance(cache, StepCache):
+            return self._output(self._step(q, c, k_r, cache), gate)
+        position = layout.sequence_position if cache is None else layout.position_after(cache.lengths)
         if self.rotates:
-            position = layout.sequence_position
-            if past is not None:
-                position = past.index_select(0, layout.segment) + layout.position
-            q = torch.cat([q[..., : self.nope], rotate(q[..., self.nope :], position)], dim=-1)
-            k_r = rotate(k_r, position)
-        if cache is not None and past is not None:
-            position = past.index_select(0, layout.segment) + layout.position
+            q, k_r = self._rotated(q, k_r, position)
+        if cache is not None:
             cache.append_latent(self.layer, layout.segment, position, torch.cat([c, k_r], dim=-1))
             if layout.longest == 1:
                 return self._output(self._decode(q, cache), gate)
-            if int(past.max()) > 0:
-                return self._output(self._continue(q, layout, cache, past), gate)
+        watch = observer is not None and torch.is_grad_enabled()
+        if layout.context is None and flash.takes(q):
+            return self._output(self._packed(q, c, k_r, layout, cache, observer if watch else None), gate)
+        if cache is not None and int(cache.lengths.max()) > 0:
+            return self._output(self._continue(q, layout, cache), gate)
         if layout.context is not None:
             latent = torch.cat([c, k_r], dim=-1)
             latent = torch.cat([layout.context.rows_before(latent), latent])
             c, k_r = latent.split([self.latent, self.rope], dim=-1)
         k, v = self._expand(c, k_r)
-        watch = observer is not None and torch.is_grad_enabled()
         o, largest = _CausalAttention.apply(q, k, v, layout.grids, self.scale, watch)
         if watch and observer is not None:
             observer.attention_logits(self.layer, largest.detach())
         return self._output(o.reshape(-1, self.heads * self.value), gate)
+
+    def _packed(
+        self, q: Tensor, c: Tensor, k_r: Tensor, layout: Layout, cache: Cache | None, observer: ForwardObserver | None
+    ) -> Tensor:
+        """Queries [N, h, D] over their own rows, c [N, Z] and k_r [N, r], and cached ones before them -> [N, h * V]."""
+        keys = layout
+        if cache is not None and int(cache.lengths.max()) > 0:
+            keys = layout.with_before(cache.lengths)
+            latent = cache.latent(self.layer, keys.longest)
+            latent = latent.reshape(-1, latent.shape[2]).index_select(0, keys.segment * keys.longest + keys.position)
+            if layout.longest <= FEW_QUERIES:
+                return self._few(q, latent, layout, keys)
+            c, k_r = latent.split([self.latent, self.rope], dim=-1)
+        k, v = self._expand(c, k_r)
+        if observer is not None:
+            observer.attention_logits(self.layer, flash.largest_logits(q.detach(), k.detach(), layout, self.scale))
+        o = flash.attention(q, k, v, layout, keys, self.scale)
+        return o.reshape(-1, self.heads * self.value)
+
+    def _few(self, q: Tensor, latent: Tensor, layout: Layout, keys: Layout) -> Tensor:
+        """Few queries [N, h, D] a segment over many latents [P, Z + r] -> [N, h * V], without their keys and values."""
+        results = []
+        for own, seen in zip(self._in_latent_space(q).split(layout.lengths), latent.split(keys.lengths), strict=True):
+            n, total = len(own), len(seen)
+            logits = _wide_product(own.transpose(0, 1).reshape(1, -1, own.shape[2]), seen.t().unsqueeze(0))
+            later = torch.ones(n, total, dtype=torch.bool, device=q.device).triu_(1 + total - n)
+            p = logits.mul_(self.scale).view(self.heads, n, total).masked_fill_(later, float("-inf")).softmax(-1)
+            context = torch.mm(p.view(-1, total).to(q.dtype), seen[:, : self.latent])
+            results.append(context.view(self.heads, n, -1).transpose(0, 1))
+        return self._values_of(torch.cat(results))
 
     def _expand(self, c: Tensor, k_r: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [..., Z], shared keys [..., r] -> keys [..., h, D], values [..., h, V]."""
@@ -224,14 +272,14 @@ class GatedMLA(nn.Module):
         return torch.cat([k_n, k_r.unsqueeze(-2).expand(*k_n.shape[:-1], self.rope)], dim=-1), v
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.o_proj.linear(o * torch.sigmoid(gate))
+        return self.o_proj.linear(gated(o, gate))
 
-    def _decode(self, q: Tensor, cache: Cache) -> Tensor:
-        """One new token for every row: q [R, h, D] -> [R, h * V], from latents that include the new token."""
-        lengths = cache.lengths + 1
-        width = int(lengths.max())
-        latent = cache.latent(self.layer, width)
-        kind = wide(q.dtype)
+    def _rotated(self, q: Tensor, k_r: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [N, h, D] and shared keys [N, r] with their rope parts turned by position [N]."""
+        return torch.cat([q[..., : self.nope], rotate(q[..., self.nope :], position)], dim=-1), rotate(k_r, position)
+
+    def _in_latent_space(self, q: Tensor) -> Tensor:
+        """Queries [R, h, D] -> [R, h, Z + r], which meet latents as they are cached."""
         kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         q_n, q_r = q.split([self.nope, self.rope], dim=-1)
         absorbed = torch.bmm(q_n.transpose(0, 1), kv_b[:, : self.nope]).transpose(0, 1)
@@ -240,26 +288,56 @@ class GatedMLA(nn.Module):
             up = pair.up.view(self.heads, self.nope + self.value, -1)
             low = torch.bmm(q_n.transpose(0, 1), up[:, : self.nope]).transpose(0, 1)
             absorbed = absorbed + torch.matmul(low, pair.down) * pair.scale
-        query = torch.cat([absorbed, q_r], dim=-1).to(kind)
-        bias = torch.zeros(len(lengths), 1, width, dtype=kind)
-        bias.masked_fill_(torch.arange(width) >= lengths.view(-1, 1, 1), float("-inf"))
-        wide_latent = latent.to(kind)
-        p = torch.baddbmm(bias.to(q.device), query, wide_latent.mT, alpha=self.scale).softmax(-1)
-        context = torch.bmm(p, wide_latent[..., : self.latent]).to(q.dtype)
+        return torch.cat([absorbed, q_r], dim=-1)
+
+    def _values_of(self, context: Tensor) -> Tensor:
+        """Sums of latents [R, h, Z] -> [R, h * V]."""
+        kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         o = torch.bmm(context.transpose(0, 1), kv_b[:, self.nope :].mT)
+        pair = self.kv_b_proj.adapter
         if pair is not None:
+            up = pair.up.view(self.heads, self.nope + self.value, -1)
             low = nn.functional.linear(context, pair.down).transpose(0, 1)
             o = o + torch.bmm(low, up[:, self.nope :].mT) * pair.scale
         return o.transpose(0, 1).reshape(-1, self.heads * self.value)
 
-    def _continue(self, q: Tensor, layout: Layout, cache: Cache, past: Tensor) -> Tensor:
+    def _step(self, q: Tensor, c: Tensor, k_r: Tensor, cache: StepCache) -> Tensor:
+        """One new token for every row: q [R, h, D], its latent c [R, Z] and shared key k_r [R, r] -> [R, h * V].
+
+        Over all the tokens that the pages could hold, masked: the host need not know how many there are.
+        """
+        if self.rotates:
+            q, k_r = self._rotated(q, k_r, cache.past)
+        cache.append_latent(self.layer, torch.cat([c, k_r], dim=-1))
+        latent = cache.latents(self.layer)
+        logits = _wide_product(self._in_latent_space(q), latent.mT).mul_(self.scale)
+        p = logits.masked_fill_(cache.behind, float("-inf")).softmax(-1)
+        if q.device.type == "cpu":
+            return self._values_of(torch.bmm(p, latent[..., : self.latent].to(p.dtype)).to(q.dtype))
+        return self._values_of(torch.bmm(p.to(q.dtype), latent[..., : self.latent]))
+
+    def _decode(self, q: Tensor, cache: Cache) -> Tensor:
+        """One new token for every row: q [R, h, D] -> [R, h * V], from latents that include the new token."""
+        lengths = cache.lengths + 1
+        width = int(lengths.max())
+        latent = cache.latent(self.layer, width)
+        kind = wide(q.dtype)
+        query = self._in_latent_space(q).to(kind)
+        bias = torch.zeros(len(lengths), 1, width, dtype=kind)
+        bias.masked_fill_(torch.arange(width) >= lengths.view(-1, 1, 1), float("-inf"))
+        wide_latent = latent.to(kind)
+        p = torch.baddbmm(bias.to(q.device), query, wide_latent.mT, alpha=self.scale).softmax(-1)
+        return self._values_of(torch.bmm(p, wide_latent[..., : self.latent]).to(q.dtype))
+
+    def _continue(self, q: Tensor, layout: Layout, cache: Cache) -> Tensor:
         """Several new tokens after cached ones: q [N, h, D] -> [N, h * V]."""
         kind = wide(q.dtype)
         results = []
-        total = past + layout.lengths_tensor
-        latent = cache.latent(self.layer, int(total.max()))
+        past, seen_by = layout.after(cache.lengths), cache.lengths.tolist()
+        total = [before + more for before, more in zip(seen_by, layout.lengths, strict=True)]
+        latent = cache.latent(self.layer, max(total))
         for grid in layout.grids:
-            width = int(total[grid.segments].max())
+            width = max(total[segment] for segment in grid.group)
             piece = latent[grid.segments, :width]
             k, v = self._expand(piece[..., : self.latent], piece[..., self.latent :])
             b, t = grid.rows.shape

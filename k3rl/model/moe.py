@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from k3rl.model import moe_grouped
 from k3rl.model.config import K3Config, QuantizationConfig
+from k3rl.model.fuse import fused
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.gated import GatedUnit, gated_unit
 from k3rl.model.low_rank import NO_PAIRS, BankAdapter
@@ -254,6 +256,8 @@ class ExpertBank:
         """What a product sees of its input [R, n]: the values, or their MXFP8 rounding."""
         if self.quantization.computed_activations == "none":
             return x
+        if x.device.type != "cpu":
+            return moe_grouped.rounded(x, self.quantization.scale_rule)
         return mx.fake_quantize_mxfp8(x, self.quantization.scale_rule)
 
     def dispatch(self, z: Tensor, exchange: Exchange) -> Tensor:
@@ -266,11 +270,28 @@ class ExpertBank:
 
     def __call__(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """z [N, Z], weights [N, k] float32 or wider, ids [N, k] int64 -> [N, Z]."""
+        if torch.is_grad_enabled() and self._is_grouped(z):
+            return moe_grouped.GroupedExperts.apply(z, weights, ids, self, *self._leaves)
         if torch.is_grad_enabled():
             return _ExpertBank.apply(z, weights, ids, self, *self._leaves, *self.adapter.leaves)
         return self._infer(z, weights, ids).to(z.dtype)
 
+    @property
+    def is_static(self) -> bool:
+        """Whether grouped products compute all that these experts do: nothing is elsewhere, nothing beside them."""
+        return self.communicator is None and self.adapter is NO_PAIRS
+
+    def static(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Like a call, without gradients, by operations of shapes that the ids do not change (`moe_grouped.static`)."""
+        return moe_grouped.static(self, z, weights, ids)
+
+    def _is_grouped(self, z: Tensor) -> bool:
+        """Whether grouped products are the better way: on a GPU, where a launch for each expert costs the most."""
+        return z.device.type == "cuda" and z.dtype == torch.bfloat16 and self.is_static
+
     def _infer(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        if self._is_grouped(z):
+            return self.static(z, weights, ids)
         gate_up, down = self.matrices()
         exchange, k = self.exchange(ids, weights), weights.shape[1]
         room = max(exchange.counts)
@@ -278,7 +299,7 @@ class ExpertBank:
             rows = self.dispatch(z, exchange)
             hidden = _per_expert(rows, gate_up.mT, exchange.counts)
             self.adapter.first.add(hidden, rows, exchange.counts)
-            active = self._activate(hidden)
+            active = self.activate(hidden)
             out = _per_expert(active, down.mT, exchange.counts)
             self.adapter.second.add(out, active, exchange.counts)
             (result,) = exchange.combine(out)
@@ -287,12 +308,15 @@ class ExpertBank:
         rows = self.read(z).index_select(0, grid).view(self.experts, room, -1)
         hidden = torch.bmm(rows, gate_up.mT)
         self.adapter.first.add_grid(hidden, rows)
-        active = self._activate(hidden)
+        active = self.activate(hidden)
         out = torch.bmm(active, down.mT)
         self.adapter.second.add_grid(out, active)
         return _sum_choices(out.view(-1, z.shape[1]).index_select(0, place), weights, k)
 
-    def _activate(self, hidden: Tensor) -> Tensor:
+    def activate(self, hidden: Tensor) -> Tensor:
+        """Products [..., 2I] of w1 and w3 -> what w2 reads [..., I]."""
+        if hidden.device.type != "cpu":
+            return self.read(self.unit.activation(hidden))
         return self.read(self.unit.value(self.unit.parts(hidden)).to(hidden.dtype))
 
     def _grid(self, sort: _Sorted, ids: Tensor, room: int) -> tuple[Tensor, Tensor]:
@@ -304,6 +328,22 @@ class ExpertBank:
         grid = torch.zeros(self.experts * room, dtype=torch.int64, device=ids.device)
         grid[place] = torch.arange(len(flat), device=ids.device).div_(ids.shape[1], rounding_mode="floor")
         return place, grid
+
+
+@fused
+def scored(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Router logits [N, E] and the balancing bias [E] -> sigmoid scores, and what experts are chosen by."""
+    scores = torch.sigmoid(logits)
+    return scores, scores + bias
+
+
+@fused
+def chosen_weights(scores: Tensor, ids: Tensor, renormalize: bool, scaling: float) -> Tensor:
+    """Scores [N, E] and ids [N, k] -> weights [N, k] of the chosen experts."""
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling
 
 
 class _Gate(nn.Module):
@@ -367,7 +407,15 @@ class LatentMoE(nn.Module):
         routes [N, k] replays a recorded choice; the weights still come from the current scores.
         """
         kind = wide(x.dtype)
-        scores = torch.sigmoid(nn.functional.linear(x.to(kind), self.gate.weight.to(kind)))
+        if x.device.type == "cuda" and x.dtype != kind and not torch.is_grad_enabled():
+            logits = torch.mm(x, self.gate.weight.t(), out_dtype=kind)  # no wide copies; the same products
+        else:
+            logits = nn.functional.linear(x.to(kind), self.gate.weight.to(kind))
+        if x.device.type != "cpu" and not torch.is_grad_enabled():
+            scores, biased = scored(logits, self.gate.e_score_correction_bias)
+            ids = torch.topk(biased, self.k, dim=-1).indices if routes is None else routes.to(torch.int64)
+            return chosen_weights(scores, ids, self.renormalize, self.scaling), ids
+        scores = torch.sigmoid(logits)
         ids = self._choose(scores.detach(), observer if torch.is_grad_enabled() else None, routes)
         if self.router_loss is not None and torch.is_grad_enabled():
             self.router_loss(self.layer, scores, ids)
@@ -386,13 +434,16 @@ class LatentMoE(nn.Module):
             observer.router(self.layer, scores, top.values[:, -1])
         return top.indices[:, : self.k] if routes is None else routes.to(torch.int64)
 
-    def forward(self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None) -> tuple[Tensor, Tensor]:
-        """x [N, H] -> output [N, H] and the expert ids used [N, k] int64."""
+    def forward(
+        self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None, static: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """x [N, H] -> output [N, H] and the expert ids used [N, k] int64; static: by `ExpertBank.static`."""
         weights, ids = self.route(x, routes, observer)
+        bank = self._bank.static if static else self._bank
         if not self.in_latent:
-            return self._bank(x, weights, ids) + self.shared_experts(x), ids
+            return bank(x, weights, ids) + self.shared_experts(x), ids
         z = nn.functional.linear(x, self.routed_expert_down_proj.weight)
-        u = self._bank(z, weights, ids)
+        u = bank(z, weights, ids)
         if self.norms_sum:
             u = self.routed_expert_norm(u)
         routed = nn.functional.linear(u, self.routed_expert_up_proj.weight)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from k3rl.model.blocks import blockwise
+from k3rl.model.fuse import fused, widened
 
 
 @cache
@@ -28,11 +29,31 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.addcmul(_constant(eps, x.dtype, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
+@fused
+def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [..., n], weight [n] -> `rms_norm` in x's dtype and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    x_wide = widened(x)
+    r = (x_wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (x_wide * r).to(x.dtype) * weight, r
+
+
+@fused
+def normed_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight of `normed`'s first result, rows [N, n]; that of the weight in r's dtype."""
+    x_hat, g, w = x.to(r.dtype) * r, grad.to(r.dtype), weight.to(r.dtype)
+    along = (g * x_hat * w).mean(-1, keepdim=True)
+    return ((g * w - x_hat * along) * r).to(x.dtype), (g * x_hat).sum(0)
+
+
 class _RMSNorm(torch.autograd.Function):
     """y = x * r * w with r = 1 / sqrt(mean(x^2) + eps). Saves x and r only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.device.type != "cpu":
+            out, r = normed(x, weight, eps)
+            ctx.save_for_backward(x, weight, r)
+            return out
         x_wide = x.to(wide(x.dtype))
         r = inverse_rms(x_wide, eps)
         ctx.save_for_backward(x, weight, r)
@@ -43,6 +64,9 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         width, kind = x.shape[-1], r.dtype
         flat_x, flat_grad, flat_r = x.reshape(-1, width), grad.reshape(-1, width), r.view(-1, 1)
+        if x.device.type != "cpu":
+            grad_x, grad_weight = normed_backward(flat_grad, flat_x, weight, flat_r)
+            return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
         grad_x, grad_weight = torch.empty_like(flat_x), torch.zeros(width, dtype=kind, device=x.device)
         w = weight.to(kind)
         for value, g, inverse, out in blockwise(flat_x, flat_grad, flat_r, grad_x):
@@ -58,6 +82,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., n], weight [n] -> [..., n] in x's dtype."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
+    if x.device.type != "cpu":
+        return normed(x, weight, eps)[0]
     x_wide = x.to(wide(x.dtype))
     return (x_wide * inverse_rms(x_wide, eps)).to(x.dtype).mul_(weight)
 

@@ -46,6 +46,14 @@ class _Watched:
     def backward(self, grad: Tensor, parts: Parts) -> Tensor:
         return self._unit.backward(grad, parts)
 
+    def activation(self, gate_up: Tensor) -> Tensor:
+        out = self._unit.activation(gate_up)
+        self._largest.see(out)
+        return out
+
+    def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        return self._unit.gradient(grad, gate_up)
+
     def __call__(self, gate_up: Tensor) -> Tensor:
         out = self._unit(gate_up)
         self._largest.see(out)

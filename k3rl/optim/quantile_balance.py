@@ -79,7 +79,11 @@ class QuantileBalancer:
         self._nan[layer] |= position.sum().isnan()
         bins = position.floor_().clamp_(0, BINS - 1).nan_to_num_(0.0).to(torch.int64)
         bins += torch.arange(self.n_experts, device=bins.device) * BINS
-        counted = torch.bincount(bins.view(-1), minlength=self.n_experts * BINS)
+        if bins.device.type == "cpu":
+            counted = torch.bincount(bins.view(-1), minlength=self.n_experts * BINS)
+        else:  # where bincount would make the host wait for the largest bin
+            counted = torch.zeros(self.n_experts * BINS, dtype=self.counts.dtype, device=bins.device)
+            counted.scatter_add_(0, bins.view(-1), counted.new_ones(()).expand(bins.numel()))
         self.counts[layer] += counted.view(self.n_experts, BINS)
 
     def tensors(self) -> tuple[Tensor, Tensor]:

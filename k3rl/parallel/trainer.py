@@ -150,7 +150,7 @@ class Trainer:
         routes = None if batch.routes is None else torch.from_numpy(batch.routes[share.rows])[None].to(device)
         out = self.model.hidden(
             rows[None],
-            cu_seqlens=torch.from_numpy(share.cu_seqlens).to(device),
+            cu_seqlens=torch.from_numpy(share.cu_seqlens),
             routes=routes,
             images=self._images(share),
             context=share.communicator,
@@ -163,7 +163,7 @@ class Trainer:
             logprobs = ValueOf.apply(logprobs, value.to(device))
 
         def at_targets(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values)[targets.cpu()].to(device, logprobs.dtype)
+            return torch.from_numpy(values[share.targets]).to(device, logprobs.dtype)
 
         teacher = batch.teacher_logprobs
         return LossInputs(

@@ -1,0 +1,465 @@
+"""The rollout engine on one GPU: checks first, then decode, its split, prefixes and memory.
+
+    python benchmarks/engine_gpu.py --out FILE [--parts checks decode split prefix memory group] [--budget-s 500]
+    python benchmarks/engine_gpu.py --dry          # the same control flow on a CPU with a tiny model
+
+`decode` rows: k3-small, as many requests as the shape says, 128 prompt tokens; `ours_ms` is one step of the engine,
+sampling and host included, `device_ms` the replay of its graph alone. Variants: graphs off, kernels off, fusing off.
+`split` rows: parts of a step, each captured by itself, times its layers. `group` rows: one group of K3's real width.
+Floor: bytes that a step must move over 4.3 TB/s: weights once (routed experts: those that the batch's choices hit in
+expectation, as stored, MXFP4), KDA states read and written, latents read. `floor_as_held_ms` counts experts as they are
+held today, in bf16. `first_token`: 16 new tokens behind a cached prefix against the same prompt cold.
+The file is whole after every row; `not_started` names what the budget did not allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from k3rl.engine import Engine, PrefixCache, SamplingParams
+from k3rl.engine.decode_graph import padded_batch
+from k3rl.engine.device_sampler import sample_uncut
+from k3rl.kernels import dispatch
+from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.model.attn_res import ResidualStream
+from k3rl.model.exact import exact_logprobs
+from k3rl.model.fuse import fusing
+from k3rl.model.kda import KimiDeltaAttention
+from k3rl.model.layout import Layout
+from k3rl.model.mla import GatedMLA
+from k3rl.model.moe_grouped import _exact_rounding, _trial, rounded
+from k3rl.numerics import mx
+
+_spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
+assert _spec is not None
+assert _spec.loader is not None
+gpu = importlib.util.module_from_spec(_spec)
+sys.modules["gpu"] = gpu
+_spec.loader.exec_module(gpu)
+
+PARTS = ("checks", "decode", "split", "prefix", "memory", "group")
+PROMPT = 128
+
+
+class Setting:
+    """Sizes of a run on a GPU, or of a dry one."""
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
+        self.dtype = torch.bfloat16
+        self.small = gpu.dry_model() if dry else K3Config.named("k3-small")
+        self.batches = (1, 3) if dry else (1, 16, 64, 256)
+        self.steps = 3 if dry else 64
+        self.prefix = 300 if dry else 65_536
+        self.lengths = (100, 1_000) if dry else (1_000, 10_000, 100_000)
+        self.context = 512 if dry else 2_048
+        self.prompt = 8 if dry else PROMPT
+
+    def model(self, config: K3Config, seed: int = 0) -> K3ForCausalLM:
+        return gpu.filled(config, self.device, self.dtype, seed)
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Every layer on its torch path, on a GPU too."""
+    before = dispatch.use_kernel
+    dispatch.use_kernel = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        dispatch.use_kernel = before
+
+
+def prompts(config: K3Config, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(4, config.vocab_size, (count, length)).tolist()
+
+
+def started(model: K3ForCausalLM, batch: int, setting: Setting, **options: Any) -> Engine:
+    """An engine with `batch` requests that are all being decoded, and go on for long enough."""
+    own = {"max_running": batch, "max_context": setting.context, **options}
+    engine = Engine(model, **own)
+    params = SamplingParams(max_tokens=setting.context - setting.prompt - 1)
+    for ids in prompts(model.config, batch, setting.prompt):
+        engine.submit(ids, params)
+    while int((engine._table.count[:batch] > 0).sum()) < batch:
+        engine.step()
+    return engine
+
+
+def step_seconds(engine: Engine, steps: int, device: torch.device) -> float:
+    for _ in range(3):
+        engine.step()
+    took = []
+    for _ in range(steps):
+        gpu.synchronize(device)
+        began = time.perf_counter()
+        engine.step()
+        gpu.synchronize(device)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+# ---------------------------------------------------------------------------------------------------- floors
+
+
+def step_bytes(model: K3ForCausalLM, batch: int, tokens: int, expert_bytes: float) -> float:
+    """Bytes that one decode step must move; expert_bytes: of one number of a routed expert."""
+    config = model.config
+    routed = sum(p.numel() for n, p in model.official_parameters() if ".experts." in n)
+    rest = sum(p.nbytes for n, p in model.official_parameters() if ".experts." not in n and "embed_tokens" not in n)
+    hit = 1 - (1 - config.num_experts_per_token / config.num_experts) ** batch
+    linear = config.linear_attn_config
+    state = linear.num_heads * linear.head_dim**2 * 4 + 9 * linear.num_heads * linear.head_dim * 2
+    latent = (config.kv_lora_rank + config.qk_rope_head_dim) * 2 * tokens
+    return rest + routed * hit * expert_bytes + batch * (
+        2 * state * len(config.kda_layers) + latent * len(config.mla_layers)
+    )  # fmt: skip
+
+
+def floors(model: K3ForCausalLM, batch: int, tokens: int) -> tuple[float, float]:
+    """Seconds with experts as stored (MXFP4 with scales), and as held in bf16."""
+    stored, held = (step_bytes(model, batch, tokens, size) for size in (1 / 2 + 1 / 32, 2.0))
+    return stored / gpu.BANDWIDTH, held / gpu.BANDWIDTH
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+
+
+def checked_config(setting: Setting) -> K3Config:
+    """k3-small with few layers: a CPU computes it in float32 beside the GPU."""
+    small = setting.small
+    linear = type(small.linear_attn_config)(
+        num_heads=small.linear_attn_config.num_heads, head_dim=128, kda_layers=(1, 2), full_attn_layers=(3,)
+    )
+    return small.replace(num_hidden_layers=3, linear_attn_config=linear, attn_res_block_size=2)
+
+
+def logprobs_of(model: K3ForCausalLM, ids: list[int], routes: np.ndarray | None = None) -> torch.Tensor:
+    """float64 [T, V] of one whole pass, on the CPU."""
+    device = model.device
+    replay = None if routes is None else torch.from_numpy(routes)[None].to(device)
+    with torch.no_grad():
+        hidden = model.hidden(torch.tensor([ids], device=device), routes=replay).hidden
+        return model.logits(hidden)[0].double().log_softmax(-1).cpu()
+
+
+def check_quantizer(report: Any, setting: Setting) -> None:
+    """Every bf16 bit pattern, rounded on the device, has the bits that a CPU gives it; compiled or not."""
+    trial = _trial(setting.device)
+    expected = mx.fake_quantize_mxfp8(trial.cpu(), "ceil")
+    for name, found in (("eager", mx.fake_quantize_mxfp8(trial, "ceil")), ("used", rounded(trial, "ceil"))):
+        own = found.cpu()
+        same = bool(((own == expected) | (own.isnan() & expected.isnan())).all())
+        report.check(
+            f"MXFP8 on the device, {name}", ok=same, compiled=bool(_exact_rounding.get((trial.device, "ceil")))
+        )
+
+
+def check_forward(report: Any, setting: Setting) -> None:
+    """Teacher-forced logprobs on the GPU, kernels on and off, against the same weights in float32 on the CPU."""
+    config = checked_config(setting)
+    model = setting.model(config)
+    wide = K3ForCausalLM(config, dtype=torch.float32)
+    with torch.no_grad():
+        for own, other in zip(wide.parameters(), model.parameters(), strict=True):
+            own.copy_(other.cpu())
+    (ids,) = prompts(config, 1, 40 if setting.dry else 300)
+    with torch.no_grad():
+        routes = wide.hidden(torch.tensor([ids])).routes[0].numpy()
+    reference = logprobs_of(wide, ids, routes)
+    for name, context in (("kernels", contextlib.nullcontext()), ("torch path", without_kernels())):
+        with context:
+            gap = (logprobs_of(model, ids, routes) - reference).abs()
+        report.check(f"forward in bf16, {name}, against float32", ok=float(gap.mean()) < 0.05,
+                     mean_nats=float(gap.mean()), largest_nats=float(gap.max()))  # fmt: skip
+
+
+def check_gradients(report: Any, setting: Setting) -> None:
+    """Gradients of packed documents on the device in bf16 against float32 on the CPU, relative, by part."""
+    config = checked_config(setting)
+    model = setting.model(config)
+    wide = K3ForCausalLM(config, dtype=torch.float32)
+    with torch.no_grad():
+        for own, other in zip(wide.parameters(), model.parameters(), strict=True):
+            own.copy_(other.cpu())
+    (ids,) = prompts(config, 1, 50 if setting.dry else 250)
+    ends = torch.tensor([0, 20, 21, len(ids)])
+    up = torch.randn(1, len(ids), config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        routes = wide.hidden(torch.tensor([ids]), cu_seqlens=ends).routes
+    found = {}
+    for name, own in (("device", model), ("cpu", wide)):
+        given = torch.tensor([ids], device=own.device)
+        out = own.hidden(given, cu_seqlens=ends.to(own.device), routes=routes.to(own.device)).hidden
+        out.backward(up.to(own.device, out.dtype))
+        found[name] = {n: p.grad.float().cpu() for n, p in own.official_parameters() if p.grad is not None}
+    parts = {"kda": ".layers.0.self_attn.", "mla": ".layers.2.self_attn.", "experts": ".experts.", "rest": ""}
+    errors = {}
+    for part, piece in parts.items():
+        names = [n for n in found["cpu"] if piece in n and n in found["device"]]
+        gap = sum(float((found["device"][n] - found["cpu"][n]).square().sum()) for n in names)
+        errors[part] = (gap / max(sum(float(found["cpu"][n].square().sum()) for n in names), 1e-30)) ** 0.5
+    same = found["device"].keys() == found["cpu"].keys()
+    report.check("gradients in bf16 against float32", ok=same and max(errors.values()) < 0.1, same_parameters=same,
+                 **errors)  # fmt: skip
+
+
+def check_engine(report: Any, setting: Setting) -> None:
+    """Sampler against learner, batch against alone, graphs against none, exact mode against the exact learner."""
+    model = setting.model(checked_config(setting), seed=1)
+    given = prompts(model.config, 4 if setting.dry else 16, 20)
+    own = SamplingParams(max_tokens=8 if setting.dry else 64, seed=3, return_routes=True)
+    options = {"max_context": setting.context, "static_decode": True if setting.dry else None}
+    done = Engine(model, max_running=len(given), **options).generate(given, own)
+    kl, gaps = [], []
+    for prompt, completion in zip(given, done, strict=True):
+        ids = [*prompt, *completion.token_ids]
+        rows = logprobs_of(model, ids, np.concatenate([completion.routes, completion.routes[-1:]]))[
+            len(prompt) - 1 : -1
+        ]
+        ratio = rows[torch.arange(len(rows)), list(completion.token_ids)] - torch.tensor(completion.logprobs)
+        gaps.append(ratio.abs())
+        kl.append(ratio.exp() - 1 - ratio)
+    mean_kl = float(torch.cat(kl).mean())
+    report.check("sampler against learner, recorded routes", ok=mean_kl < 1e-4, mean_kl=mean_kl,
+                 mean_nats=float(torch.cat(gaps).mean()), largest_nats=float(torch.cat(gaps).max()))  # fmt: skip
+    alone = [Engine(model, max_running=1, **options).generate([prompt], own)[0] for prompt in given[:3]]
+    differ = [np.abs(np.array(a.logprobs) - b.logprobs).max() if a.token_ids == b.token_ids else None
+              for a, b in zip(alone, done, strict=False)]  # fmt: skip
+    known = [float(value) for value in differ if value is not None]
+    report.check("a request alone against in a batch", ok=max(known, default=0.0) < 0.1,
+                 largest_nats=max(known, default=None), other_tokens=differ.count(None))  # fmt: skip
+    engine = Engine(model, max_running=len(given), **options)
+    if engine.program is not None:
+        engine.program.capture = False
+    again = engine.generate(given, own)
+    report.check("graphs on against off", ok=[c.logprobs for c in again] == [c.logprobs for c in done])
+    exact = Engine(model, max_running=2, max_context=setting.context, exact=True).generate(given[:1], own)[0]
+    ids = torch.tensor([*given[0], *exact.token_ids], device=setting.device)
+    places = torch.arange(len(given[0]) - 1, len(ids) - 1, device=setting.device)
+    learned = exact_logprobs(model, ids, places, exact.token_ids)
+    gap = float((learned - torch.tensor(exact.logprobs, dtype=torch.float64)).abs().max())
+    report.check("exact mode against the exact learner", ok=gap == 0.0, largest_nats=gap)
+
+
+# ---------------------------------------------------------------------------------------------------- decode
+
+
+def decode_row(report: Any, setting: Setting, model: K3ForCausalLM, name: str, batch: int, variant: str) -> None:
+    context: Any = contextlib.ExitStack()
+    with context:
+        if variant == "kernels off":
+            context.enter_context(without_kernels())
+        if variant == "fusing off":
+            context.enter_context(fusing(False))
+        engine = started(model, batch, setting, **({"static_decode": True} if setting.dry else {}))
+        if variant == "graphs off" and engine.program is not None:
+            engine.program.capture = False
+        took = step_seconds(engine, setting.steps, setting.device)
+        length = int(engine._pool.cache.lengths[:batch].max())
+        stored, held = floors(model, batch, length)
+        device_s = replay_seconds(engine, batch) if variant == "as it is" else None
+        report.row(
+            f"decode, {variant}", f"{name}, {batch} sequences of {length} tokens", took, floor_s=stored,
+            tokens_per_s=round(batch / took, 1), floor_as_held_ms=round(1e3 * held, 4),
+            share_of_floor_as_held=round(held / took, 4),
+            device_ms=None if device_s is None else round(1e3 * device_s, 4),
+            captured=engine.program.captured if engine.program is not None else 0,
+        )  # fmt: skip
+
+
+@torch.inference_mode()
+def replay_seconds(engine: Engine, batch: int) -> float | None:
+    """Seconds of a decode graph by itself, over padding rows, which move no state; None where nothing is captured."""
+    program = engine.program
+    shapes = [] if program is None else [s for (b, _), s in program._shapes.items() if b == padded_batch(batch)]
+    captured = [shape for shape in shapes if shape.graph is not None]
+    if not captured:
+        return None
+    graph = captured[-1].graph
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    states = [tensor.clone() for tensor in engine._pool.paged._store.recurrent.values()]
+    start.record()
+    for _ in range(20):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    for tensor, before in zip(engine._pool.paged._store.recurrent.values(), states, strict=True):
+        tensor.copy_(before)
+    return start.elapsed_time(end) / 1e3 / 20
+
+
+def decode(report: Any, setting: Setting) -> None:
+    model = setting.model(setting.small)
+    for variant in ("as it is", "graphs off", "fusing off", "kernels off"):
+        batches = setting.batches if variant == "as it is" else setting.batches[-2:]
+        for batch in batches:
+            guarded(report, f"decode, {variant}", f"k3-small, {batch} sequences",
+                    lambda b=batch, v=variant: decode_row(report, setting, model, "k3-small", b, v))  # fmt: skip
+
+
+def split_rows(report: Any, setting: Setting, model: K3ForCausalLM, name: str, batch: int) -> None:
+    """Each part captured by itself; the engine's own buffers, all rows live."""
+    engine = started(model, batch, setting, **({"static_decode": True} if setting.dry else {}))
+    program, config = engine.program, model.config
+    if program is None:
+        raise RuntimeError("the engine decodes by the ordinary path here; there is no program to split")
+    engine.step()
+    shape = list(program._shapes.values())[-1]
+    tokens, states = shape.inputs(engine._pool.paged)
+    layers, layout = model.language_model.model.layers, Layout([1] * len(tokens), setting.device)
+    x = torch.randn(len(tokens), config.hidden_size, device=setting.device).to(setting.dtype)
+    kda = next(m for m in layers.modules() if isinstance(m, KimiDeltaAttention))
+    mla = next(m for m in layers.modules() if isinstance(m, GatedMLA))
+    moe = next(iter(model.moe_parts()))
+    blocks = max(1, config.num_hidden_layers // config.attn_res_block_size)
+    stream = ResidualStream(x, config.rms_norm_eps)
+    for _ in range(max(1, blocks // 2)):
+        stream.push()
+        stream.add(x)
+    last = layers[-1]
+
+    def residual() -> torch.Tensor:
+        return last.input_layernorm(last._read(stream, "self_attention"))
+
+    parts: dict[str, tuple[Callable[[], object], int]] = {
+        "KDA layer": (lambda: kda(x, layout, states), len(config.kda_layers)),
+        "MLA layer": (lambda: mla(x, layout, states, None), len(config.mla_layers)),
+        "MoE": (lambda: moe(x, None, None, True), len(config.moe_layers)),
+        "residual mix and norm": (residual, 2 * config.num_hidden_layers + 1),
+        "head": (lambda: model.logits(x), 1),
+    }
+    with torch.inference_mode():
+        for part, (call, count) in parts.items():
+            took = gpu.replayed(call, setting.device)
+            report.row(f"split, {part}", f"{name}, {batch} sequences", took * count, each_ms=round(1e3 * took, 4),
+                       times=count)  # fmt: skip
+        logits = model.logits(x)
+        heat, uniform = np.ones(len(x)), np.full(len(x), 0.5)
+        took = gpu.wall(lambda: sample_uncut(logits, heat, uniform), setting.device)
+        report.row("split, sampling and its copy", f"{name}, {batch} sequences", took)
+
+
+# ---------------------------------------------------------------------------------------------------- prefix, memory
+
+
+def prefix(report: Any, setting: Setting) -> None:
+    length, fresh = setting.prefix, 16
+    model = setting.model(setting.small)
+    one = SamplingParams(max_tokens=1, seed=0)
+    options: dict[str, Any] = {"max_running": 1, "max_context": length + 64, "prefill_tokens": 8192}
+    (long,) = prompts(model.config, 1, length)
+    cold_engine = Engine(model, **options)
+    warm_engine = Engine(model, **options, prefix_cache=PrefixCache.of_bytes(8 << 30))
+    warm_engine.generate([long], one)
+    times: dict[str, list[float]] = {"cold": [], "warm": [], "new": []}
+    for repeat in range(1 if setting.dry else 4):
+        (new,) = prompts(model.config, 1, fresh, seed=1 + repeat)
+        for kind, engine, ids in (("cold", cold_engine, long + new), ("warm", warm_engine, long + new),
+                                  ("new", cold_engine, new)):  # fmt: skip
+            gpu.synchronize(setting.device)
+            began = time.perf_counter()
+            engine.generate([ids], one)
+            gpu.synchronize(setting.device)
+            times[kind].append(time.perf_counter() - began)
+    cold, warm, new_s = (min(times[kind]) for kind in ("cold", "warm", "new"))  # the first compiles
+    hits = warm_engine.prefix_cache.counters.hits
+    cached_us, fresh_us = 1e6 * max(warm - new_s, 0.0) / length, 1e6 * cold / (length + fresh)
+    report.row(
+        "first_token", f"k3-small, {length} cached tokens, {fresh} new", warm, peer="the same prompt cold", peer_s=cold,
+        share_of_cold=round(warm / cold, 4), cached_token_us=round(cached_us, 4), fresh_token_us=round(fresh_us, 4),
+        cached_share=round(cached_us / fresh_us, 4), hits=hits,
+    )  # fmt: skip
+
+
+def memory(report: Any, setting: Setting) -> None:
+    """Bytes that one request owns, and what the allocator handed out while it grew."""
+    config = setting.small.replace(max_position_embeddings=max(setting.lengths) + 64)
+    model = setting.model(config)
+    engine = Engine(model, max_running=1, static_decode=True)
+    pool, store = engine._pool, engine._pool.paged._store
+    before = torch.cuda.memory_allocated() if setting.device.type == "cuda" else 0
+    fixed = sum(pool.cache.recurrent(n)[:1].nbytes + pool.cache.conv(n)[:1].nbytes for n in config.kda_layers)
+    for length in setting.lengths:
+        pool.reset([0])
+        pool.claim([0], [length])
+        owned = sum(latent[0].nbytes * store.owned[0] for latent in store.latent.values())
+        grown = torch.cuda.memory_allocated() - before if setting.device.type == "cuda" else 0
+        values = owned / 2 / len(config.mla_layers) / length
+        report.row("memory", f"k3-small, {length} tokens", None, kda_bytes=fixed, mla_bytes=owned,
+                   mla_values_per_token_and_layer=round(values, 2), allocator_growth_bytes=grown)  # fmt: skip
+
+
+def group(report: Any, setting: Setting) -> None:
+    config = gpu.dry_model() if setting.dry else gpu.wide_group(context=setting.context)
+    model = setting.model(config)
+    for batch in setting.batches:
+        guarded(report, "decode, as it is", f"real-width group, {batch} sequences",
+                lambda b=batch: decode_row(report, setting, model, "real-width group", b, "as it is"))  # fmt: skip
+    for batch in setting.batches[-2:-1]:
+        guarded(report, "split", f"real-width group, {batch} sequences",
+                lambda b=batch: split_rows(report, setting, model, "real-width group", b))  # fmt: skip
+
+
+def split(report: Any, setting: Setting) -> None:
+    model = setting.model(setting.small)
+    for batch in setting.batches[-2:]:
+        guarded(report, "split", f"k3-small, {batch} sequences",
+                lambda b=batch: split_rows(report, setting, model, "k3-small", b))  # fmt: skip
+
+
+def checks(report: Any, setting: Setting) -> None:
+    for check in (check_quantizer, check_forward, check_gradients, check_engine):
+        guarded(report, check.__name__, "checks", lambda own=check: own(report, setting))
+
+
+def guarded(report: Any, name: str, shape: str, call: Callable[[], object]) -> None:
+    """Runs one measurement; a failure is a row, and the others go on."""
+    if not report.time_left(f"{name}: {shape}"):
+        return
+    try:
+        call()
+    except Exception as error:  # a figure that failed must not take the others along; it is in the report
+        report.failed(name, shape, error)
+        import traceback
+
+        traceback.print_exc()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--budget-s", type=float, default=500.0, help="no measurement is begun after this long")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    setting = Setting(arguments.dry)
+    if not setting.dry and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU; --dry runs its control flow on a CPU")
+    report = gpu.Report(setting.device, arguments.out, arguments.budget_s)
+    run = {"checks": checks, "decode": decode, "split": split, "prefix": prefix, "memory": memory, "group": group}
+    for part in PARTS:
+        if part in arguments.parts:
+            guarded(report, part, "the part", lambda own=run[part]: own(report, setting))
+    if arguments.json:
+        print(json.dumps(report.json()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""The learner's step on one GPU: share of the matrix rate, memory and time against plain eager code, the real width.
+
+    python benchmarks/learner_gpu.py --out FILE [--parts step split eager wide] [--budget-s 400]
+    python benchmarks/learner_gpu.py --dry         # the same control flow on a CPU with a tiny model
+
+k3-small in bf16 with float32 masters, 8,192 packed tokens in documents of 2,048, MXFP4 experts, MXFP8 activations.
+`step` rows: a whole step, and the passes alone; variants without kernels and without fusing. `share_of_peak` is the
+work over the time over 989 TFLOP/s, the datasheet's dense bf16 rate; the floor is the work at 790, what a large product
+reaches. Work, counted for forward and twice that for backward (recomputation is not counted):
+
+    2 x parameters of all matrices but the embedding, routed experts by k / E of them, a token
+    KDA   h (10 C D + 6 D^2 + 2 C^2) a token and layer, C = 32 tokens a chunk, D head width, h heads
+    MLA   2 (L / 2) h (D_key + D_value) a token and layer, L tokens a document
+
+`part` rows: what a step is made of. `split` rows: forward and backward of one layer's part by itself, times its layers.
+`eager` rows: the same model in plain operations with every logit materialized (`benchmarks/eager_k3.py`, "absent" where
+that is not there) with torch's fused AdamW, on the same tokens, and its peak memory beside ours. `wide` rows: one group
+of K3's real width (3 KDA and 1 MLA layers, 56 experts, hidden 7168), 2,048 tokens, with momentum in bf16 and with the
+optimizer's state on the host, where the trainer has those settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.kernels import dispatch
+from k3rl.losses import CrossEntropy
+from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.model.attn_res import ResidualStream
+from k3rl.model.fuse import fusing
+from k3rl.model.kda import KimiDeltaAttention
+from k3rl.model.layout import Layout
+from k3rl.model.mla import GatedMLA
+from k3rl.parallel import Trainer, TrainerConfig
+
+if "gpu" not in sys.modules:
+    _spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules["gpu"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["gpu"])
+gpu = sys.modules["gpu"]
+
+PARTS = ("step", "split", "eager", "wide")
+PEAK = 989e12  # the datasheet's dense bf16 rate
+CHUNK = 32
+GIB = 2.0**30
+
+
+class Setting:
+    """Sizes of a run on a GPU, or of a dry one."""
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
+        self.dtype = torch.bfloat16
+        self.small = gpu.dry_model() if dry else K3Config.named("k3-small")
+        self.tokens, self.length = (96, 32) if dry else (8192, 2048)
+        self.wide_tokens, self.wide_length = (64, 32) if dry else (2048, 1024)
+        self.wide = gpu.dry_model() if dry else gpu.wide_group()
+        self.repeats = 1 if dry else 5
+
+    def model(self, config: K3Config) -> K3ForCausalLM:
+        return gpu.filled(config, self.device, self.dtype)
+
+
+def batch_of(config: K3Config, tokens: int, length: int) -> TrainBatch:
+    """Packed documents of random tokens; every token but the first of a document is a target."""
+    rng, nothing = np.random.default_rng(0), np.zeros(length, np.float32)
+    mask = np.arange(length) > 0
+    return TrainBatch.pack(
+        [
+            TrainSequence(f"s{n}", rng.integers(4, config.vocab_size, length), mask, nothing, nothing)
+            for n in range(tokens // length)
+        ]
+    )
+
+
+def forward_work(model: K3ForCausalLM, length: int) -> float:
+    """Operations of one token's forward, by the formula above."""
+    config = model.config
+    share = config.num_experts_per_token / config.num_experts
+    matrices = 0.0
+    for name, parameter in model.official_parameters():
+        if parameter.dim() == 2 and "embed_tokens" not in name and "_res_proj" not in name:
+            matrices += parameter.numel() * (share if ".experts." in name else 1.0)
+    linear = config.linear_attn_config
+    h, d = linear.num_heads, linear.head_dim
+    kda = h * (10 * CHUNK * d + 6 * d * d + 2 * CHUNK * CHUNK) * len(config.kda_layers)
+    widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    mla = length * config.num_attention_heads * widths * len(config.mla_layers)
+    return 2 * matrices + kda + mla
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    before = dispatch.use_kernel
+    dispatch.use_kernel = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        dispatch.use_kernel = before
+
+
+def peak(setting: Setting, call: Callable[[], object]) -> float | None:
+    """GiB at the peak of a call, what was there before included; None on a CPU."""
+    if setting.device.type != "cuda":
+        call()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return round(torch.cuda.max_memory_allocated() / GIB, 3)
+
+
+def passes_of(trainer: Trainer, batch: TrainBatch) -> Callable[[], object]:
+    """Forward and backward of a batch, without the optimizer."""
+
+    def passes() -> None:
+        trainer.gradients(batch, CrossEntropy())
+        trainer.balancer.clear()
+
+    return passes
+
+
+def trainer_of(setting: Setting, **options: Any) -> Trainer:
+    return Trainer(setting.model(setting.small), TrainerConfig(micro_batch_tokens=setting.tokens, **options))
+
+
+def step(report: Any, setting: Setting) -> None:
+    trainer, batch = trainer_of(setting), batch_of(setting.small, setting.tokens, setting.length)
+    work = 3 * forward_work(trainer.model, setting.length) * setting.tokens
+    shape = f"k3-small, {setting.tokens} tokens in documents of {setting.length}"
+
+    def add(name: str, took: float, gib: float | None) -> None:
+        report.row(
+            name, shape, took, floor_s=work / gpu.MATRIX_RATE, share_of_peak=round(work / took / PEAK, 4),
+            tokens_per_s=round(setting.tokens / took), tera_operations=round(work / 1e12, 3), peak_gib=gib,
+        )  # fmt: skip
+
+    passes = passes_of(trainer, batch)
+    whole = lambda: trainer.train(batch, CrossEntropy())  # noqa: E731
+    for name, call in (("step without optimizer", passes), ("step", whole)):
+        took = gpu.wall(call, setting.device, setting.repeats, 1 if setting.dry else 3)
+        add(name, took, peak(setting, call))
+    part_rows(report, setting, trainer, batch, shape)
+    for name, context in (("fusing off", fusing(False)), ("kernels off", without_kernels())):
+        if report.time_left(f"step without optimizer, {name}"):
+            with context:
+                took = gpu.wall(passes, setting.device, 1, 1)
+                add(f"step without optimizer, {name}", took, peak(setting, passes))
+
+
+def part_rows(report: Any, setting: Setting, trainer: Trainer, batch: TrainBatch, shape: str) -> None:
+    """The time of a step by what it does, each with the device waited for before and after."""
+    spent: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        gpu.synchronize(setting.device)
+        began = time.perf_counter()
+        found = call()
+        gpu.synchronize(setting.device)
+        spent.setdefault(name, []).append(time.perf_counter() - began)
+        return found
+
+    for _ in range(setting.repeats):
+        trainer.shards.zero_grad()
+        loss = timed("forward and loss", lambda: CrossEntropy()(trainer.target_inputs(batch)).loss)
+        timed("backward", loss.backward)
+        timed("gradient norm", lambda: trainer.shards.clip_grad_norm_(trainer.optimizer, trainer.config.grad_clip))
+        timed("optimizer, masters to shipped values", trainer.optimizer.step)
+    for name, took in spent.items():
+        report.row(f"part, {name}", shape, min(took))
+
+
+def split(report: Any, setting: Setting) -> None:
+    """Forward and backward of the parts of one layer on the same rows."""
+    model = setting.model(setting.small)
+    config, lengths = model.config, [setting.length] * (setting.tokens // setting.length)
+    layers = model.language_model.model.layers
+    x = torch.randn(setting.tokens, config.hidden_size, device=setting.device).to(setting.dtype).requires_grad_()
+    up = torch.randn_like(x)
+    kda = next(m for m in layers.modules() if isinstance(m, KimiDeltaAttention))
+    mla = next(m for m in layers.modules() if isinstance(m, GatedMLA))
+    moe, last = next(iter(model.moe_parts())), layers[-1]
+
+    def residual() -> torch.Tensor:
+        stream = ResidualStream(x, config.rms_norm_eps)
+        for _ in range(max(1, config.num_hidden_layers // config.attn_res_block_size // 2)):
+            stream.push()
+            stream.add(x)
+        return last.input_layernorm(last._read(stream, "self_attention"))
+
+    layout = Layout(lengths, setting.device)
+    parts: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
+        "KDA layer": (lambda: kda(x, layout, None), len(config.kda_layers)),
+        "MLA layer": (lambda: mla(x, layout, None, None), len(config.mla_layers)),
+        "MoE": (lambda: moe(x, None, None)[0], len(config.moe_layers)),
+        "residual mix and norm": (residual, 2 * config.num_hidden_layers + 1),
+    }
+    for name, (call, count) in parts.items():
+        model.zero_grad()
+        forward = gpu.wall(call, setting.device, setting.repeats)
+        both = gpu.wall(lambda own=call: own().backward(up), setting.device, setting.repeats)
+        report.row(f"split, {name}", f"k3-small, {setting.tokens} tokens", both * count,
+                   forward_ms=round(1e3 * forward * count, 4), each_ms=round(1e3 * both, 4), times=count)  # fmt: skip
+
+
+def own_figures(setting: Setting, batch: TrainBatch) -> dict[str, tuple[float, float | None]]:
+    """(seconds, GiB at the peak) of our passes and our step; nothing of them stays in memory."""
+    trainer = trainer_of(setting)
+    calls = {"passes": passes_of(trainer, batch), "step": lambda: trainer.train(batch, CrossEntropy())}
+    return {
+        name: (gpu.wall(call, setting.device, setting.repeats, 2), peak(setting, call)) for name, call in calls.items()
+    }
+
+
+def eager(report: Any, setting: Setting) -> None:
+    """Our passes and step against plain code, turn by turn, and both peaks."""
+    plain_code = gpu.beside("eager_k3")
+    shape = f"k3-small, {setting.tokens} tokens in documents of {setting.length}"
+    if plain_code is None:
+        report.row("eager, passes", shape, None, peer="absent: benchmarks/eager_k3.py is not there")
+        return
+    batch = batch_of(setting.small, setting.tokens, setting.length)
+    ids = torch.from_numpy(batch.input_ids).view(-1, setting.length).to(setting.device)
+    ours = own_figures(setting, batch)
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+    model = setting.model(setting.small)
+    plain = plain_code.EagerK3(model)
+    adamw = torch.optim.AdamW([p for p in plain.weights.values() if p.requires_grad], lr=1e-4)
+
+    def passes() -> None:
+        adamw.zero_grad()
+        plain.loss(ids).backward()
+
+    def whole() -> None:
+        passes()
+        adamw.step()
+
+    for name, call in (("passes", passes), ("step", whole)):
+        theirs = gpu.wall(call, setting.device, 1 if setting.dry else 3, 1)
+        gib = peak(setting, call)
+        took, mine = ours[name]
+        report.row(f"eager, {name}", shape, took, peer="plain operations, AdamW", peer_s=theirs, peak_gib=mine,
+                   peer_peak_gib=gib, memory_ratio=round(mine / gib, 3) if mine and gib else None)  # fmt: skip
+
+
+def wide(report: Any, setting: Setting) -> None:
+    """A step of the real-width group with either way to keep the optimizer's state small."""
+    experts, hidden = setting.wide.num_experts, setting.wide.hidden_size
+    shape = f"3 KDA + 1 MLA, {experts} experts, hidden {hidden}, {setting.wide_tokens} tokens"
+    batch = batch_of(setting.wide, setting.wide_tokens, setting.wide_length)
+    for name, option in (("momentum in bf16", {"momentum_dtype": "bfloat16"}), ("state on the host",
+                         {"offload_optimizer": True})):  # fmt: skip
+        if not option.keys() <= TrainerConfig.model_fields.keys():
+            report.row(f"wide, {name}", shape, None, failed="the trainer has no such setting")
+            continue
+        if not report.time_left(f"wide, {name}"):
+            continue
+        try:
+            wide_row(report, setting, f"wide, {name}", shape, batch, option)
+        except Exception as error:  # out of memory is a result here
+            report.failed(f"wide, {name}", shape, error)
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def wide_row(
+    report: Any, setting: Setting, name: str, shape: str, batch: TrainBatch, option: dict[str, Any]
+) -> None:  # fmt: skip
+    model = setting.model(setting.wide)
+    work = 3 * forward_work(model, setting.wide_length) * setting.wide_tokens
+    config = TrainerConfig(micro_batch_tokens=setting.wide_tokens, **option)
+    trainer = Trainer(model, config)
+    passes = passes_of(trainer, batch)
+    alone = gpu.wall(passes, setting.device, 1, 1)
+    gib = peak(setting, passes)
+    gpu.synchronize(setting.device)
+    began = time.perf_counter()
+    step_gib = peak(setting, lambda: trainer.train(batch, CrossEntropy()))
+    took = time.perf_counter() - began
+    report.row(name, shape, took, floor_s=work / gpu.MATRIX_RATE, without_optimizer_ms=round(1e3 * alone, 2),
+               share_of_peak_without_optimizer=round(work / alone / PEAK, 4), parameters=model.parameter_count(),
+               peak_gib_without_optimizer=gib, peak_gib=step_gib)  # fmt: skip
+
+
+def measured(report: Any, setting: Setting, parts: tuple[str, ...]) -> None:
+    run = {"step": step, "split": split, "eager": eager, "wide": wide}
+    for part in parts:
+        if not report.time_left(part):
+            continue
+        try:
+            run[part](report, setting)
+        except Exception as error:  # a part that failed must not take the others along; it is in the report
+            report.failed(part, "the part", error)
+            import traceback
+
+            traceback.print_exc()
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def results(budget_s: float = 400.0) -> list[dict[str, Any]]:
+    """The rows of all parts, for `benchmarks/learner.py`."""
+    setting = Setting(dry=False)
+    report = gpu.Report(setting.device, None, budget_s)
+    measured(report, setting, PARTS)
+    return report.rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--budget-s", type=float, default=400.0, help="no measurement is begun after this long")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if not arguments.dry and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU; --dry runs its control flow on a CPU")
+    setting = Setting(arguments.dry)
+    report = gpu.Report(setting.device, arguments.out, arguments.budget_s)
+    measured(report, setting, tuple(part for part in PARTS if part in arguments.parts))
+    if arguments.json:
+        print(json.dumps(report.json()))
+
+
+if __name__ == "__main__":
+    main()

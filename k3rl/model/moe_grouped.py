@@ -1,0 +1,197 @@
+"""The routed experts as grouped products whose group ends stay on the device: no launch per expert, no host that waits.
+
+`static` is one decode step or prefill, without gradients and with shapes that the ids do not change.
+`GroupedExperts` is training. Both sort assignments by expert, multiply each run of rows with its expert's matrices in
+one call, and sum choices where their token is, as the path of `moe.py` does; results differ in the order of sums inside
+a product.
+
+Letters: N rows, E experts, k experts per token, R = N * k assignments, Z latent width, I expert width.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from k3rl.model.fuse import fused, widened
+from k3rl.numerics import mx
+
+if TYPE_CHECKING:
+    from k3rl.model.moe import ExpertBank
+
+
+# A public name from torch 2.10 on.
+_grouped_mm = getattr(nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+
+class SortedIds(NamedTuple):
+    """Assignments in expert order, on the device: order and inverse int64 [R], ends int32 [E] of each expert."""
+
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+
+
+def sort_by_expert(ids: Tensor, experts: int) -> SortedIds:
+    """ids [N, k] -> their order; nothing is read by the host."""
+    found, order = torch.sort(ids.reshape(-1), stable=True)
+    number = torch.arange(max(len(order), experts), device=order.device)
+    ends = torch.searchsorted(found, number[:experts], right=True, out_int32=True)
+    return SortedIds(order, torch.empty_like(order).scatter_(0, order, number[: len(order)]), ends)
+
+
+def _is_grouped(x: Tensor) -> bool:
+    """Whether torch has a grouped product for it; elsewhere every matrix meets every row, which is right and slow."""
+    return x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and x.device.type == "cpu")
+
+
+def _expert_of(rows: Tensor, ends: Tensor) -> Tensor:
+    """[R] expert of each sorted row."""
+    number = torch.arange(len(rows), dtype=ends.dtype, device=rows.device)
+    return torch.searchsorted(ends, number, right=True)
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Rows in expert order [R, a] times matrices [E, a, b] -> [R, b]; ends int32 [E] on the device."""
+    if _is_grouped(rows):
+        return _grouped_mm(rows, matrices, offs=ends)
+    every = torch.matmul(rows, matrices)
+    mine = _expert_of(rows, ends).view(1, -1, 1).expand(1, -1, every.shape[2])
+    return every.gather(0, mine).squeeze(0)
+
+
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Per expert left' right: [R, a], [R, b] in expert order -> [E, a, b]. Those without rows: undefined."""
+    if _is_grouped(left):
+        return _grouped_mm(left.t(), right, offs=ends)
+    mine = nn.functional.one_hot(_expert_of(left, ends), len(ends)).to(left.dtype)
+    return torch.einsum("re,ra,rb->eab", mine, left, right)
+
+
+@fused
+def _weighted(choices: Tensor, weights: Tensor | None) -> Tensor:
+    """choices [N, k, b], weights [N, k] or None -> their sum over k [N, b], float32 or wider."""
+    values = widened(choices)
+    return values.sum(1) if weights is None else (values * weights.unsqueeze(-1)).sum(1)
+
+
+def _sum_of_choices(rows: Tensor, sort: SortedIds, weights: Tensor | None, k: int) -> Tensor:
+    """Sorted rows [R, b] -> sum over choices [N, b], weighted by [N, k], float32 or wider."""
+    return _weighted(rows.index_select(0, sort.inverse).view(-1, k, rows.shape[1]), weights)
+
+
+@fused
+def _scaled(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows [R, b] times weight [R, 1], in the dtype of the rows."""
+    return rows * weight.to(rows.dtype)
+
+
+@fused
+def _dots(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+    """Row sums of left * right [R, b] -> [R], in the dtype of the weights."""
+    return (left.to(weight.dtype) * right.to(weight.dtype)).sum(-1)
+
+
+@fused
+def _rounded(x: Tensor, rule: str) -> Tensor:
+    return mx.fake_quantize_mxfp8(x, rule)
+
+
+_exact_rounding: dict[tuple[torch.device, str], bool] = {}
+
+
+def rounded(x: Tensor, rule: str) -> Tensor:
+    """x [R, n] rounded to MXFP8: `mx.fake_quantize_mxfp8`, compiled on a GPU where it gives the same bits there.
+
+    That is tried once for each device, on values of every exponent, ties, zeros and what is not finite.
+    """
+    key = x.device, rule
+    if key not in _exact_rounding:
+        trial = _trial(x.device)
+        _exact_rounding[key] = _same_bits(_rounded(trial, rule), mx.fake_quantize_mxfp8(trial, rule))
+    return _rounded(x, rule) if _exact_rounding[key] else mx.fake_quantize_mxfp8(x, rule)
+
+
+def _trial(device: torch.device) -> Tensor:
+    """bf16 [n, 32 * 8]: every bit pattern, each several times beside others of its size and beside larger ones."""
+    every = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16).view(torch.bfloat16)
+    shuffled = every[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0)).to(device)]
+    return torch.cat([every, every.view(256, 256).t().reshape(-1), shuffled]).view(-1, 256)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def static(bank: ExpertBank, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """z [N, Z], weights [N, k], ids [N, k] -> [N, Z]; can be captured in a CUDA graph."""
+    gate_up, down = bank.matrices()
+    k = ids.shape[1]
+    sort = sort_by_expert(ids, bank.experts)
+    rows = bank.read(z).index_select(0, sort.order // k)
+    active = bank.activate(grouped_product(rows, gate_up.mT, sort.ends))
+    return _sum_of_choices(grouped_product(active, down.mT, sort.ends), sort, weights, k).to(z.dtype)
+
+
+class _HostCounts:
+    """Rows of each expert on the host: the copy starts now and is waited for when somebody asks."""
+
+    def __init__(self, ends: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if ends.device.type == "cuda":
+            self._ends = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=True).copy_(ends, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._ends = ends
+
+    def read(self) -> list[int]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        ends = [0, *self._ends.tolist()]
+        return [last - first for first, last in pairwise(ends)]
+
+
+class GroupedExperts(torch.autograd.Function):
+    """z [N, Z], weights [N, k], ids [N, k] -> sum_e p_e W2_e unit(W1_e z, W3_e z) [N, Z], with all gradients.
+
+    Keeps, per assignment, the products before the unit and what the second matrices read; rows are gathered again.
+    Experts without rows have no gradient, which the host knows when the backward asks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, weights: Tensor, ids: Tensor, bank: ExpertBank, *leaves: Tensor) -> Tensor:
+        gate_up, down = bank.matrices()
+        k = ids.shape[1]
+        sort = sort_by_expert(ids, bank.experts)
+        token, read = sort.order // k, bank.read(z)
+        hidden = grouped_product(read.index_select(0, token), gate_up.mT, sort.ends)
+        active = bank.activate(hidden)
+        out = grouped_product(active, down.mT, sort.ends)
+        ctx.save_for_backward(gate_up, down, read, weights, token, *sort, hidden, active)
+        ctx.bank = bank
+        ctx.counts = _HostCounts(sort.ends) if any(ctx.needs_input_grad[4:]) else None
+        return _sum_of_choices(out, sort, weights, k).to(z.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, down, read, weights, token, *sorts, hidden, active = ctx.saved_tensors
+        bank, sort, kind, k = ctx.bank, SortedIds(*sorts), read.dtype, weights.shape[1]
+        spread = grad.to(kind).index_select(0, token)
+        weight = weights.reshape(-1).index_select(0, sort.order).unsqueeze(-1)
+        d_active = grouped_product(spread, down, sort.ends)
+        d_weight = _dots(d_active, active, weight).index_select(0, sort.inverse)
+        d_hidden = bank.unit.gradient(_scaled(d_active, weight), hidden)
+        d_rows = grouped_product(d_hidden, gate_up, sort.ends)
+        d_z = _sum_of_choices(d_rows, sort, None, k).to(kind)
+        grads: list[Tensor | None] = [None] * bank.leaf_count
+        if ctx.counts is not None:
+            d_gate_up = grouped_outer(d_hidden, read.index_select(0, token), sort.ends)
+            d_down = grouped_outer(_scaled(spread, weight), active, sort.ends)
+            grads = []
+            for count, both, second in zip(ctx.counts.read(), d_gate_up.unbind(), d_down.unbind(), strict=True):
+                grads += [*both.chunk(2), second] if count else [None, None, None]
+        return d_z, d_weight.view(weights.shape).to(weights.dtype), None, None, *grads

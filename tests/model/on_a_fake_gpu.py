@@ -1,0 +1,241 @@
+"""Runs what a GPU runs on tensors that have a CUDA device, shapes and dtypes, and no values; no GPU is needed.
+
+    python tests/model/on_a_fake_gpu.py
+
+Tensors of two devices in one operation raise here as they would there. So does everything that makes the host wait:
+without values there is nothing that `item`, `tolist` or a boolean index could give. In a process of its own, because
+indexing is replaced: torch's looks for the device itself. Kernels are replaced by functions of the same shapes that
+check what they are given. Not seen: strides that a kernel refuses, and the capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import k3rl.model.fused
+import k3rl.model.kda as kda_layer
+from k3rl.engine.paged import PagedCache
+from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, flash, moe_grouped
+from k3rl.model.attn_res import _Mix
+from k3rl.model.cache import StepCache
+from k3rl.model.fuse import fusing
+from k3rl.model.layout import Layout
+from k3rl.model.norm import _RMSNorm
+from k3rl.model.situ import _SiTU
+
+GPU = torch.device("cuda", 0)
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+_get, _set = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+
+
+def _is_gpu(given: object) -> bool:
+    return isinstance(given, torch.device) and given.type == "cuda"
+
+
+class OnFakeGPU(TorchFunctionMode):
+    """Tensors asked for on the GPU are fake ones, those on a CPU are what they always are."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        moved = any(_is_gpu(value) for value in args[1:] if not isinstance(value, torch.Tensor))
+        if moved or _is_gpu(kwargs.get("device")):
+            plain = [isinstance(v, torch.Tensor) and not isinstance(v, FakeTensor) for v in args]
+            args = [FAKE.from_tensor(v) if real else v for v, real in zip(args, plain, strict=True)]
+            with FAKE:
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _indexed(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The view that numbers, slices and None give, and the index tensors that are left."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(item is Ellipsis for item in items):
+        at = next(number for number, item in enumerate(items) if item is Ellipsis)
+        named = sum(item is not None for item in items) - 1
+        items[at : at + 1] = [slice(None)] * (tensor.dim() - named)
+    axis, left = 0, list[torch.Tensor | None]()
+    for item in items:
+        if item is None:
+            tensor, item = tensor.unsqueeze(axis), slice(None)
+        if isinstance(item, slice):
+            tensor = torch.ops.aten.slice.Tensor(tensor, axis, item.start, item.stop, item.step or 1)
+            left.append(None)
+        elif isinstance(item, torch.Tensor):
+            if item.device != tensor.device:
+                raise SystemExit(f"an index on {item.device} makes the host wait for a tensor on {tensor.device}")
+            left.append(item)
+        else:
+            tensor = torch.ops.aten.select.int(tensor, axis, int(item))
+            continue
+        axis += 1
+    return tensor, left
+
+
+def get(self: torch.Tensor, index: Any) -> torch.Tensor:
+    if self.device.type == "cpu":
+        return _get(self, index)
+    view, left = _indexed(self, index)
+    return view if all(item is None for item in left) else torch.ops.aten.index.Tensor(view, left)
+
+
+def put(self: torch.Tensor, index: Any, value: Any) -> None:
+    if self.device.type == "cpu":
+        _set(self, index, value)
+        return
+    view, left = _indexed(self, index)
+    given = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=self.dtype, device=GPU)
+    if all(item is None for item in left):
+        torch.ops.aten.copy_.default(view, given)
+    else:
+        torch.ops.aten.index_put_.default(view, left, given)
+
+
+# ------------------------------------------------------------------------------------- in the place of the kernels
+
+
+def short_conv(xs, weights, history=None, cu_seqlens=None):
+    segments, channels = len(cu_seqlens) - 1, 3 * xs[0].shape[-1]
+    assert cu_seqlens.dtype == torch.int32
+    assert history is None or history.shape == (segments, 3, channels)
+    assert all(x.stride(-1) == 1 for x in xs)
+    return [x * 1 for x in xs], xs[0].new_zeros(segments, 3, channels)
+
+
+def kda(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens):
+    shape = (len(cu_seqlens) - 1, q.shape[2], q.shape[3], v.shape[3])
+    assert initial_state is None or (initial_state.shape == shape and initial_state.dtype == torch.float32)
+    assert q.shape == k.shape == gate.shape
+    assert beta.shape == q.shape[:3]
+    return q * k * v * gate, v.new_zeros(shape, dtype=torch.float32)
+
+
+def kda_decode(
+    q, k, v, gate, beta, out_gate, taps, A_log, dt_bias, norm, conv, state, read, write, gate_lower_bound, norm_eps
+):  # fmt: skip
+    assert conv.is_contiguous()
+    assert state.is_contiguous()
+    assert state.dtype == torch.float32
+    assert read.device == write.device == q.device
+    assert all(x.stride(-1) == 1 for x in (q, k, v, gate, out_gate, beta))
+    return q * k * v * gate * out_gate
+
+
+def joined(self: k3rl.model.fused.Fused) -> torch.Tensor:
+    self._joined = torch.cat([p.detach().reshape(-1) for p in self.parameters]).view(self._shape)
+    return self._joined
+
+
+# ---------------------------------------------------------------------------------------------------- cases
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=GPU)
+
+
+def step(model: K3ForCausalLM) -> None:
+    """One decode step of fixed shapes, and its logits."""
+    config, rows = model.config, 4
+    heads = config.linear_attn_config.num_heads
+    index = [zeros(rows, dtype=torch.int64) for _ in range(4)]
+    cache = StepCache(
+        {n: zeros(6, 3, 3 * heads * 128) for n in config.kda_layers},
+        {n: zeros(6, heads, 128, 128, dtype=torch.float32) for n in config.kda_layers},
+        {n: zeros(9, 64, config.kv_lora_rank + config.qk_rope_head_dim) for n in config.mla_layers},
+        *index[:3],
+        zeros(rows, 2, dtype=torch.int64),
+    )
+    hidden, routes = model.step(index[3], cache)
+    assert hidden.shape == (rows, config.hidden_size)
+    assert routes.shape == (rows, len(config.moe_layers), config.num_experts_per_token)
+    assert model.logits(hidden).dtype == torch.float32
+
+
+def prefill(model: K3ForCausalLM, lengths: list[int], past: int) -> None:
+    """Packed prompts into scattered rows of a paged cache, after `past` tokens of each."""
+    rows = [3, 1]
+    cache = PagedCache(model.config, 8, 60, 64, torch.bfloat16, GPU)
+    view = cache.select(torch.tensor(rows))
+    view.advance(torch.full((2,), past))
+    cache.claim(rows, [past + length for length in lengths])
+    ends = torch.tensor([0, *lengths]).cumsum(0)  # lengths are the host's business
+    out = model.hidden(zeros(1, sum(lengths), dtype=torch.int64), cu_seqlens=ends, cache=view)
+    assert out.hidden.device == GPU
+    assert out.hidden.shape[1] == sum(lengths)
+
+
+class Context:
+    """What an autograd function is handed."""
+
+    needs_input_grad = (True,) * 1000
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+def training(model: K3ForCausalLM) -> None:
+    """The written-out forwards and backwards; the engine of autograd itself wants a real device."""
+    context = Context()
+    out = _RMSNorm.forward(context, zeros(6, 32), zeros(32), 1e-5)
+    assert [g.shape for g in _RMSNorm.backward(context, out)[:2]] == [(6, 32), (32,)]
+    context, sources = Context(), [zeros(6, 32, dtype=torch.float32) for _ in range(3)]
+    out = _Mix.forward(context, zeros(32), zeros(1, 32), [zeros(6, 1, dtype=torch.float32)] * 3, *sources)
+    assert len(_Mix.backward(context, out)) == 3 + len(sources)
+    context = Context()
+    out = _SiTU.forward(context, zeros(6, 32), 4.0, 25.0)
+    assert _SiTU.backward(context, out)[0].shape == (6, 32)
+    context, bank = Context(), next(iter(model.moe_parts())).bank
+    width = model.config.routed_expert_hidden_size
+    weights, ids = zeros(6, 2, dtype=torch.float32), zeros(6, 2, dtype=torch.int64)
+    out = moe_grouped.GroupedExperts.forward(context, zeros(6, width), weights, ids, bank, *bank._leaves)
+    grads = moe_grouped.GroupedExperts.backward(context, out)
+    assert [g.shape for g in grads[:2]] == [(6, width), (6, 2)]
+    assert sum(grad is not None for grad in grads[4:]) == len(bank._leaves) - 3, "one expert has no rows"
+    layout, q = Layout([4, 5], GPU), zeros(9, 2, 192)
+    assert flash.attention(q, q, zeros(9, 2, 128), layout, layout, 0.1).shape == (9, 2, 128)
+    assert flash.largest_logits(q, q, layout, 0.1).shape == (2,)
+
+
+def control() -> None:
+    """What must not go unnoticed: a number that the host waits for, and tensors of two devices in one operation."""
+    for name, call in (("item", lambda: zeros(1).item()), ("two devices", lambda: zeros(2) + torch.zeros(2))):
+        try:
+            call()
+        except (DataDependentOutputException, RuntimeError):
+            continue
+        raise SystemExit(f"{name}: nothing was said")
+
+
+def main() -> None:
+    torch.Tensor.__getitem__, torch.Tensor.__setitem__ = get, put
+    k3rl.model.fused.Fused._join, k3rl.model.fused.Fused.tensor = joined, lambda self: self._joined
+    kda_layer.short_conv, kda_layer.kda, kda_layer.kda_decode = short_conv, kda, kda_decode
+    kda_layer.gated_norm = lambda x, gate, weight, eps: x * gate * weight.to(x.dtype)
+    kda_layer.dispatch.use_kernel = lambda *_, **__: True
+    moe_grouped._same_bits = lambda a, b: True
+    moe_grouped._HostCounts.__init__ = lambda self, ends: None
+    moe_grouped._HostCounts.read = lambda self: [1] * 7 + [0]
+    linear = LinearAttnConfig(num_heads=1, head_dim=128, kda_layers=(1, 2, 4), full_attn_layers=(3, 5))
+    config = K3Config.named("k3-nano").replace(num_experts=8, linear_attn_config=linear)
+    with OnFakeGPU(), fusing(False):
+        model = K3ForCausalLM(config, dtype=torch.bfloat16, device=GPU)
+        cases: dict[str, Callable[[], None]] = {
+            "control": control,
+            "a decode step": lambda: step(model),
+            "fresh prompts": lambda: prefill(model, [5, 6], 0),
+            "few tokens behind cached ones": lambda: prefill(model, [5, 6], 70),
+            "many tokens behind cached ones": lambda: prefill(model, [50, 6], 70),
+            "the pieces of training": lambda: training(model),
+        }
+        for name, case in cases.items():
+            with torch.inference_mode() if "training" not in name else torch.no_grad():
+                case()
+            print(name)
+
+
+if __name__ == "__main__":
+    main()
