@@ -1,7 +1,8 @@
 """The rollout engine: tokens per second by batch, time to the first token of cached prefixes, memory per request.
 
     python benchmarks/engine.py [--json] [--threads N] [--models k3-nano k3-30m] [--batches 1 16 64] [--sampled 256]
-                                [--prefixes 1024 4096 16384 65536] [--repeats 3] [--parts decode prefix memory exact]
+                                [--prefixes 1024 4096 16384 65536] [--repeats 3]
+                                [--parts decode prefix turns memory exact]
                                 [--out FILE]
 
 `decode` rows: as many requests as the shape says, 128 prompt tokens and `--sampled` sampled ones each; `ours_ms` is
@@ -9,10 +10,13 @@ one decode step, `tokens_per_s` counts sampled tokens over the whole run, prefil
 transformers (when it is installed) on a dense Llama with the same active parameters, sampling from everything as the
 engine does. `first_token` rows: a prompt whose prefix is cached against the same prompt cold; `cached_token_us` is the
 time that is not the new tokens' own, by cached token, `fresh_token_us` the cold time by token, `cached_share` their
-ratio. `prefix_cache` row: single-turn groups with the cache on against off. `memory` rows: bytes that one request owns
-in an engine's pool after so many tokens, no time. `exact` row: the exact mode against the usual one. Contenders take
-turns; a figure is the fastest of the repeats. Floor of a decode step: parameters read once, KDA states read and
-written, latents read, at the rate of a copy timed here. k3-30m is defined here.
+ratio. `prefix_cache` row: single-turn groups with the cache on against off. `turns` row: a conversation of 20 turns
+with the cache on against off, in float64; `prefilled_per_new` is prompt tokens computed by new prompt token,
+`logprob_gap` the largest difference of a sampled token's logprob. `memory` rows: bytes that one request owns in an
+engine's pool after so many tokens, no time. `exact` row: the exact mode against the usual one. Contenders take turns; a
+figure is the fastest of the repeats; `cpu_ratio` is of processor time, which a busy machine changes less (with several
+threads it counts those that spin). Floor of a decode step: parameters read once, KDA states read and written, latents
+read, at the rate of a copy timed here. k3-30m is defined here.
 """
 
 from __future__ import annotations
@@ -31,14 +35,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from k3rl.engine import Engine, PrefixCache, SamplingParams
+from k3rl.engine import Completion, Engine, PrefixCache, SamplingParams
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix import FixedState, Hit
 from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, QuantizationConfig
 
 PROMPT_TOKENS = 128
-PARTS = ("decode", "prefix", "memory", "exact")
+PARTS = ["decode", "prefix", "turns", "memory", "exact"]
 
 
 def seconds(call: Callable[..., Any], *arguments: Any, **options: Any) -> float:
@@ -173,11 +177,13 @@ def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> li
         given = prompts(models["none"], batch, PROMPT_TOKENS)
         own = SamplingParams(max_tokens=sampled)
         whole: dict[str, list[float]] = {kind: [] for kind in (*models, "peer")}
+        busy: dict[str, list[float]] = {kind: [] for kind in whole}
         step: dict[str, list[float]] = {kind: [] for kind in models}
         for _ in range(repeats):
             for kind, model in models.items():
-                engine = Engine(model, max_running=batch)
+                engine, began = Engine(model, max_running=batch), time.process_time()
                 whole[kind].append(seconds(engine.generate, given, own))
+                busy[kind].append(time.process_time() - began)
                 step[kind].append(engine.counters.decode_s / max(engine.counters.steps - 1, 1))
             if peer is not None:
                 ids = torch.tensor(given)
@@ -188,7 +194,9 @@ def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> li
                     "pad_token_id": 0,
                     "top_k": 0,
                 }
+                began = time.process_time()
                 whole["peer"].append(seconds(peer.generate, ids, **options))
+                busy["peer"].append(time.process_time() - began)
         for kind, model in models.items():
             took, theirs = min(whole[kind]), min(whole["peer"], default=None)
             entry = row(
@@ -203,6 +211,7 @@ def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> li
             entry["peer_tokens_per_s"] = None if theirs is None else round(batch * sampled / theirs, 1)
             if theirs is not None:
                 entry["peer_ms"], entry["ratio"] = round(1e3 * theirs / sampled, 4), round(theirs / took, 3)
+                entry["cpu_ratio"] = round(min(busy["peer"]) / min(busy[kind]), 3)
             rows.append(entry)
     return rows
 
@@ -265,6 +274,44 @@ def single_turn_row(name: str, repeats: int) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------- memory
+
+
+def turns_row(name: str, repeats: int, turns: int = 20, fresh: int = 64, sampled: int = 32) -> dict[str, Any]:
+    """One conversation: 1,024 tokens, then `fresh` new ones and `sampled` sampled ones every turn."""
+    model = build(name, "mxfp8", context=1 << 13).to(torch.float64)
+    engines: dict[bool, Engine] = {}
+    took: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(repeats):
+        for on in took:
+            cache = PrefixCache.of_bytes(1 << 28) if on else None
+            engines[on] = Engine(model, max_running=1, prefill_tokens=1024, prefix_cache=cache)
+            took[on].append(0.0)
+        (history,) = prompts(model, 1, 1024)
+        said: list[dict[bool, Completion]] = []
+        for turn in range(turns):
+            history = history + prompts(model, 1, fresh, seed=turn)[0]
+            params, answers = SamplingParams(max_tokens=sampled, seed=turn), dict[bool, Completion]()
+            for on, engine in engines.items():
+                began = time.perf_counter()
+                (answers[on],) = engine.generate([history], params)
+                took[on][-1] += time.perf_counter() - began
+            history = history + list(answers[True].token_ids)
+            said.append(answers)
+    same = [answers for answers in said if answers[True].token_ids == answers[False].token_ids]
+    gaps = [
+        abs(a - b) for answers in same for a, b in zip(answers[True].logprobs, answers[False].logprobs, strict=True)
+    ]
+    return row(
+        "turns",
+        f"{name}, {turns} turns of {fresh} new and {sampled} sampled tokens after 1024",
+        "prefix cache off",
+        min(took[True]),
+        min(took[False]),
+        None,
+        prefilled_per_new=round(engines[True].counters.prefilled_tokens / (1024 + turns * fresh), 4),
+        equal_turns=len(same),
+        logprob_gap=max(gaps),
+    )
 
 
 def memory_rows(lengths: tuple[int, ...] = (1_000, 10_000, 100_000), page: int = 64) -> list[dict[str, Any]]:
@@ -348,6 +395,8 @@ def main() -> None:
     if "prefix" in arguments.parts:
         rows += first_token_rows(first, arguments.prefixes, arguments.repeats)
         rows.append(single_turn_row(first, arguments.repeats))
+    if "turns" in arguments.parts:
+        rows.append(turns_row(first, arguments.repeats))
     if "memory" in arguments.parts:
         rows += memory_rows()
     if "exact" in arguments.parts:
@@ -366,7 +415,18 @@ def main() -> None:
     for entry in report["results"]:
         peer = "-" if entry["peer_ms"] is None else f"{entry['peer_ms']:.3f} ms ({entry['ratio']:.2f}x)"
         speed = f"{entry['tokens_per_s']:.0f} tokens/s" if "tokens_per_s" in entry else ""
-        kept = ("share_of_cold", "cached_share", "kda_bytes", "mla_bytes", "page_table_bytes", "other_growth_bytes")
+        kept = (
+            "cpu_ratio",
+            "prefilled_per_new",
+            "equal_turns",
+            "logprob_gap",
+            "share_of_cold",
+            "cached_share",
+            "kda_bytes",
+            "mla_bytes",
+            "page_table_bytes",
+            "other_growth_bytes",
+        )
         speed += "  ".join(f"{key} {entry[key]}" for key in kept if key in entry)
         print(f"{entry['name']:26} {entry['shape']:46} {entry['ours_ms']:9.3f} ms  peer {peer} {speed}")
 

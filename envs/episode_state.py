@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.types import EncodedImage, Message, StopReason, ToolCall, Turn
+from k3rl.types import EncodedImage, KeptSets, Message, StopReason, ToolCall, Turn
 
-VERSION = 3
+VERSION = 4
 
 
 class BrokenState(ValueError):
@@ -152,16 +152,26 @@ def _turn_row(turn: Turn, arrays: list[np.ndarray], files: dict[EncodedImage, in
     if turn.routes is not None:
         arrays.append(turn.routes)
         row["routes"] = f"{len(arrays) - 1}.npy"
+    if turn.kept is not None:
+        parts = [turn.kept.which, turn.kept.ends, turn.kept.ids]
+        row["kept"] = [f"{len(arrays) + number}.npy" for number in range(len(parts))]
+        arrays += parts
     return row
 
 
 def _turn(row: dict[str, Any], members: Mapping[str, bytes]) -> Turn:
     if row["routes"] is not None:
-        row["routes"] = np.load(io.BytesIO(members[row["routes"]]))
+        row["routes"] = _array(row["routes"], members)
+    if row["kept"] is not None:
+        row["kept"] = KeptSets(*(_array(name, members) for name in row["kept"]))
     for name in ("prompt_ids", "sampled_ids", "logprobs"):
         row[name] = tuple(row[name])
     images = _images(row["images"], members)
     return Turn(**{**row, "stop_reason": StopReason(row["stop_reason"]), "images": images})
+
+
+def _array(name: str, members: Mapping[str, bytes]) -> np.ndarray:
+    return np.load(io.BytesIO(members[name]))
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:

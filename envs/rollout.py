@@ -29,6 +29,7 @@ from k3rl.types import (
     Episode,
     Failed,
     FailureKind,
+    KeptSets,
     Message,
     SamplingParams,
     Score,
@@ -317,6 +318,7 @@ class _Run:
             first_version=completion.first_version,
             last_version=completion.weight_version,
             routes=completion.routes,
+            kept=None if completion.kept is None else KeptSets.of(completion.kept),
             model_s=time.monotonic() - before,
             images=images,
         )

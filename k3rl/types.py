@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypeAlias
@@ -232,11 +232,78 @@ class Completion:
     cached_tokens: int = field(default=0, compare=False)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSets:
+    """The ids that each of T tokens was drawn from, in compact form: D distinct sets, each written down once.
+
+    which int32 [T]: number of the token's set, -1 where nothing was cut or nothing was sampled; ends int64 [D]: where
+    each set ends in ids int32, ascending within a set. Sets are numbered in the order of their first token.
+    """
+
+    which: np.ndarray
+    ends: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, kept: Sequence[np.ndarray]) -> KeptSets:
+        """`Completion.kept`: one array of ids per token; an array that occurs again is one set."""
+        numbers: dict[int, int] = {}
+        distinct: list[np.ndarray] = []
+        which = np.empty(len(kept), np.int32)
+        for place, own in enumerate(kept):
+            which[place] = numbers.setdefault(id(own), len(distinct))
+            if which[place] == len(distinct):
+                distinct.append(own)
+        ends = np.cumsum([len(own) for own in distinct], dtype=np.int64)
+        return cls(which, ends, np.concatenate([np.empty(0, np.int32), *distinct]).astype(np.int32))
+
+    @classmethod
+    def join(cls, parts: Sequence[KeptSets | int]) -> KeptSets:
+        """Parts end to end; a number stands for so many tokens without a set."""
+        which, ends, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+        sets, size = 0, 0
+        for part in parts:
+            if isinstance(part, int):
+                which.append(np.full(part, -1, np.int32))
+                continue
+            which.append(np.where(part.which < 0, part.which, part.which + np.int32(sets)))
+            ends.append(part.ends + size)
+            ids.append(part.ids)
+            sets, size = sets + len(part.ends), size + len(part.ids)
+        return cls(np.concatenate(which), np.concatenate(ends), np.concatenate(ids))
+
+    def take(self, places: np.ndarray) -> KeptSets:
+        """Of the tokens at these places, int64 or a mask, with the sets that they use."""
+        which = self.which[places]
+        used, first = np.unique(which, return_index=True)
+        used = used[np.argsort(first)]
+        used = used[used >= 0]
+        number = np.full(len(self.ends) + 1, -1, np.int32)  # the last one is that of -1
+        number[used] = np.arange(len(used), dtype=np.int32)
+        distinct = [self.set(int(own)) for own in used]
+        ends = np.cumsum([len(own) for own in distinct], dtype=np.int64)
+        return KeptSets(number[which], ends, np.concatenate([np.empty(0, np.int32), *distinct]))
+
+    def set(self, number: int) -> np.ndarray:
+        """The ids of a set."""
+        return self.ids[self.ends[number - 1] if number else 0 : self.ends[number]]
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __eq__(self, other: object) -> bool:
+        names = ("which", "ends", "ids")
+        return isinstance(other, KeptSets) and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays have none either
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One prompt and what the policy sampled for it, exactly as the engine saw and gave it.
 
     images: one for each placeholder id of the prompt, in order. Turns of an episode share the objects.
+    kept: what each sampled token was drawn from, None when nothing was cut (`Completion.kept`).
     """
 
     prompt_ids: tuple[int, ...]
@@ -249,6 +316,7 @@ class Turn:
     model_s: float = 0.0
     env_s: float = 0.0
     images: tuple[EncodedImage, ...] = ()
+    kept: KeptSets | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +360,18 @@ class Branch:
             mask += [False] * len(fresh) + [True] * len(turn.sampled_ids)
             logprobs += [0.0] * len(fresh) + list(turn.logprobs)
         return np.asarray(ids, np.int64), np.asarray(mask, bool), np.asarray(logprobs, np.float32)
+
+    @property
+    def kept(self) -> KeptSets | None:
+        """Over the T tokens of `tokens`, None when nothing was cut anywhere."""
+        if all(turn.kept is None for turn in self.turns):
+            return None
+        parts: list[KeptSets | int] = []
+        known = 0
+        for turn in self.turns:
+            parts += [len(turn.prompt_ids) - known, len(turn.sampled_ids) if turn.kept is None else turn.kept]
+            known = len(turn.prompt_ids) + len(turn.sampled_ids)
+        return KeptSets.join(parts)
 
 
 @dataclass(frozen=True, slots=True)

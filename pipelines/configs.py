@@ -89,10 +89,14 @@ class SamplingConfig(Config):
 
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1: the smallest set of tokens with this share of the mass. What each token was drawn from is recorded, and
+    the learner renormalizes over the same set; so too for `top_k` and `min_p`."""
+    top_k: int = Field(0, ge=0)
+    """The k likeliest tokens; 0 is off."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Tokens with at least this share of the largest probability; 0 is off."""
     max_tokens: int = Field(96, ge=1)
     """Sampled tokens of one turn at most; a task's own budget may be tighter."""
-    max_running: int = Field(256, ge=1)
-    """Sequences that one engine decodes at a time."""
 
 
 class EvalConfig(Config):
@@ -106,6 +110,7 @@ class EvalConfig(Config):
     """Draws the tasks and the samples; independent of the run's seed, so that runs are compared on the same tasks."""
     max_tokens: int = Field(96, ge=1)
     max_running: int = Field(256, ge=1)
+    """Sequences that one engine decodes at a time, in training and in the measurement."""
 
 
 class ScheduleConfig(Config):

@@ -76,6 +76,22 @@ def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
                 key="cluster.rollout.backend",
                 got=cluster.rollout.backend,
             )
+        if isinstance(stage, RolloutStageConfig) and stage.trainer.exact != cluster.engine.exact:
+            raise ConfigError(
+                f"trainer.exact is {stage.trainer.exact} and cluster.engine.exact is {cluster.engine.exact}: logprobs "
+                "are bit-equal only where both compute exactly, and alone either is slow for nothing; set both to one",
+                key="trainer.exact",
+                got=stage.trainer.exact,
+                wanted=f"the same as cluster.engine.exact, {cluster.engine.exact}",
+            )
+        if stage.trainer.exact and cluster.rollout.backend != "k3rl":
+            raise ConfigError(
+                "trainer.exact needs engines that compute exactly too; set cluster.rollout.backend to k3rl, or "
+                "trainer.exact and cluster.engine.exact to false",
+                key="cluster.rollout.backend",
+                got=cluster.rollout.backend,
+                wanted="k3rl",
+            )
         data_degree(cluster.learner_actors, stage.trainer.expert_parallel, stage.trainer.context_parallel)
 
 
@@ -90,7 +106,14 @@ def policy_sampling(config: RolloutStageConfig) -> SamplingParams:
     """How rollouts sample: with the adapter that the learner trains and publishes, where it trains one."""
     chosen = config.sampling
     adapter = "" if config.trainer.lora is None else POLICY
-    return SamplingParams(chosen.temperature, chosen.top_p, max_tokens=chosen.max_tokens, adapter=adapter)
+    return SamplingParams(
+        chosen.temperature,
+        chosen.top_p,
+        chosen.top_k,
+        min_p=chosen.min_p,
+        max_tokens=chosen.max_tokens,
+        adapter=adapter,
+    )
 
 
 def teachers_of(config: DistillConfig) -> dict[str, str]:

@@ -27,6 +27,7 @@ from k3rl.types import (
     Completion,
     EncodedImage,
     Episode,
+    KeptSets,
     Message,
     SamplingParams,
     Score,
@@ -171,6 +172,7 @@ class GatewaySession:
             first_version=completion.first_version,
             last_version=completion.weight_version,
             routes=completion.routes,
+            kept=None if completion.kept is None else KeptSets.of(completion.kept),
             model_s=time.monotonic() - began,
             images=place.images,
         )

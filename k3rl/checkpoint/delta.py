@@ -119,8 +119,9 @@ def _words(tensor: Tensor) -> np.ndarray:
 def _ordered(words: np.ndarray) -> np.ndarray:
     """Floating-point words as signed integers in the order of their values; an involution on the integers' bits."""
     signed = words.view(_SIGNED[words.itemsize])
-    low = _SIGNED[words.itemsize].type(np.iinfo(signed.dtype).max)
-    return np.where(signed < 0, signed ^ low, signed)
+    below_sign = signed >> (8 * words.itemsize - 1)  # all ones where negative
+    below_sign &= np.iinfo(signed.dtype).max
+    return np.bitwise_xor(signed, below_sign, out=below_sign)
 
 
 def _distance(old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -335,6 +336,7 @@ class DeltaDecoder:
     def __init__(self, header: DeltaHeader, base: Callable[[str], Tensor]) -> None:
         self._header, self._base = header, base
         self._records: dict[tuple[int, int], tuple[int, int, bytes]] = {}  # (size, place) -> coding, words, body
+        self._found: dict[str, str] = {}  # digests of the tensors given so far
         self.bytes = 0
 
     def add(self, bucket: bytes) -> None:
@@ -368,7 +370,8 @@ class DeltaDecoder:
             used += len(records) if names else 0
             for part in self._stream(size, names, records):
                 tensor = part.tensor()
-                if bytes.fromhex(digest(tensor))[:_PREFIX] != digests[part.name]:
+                self._found[part.name] = digest(tensor)
+                if bytes.fromhex(self._found[part.name])[:_PREFIX] != digests[part.name]:
                     raise DeltaError(f"{part.name} came out with another digest than the header says")
                 yield part.name, tensor
         if used != len(self._records):
@@ -395,9 +398,9 @@ class DeltaDecoder:
         if records:
             raise DeltaError(f"{len(records)} records of the delta lie where no tensor is")
 
-    def check_result(self, base: Mapping[str, str], changed: Mapping[str, str]) -> dict[str, str]:
-        """The manifest after, of the one before and the digests of the changed tensors. Raises DeltaError."""
-        after = {**base, **changed}
+    def check_result(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The manifest after, of the one before and the tensors that were given. Raises DeltaError."""
+        after = {**base, **self._found}
         if manifest_digest(after) != self._header.result_digest:
             raise DeltaError("the result has another manifest than the header says")
         return after

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -24,9 +24,14 @@ _PACKED, _SCALE = "_packed", "_scale"
 
 
 class StoredView:
-    """Random access to what `official_tensors(model)` gives, one tensor at a time, on the CPU."""
+    """Random access to what `official_tensors(model)` gives, one tensor at a time, on the CPU.
 
-    def __init__(self, model: K3ForCausalLM) -> None:
+    trusted: bytes that the model keeps of its experts are taken as they are, for a caller who proves what it makes of
+    them; otherwise they are those of the values.
+    """
+
+    def __init__(self, model: K3ForCausalLM, *, trusted: bool = False) -> None:
+        self._trusted = trusted
         self._model, self._parameters = model, dict(model.official_parameters())
         self._expert: tuple[str, tuple[Tensor, Tensor]] | None = None  # the last one packed: two tensors ask for it
 
@@ -47,17 +52,22 @@ class StoredView:
             raise CheckpointError(f"{name} is no stored tensor of this model")
         if self._expert is None or self._expert[0] != expert:
             source = self._model.stored_blocks.get(expert)
+            if self._trusted and source is not None:
+                return source[part == "scale"].cpu()
             value, rule = self._parameters[expert].detach(), self._model.config.quantization.scale_rule
             packed, scale = _packed_with_source(value, source, rule)
             self._expert = expert, (packed.cpu(), scale.cpu())
         return self._expert[1][part == "scale"]
 
 
-def copy_with(model: K3ForCausalLM, changed: Iterable[tuple[str, Tensor]]) -> K3ForCausalLM:
+def copy_with(
+    model: K3ForCausalLM, changed: Iterable[tuple[str, Tensor]], base: Callable[[str], Tensor] | None = None
+) -> K3ForCausalLM:
     """A second model that differs from `model` in these stored tensors only, which are taken one after the other.
 
-    The two tensors of a packed expert follow each other; where only one comes, the other stays. Peak memory: both
-    models and one tensor. Raises CheckpointError as `assign_official_tensors` does.
+    The two tensors of a packed expert follow each other; where only one comes, the other stays. base: gives that one
+    by its name, by default from the values. Peak memory: both models and one tensor. Raises CheckpointError as
+    `assign_official_tensors` does.
     """
     copy = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device)
     with torch.no_grad():
@@ -68,12 +78,12 @@ def copy_with(model: K3ForCausalLM, changed: Iterable[tuple[str, Tensor]]) -> K3
         ):
             own.copy_(other)
     copy.stored_blocks.update(model.stored_blocks)  # bytes that nobody writes to
-    parameters, base = dict(copy.official_parameters()), StoredView(model)
+    parameters, stored = dict(copy.official_parameters()), base or StoredView(model).__getitem__
     waiting: dict[str, dict[str, Tensor]] = {}
 
     def flush() -> None:
         for expert, parts in waiting.items():
-            packed, scale = (parts[part] if part in parts else base[expert + part] for part in (_PACKED, _SCALE))
+            packed, scale = (parts[part] if part in parts else stored(expert + part) for part in (_PACKED, _SCALE))
             parameter = parameters[expert]
             _check_packed(expert, parameter, packed, scale)
             value = mx.dequantize_mxfp4(packed, scale, parameter.dtype)

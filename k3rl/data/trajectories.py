@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from k3rl.data import image_files, rows
 from k3rl.types import EncodedImage, Group
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ROW_GROUP_TOKENS = 1_000_000
 ROW_GROUP_BYTES = 64 << 20  # of recorded experts and of images
 

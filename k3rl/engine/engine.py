@@ -108,7 +108,7 @@ class Engine:
         self._submitted = 0
         self._ended: list[tuple[int, Outcome]] = []  # not yet handed out by `step`
         self._pause: PauseMode | None = None
-        self._receiver, self.adapters = WeightReceiver(), AdapterStore()
+        self._receiver, self.adapters = WeightReceiver(model), AdapterStore()
 
     @property
     def version(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from k3rl.model import K3ForCausalLM
 
 SHARE = 0.5  # of what is free, when nobody says how much memory states may take
+TRANSPOSED_BYTES = 256 << 20  # of experts on a CPU that are held a second time, at most
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
     (
@@ -24,6 +25,14 @@ def states_budget(model: K3ForCausalLM, share: float = SHARE) -> int:
     """Bytes that states may take beside `model` and the second one that a weight update builds: a share of the rest."""
     second = sum(parameter.nbytes for parameter in model.parameters())
     return max(0, int(share * (free_bytes(model.device) - second)))
+
+
+def keep_experts_transposed(model: K3ForCausalLM) -> None:
+    """Lets a model on a CPU hold its experts a second time, as decode reads them fastest, where they are small."""
+    parts = list(model.moe_parts())
+    small = sum(part.bank.leaf_bytes for part in parts) <= TRANSPOSED_BYTES
+    for part in parts:
+        part.bank.keeps_transposed = small and model.device.type == "cpu"
 
 
 def free_bytes(device: torch.device) -> int:

@@ -173,10 +173,20 @@ class ChatRequest(Sampling):
     reasoning_effort: Literal["none", "low", "high", "max"] | None = None
     thinking: bool = True
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _of_sampled_tokens(self) -> ChatRequest:
+        if self.top_logprobs:
+            raise ValueError(
+                f"top_logprobs is {self.top_logprobs}; the logprobs given are those of the sampled tokens alone: "
+                "leave it at 0"
+            )
+        return self
 
     @property
     def thinks(self) -> bool:
+        """Whether the answer begins in the think channel."""
         return self.thinking and self.reasoning_effort != "none"
 
     def constraint(self) -> Constraint | None:

@@ -295,9 +295,13 @@ class Server:
             raise RequestError(message, status=404, code="model_not_found", param="model")
         if not prompts or not all(prompts):
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
-        if self._in_flight + n * len(prompts) > self.limits.samples:
+        wanted = n * len(prompts)
+        if wanted > self.limits.samples:
+            raise RequestError(f"this asks for {wanted} samples; {self.limits.samples} are the most at once", param="n")
+        if self._in_flight + wanted > self.limits.samples:
             message = (
-                f"{self._in_flight} of {self.limits.samples} samples are in flight and this asks for {n}; try later"
+                f"{self._in_flight} of {self.limits.samples} samples are in flight and this asks for {wanted}; "
+                "try later"
             )
             raise RequestError(message, status=429, code="rate_limit_exceeded")
         context = min(self.limits.context_tokens or engine.max_context, engine.max_context)
@@ -462,7 +466,8 @@ class Server:
 
 
 def _refusal(error: RequestError) -> Response:
-    return JSONResponse(openai.error_object(str(error), error.status, error.code, error.param), error.status)
+    told = openai.error_object(str(error), error.status, error.code, error.param)
+    return JSONResponse(told, error.status, {"Retry-After": "1"} if error.status == 429 else None)
 
 
 async def _disconnected(receive: Receive) -> None:

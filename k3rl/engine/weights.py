@@ -19,6 +19,7 @@ from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
 from k3rl.checkpoint.hf import CheckpointError, fill, load_checkpoint, official_tensors
 from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
 from k3rl.checkpoint.partial import StoredView, copy_with
+from k3rl.engine.memory import keep_experts_transposed
 from k3rl.engine.protocol import WeightUpdateError
 from k3rl.model import K3ForCausalLM
 
@@ -83,7 +84,8 @@ class DeltaUpdate:
         self.version, self._manifest = self._header.version, manifest
         if self._header.base != served:
             raise _refused(self.version, f"it is a delta to version {self._header.base}, and {served} is served")
-        self._decoder = DeltaDecoder(self._header, StoredView(model).__getitem__)
+        self._base = StoredView(model, trusted=True)  # by digests: of what comes out, and in `_unchanged`
+        self._decoder = DeltaDecoder(self._header, self._base.__getitem__)
 
     def add(self, bucket: bytes) -> None:
         """Takes a bucket in."""
@@ -94,18 +96,18 @@ class DeltaUpdate:
 
     def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str]]:
         """A second model: `model` with the changed tensors, each proved by its digest, the whole by its manifest."""
-        changed: dict[str, str] = {}
-
-        def noted() -> Iterable[tuple[str, Tensor]]:
-            for name, tensor in self._decoder.tensors():
-                changed[name] = digest(tensor)
-                yield name, tensor
-
         try:
-            candidate = copy_with(model, noted())
-            return candidate, self._decoder.check_result(self._manifest, changed)
+            candidate = copy_with(model, self._decoder.tensors(), self._unchanged)
+            return candidate, self._decoder.check_result(self._manifest)
         except (DeltaError, CheckpointError) as error:
             raise _refused(self.version, str(error)) from error
+
+    def _unchanged(self, name: str) -> Tensor:
+        """A stored tensor of the base that the delta leaves alone, proved by the base's manifest."""
+        tensor = self._base[name]
+        if digest(tensor) != self._manifest[name]:
+            raise DeltaError(f"{name} was written to since version {self._header.base} came")
+        return tensor
 
 
 class DirectoryUpdate:
@@ -133,9 +135,13 @@ def _refused(version: int, reason: str) -> WeightUpdateError:
 
 
 class WeightReceiver:
-    """An engine's side of a weight transfer: at most one update, open or prepared. Errors drop it."""
+    """An engine's side of a weight transfer: at most one update, open or prepared. Errors drop it.
 
-    def __init__(self) -> None:
+    model: the first one to be served; each is laid out for decoding before it is.
+    """
+
+    def __init__(self, model: K3ForCausalLM) -> None:
+        keep_experts_transposed(model)
         self._update: Update | None = None  # being received
         self._next: tuple[int, K3ForCausalLM, dict[str, str]] | None = None  # proved, not served yet
         self._manifest: tuple[K3ForCausalLM, dict[str, str]] | None = None  # of the model that is served
@@ -183,6 +189,7 @@ class WeightReceiver:
         if prepared is None or prepared[0] != version:
             raise WeightUpdateError(f"version {version} is not the one that was prepared; send it again")
         self._manifest = prepared[1], prepared[2]
+        keep_experts_transposed(prepared[1])
         return prepared[1]
 
     def abort(self) -> None:

@@ -6,44 +6,75 @@ gradients as much again. Here it exists for a run of rows at a time, and is comp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from k3rl.types import KeptSets
 
 TABLE_ELEMENTS = 1 << 22  # a table up to this size is kept: computing it again costs more than its 16 MiB
 
 
-def target_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def target_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, kept: KeptSets | None = None
+) -> tuple[Tensor, Tensor]:
     """hidden [P, H], head weight [V, H], targets [P] int64 -> logprobs [P] and entropies [P] in nats.
 
-    Both in float32 or wider, under softmax(logits / temperature); temperature 0 counts as 1, as in sampling. Logprobs
-    have gradients to hidden and weight, entropies none.
+    Both in float32 or wider, under softmax(logits / temperature); temperature 0 counts as 1, as in sampling. kept, of
+    the P targets: the softmax of a target that has a set is over that set alone, as it was drawn. Logprobs have
+    gradients to hidden and weight, entropies none.
     """
     kind = torch.promote_types(hidden.dtype, torch.float32)
     scale = 1.0 if temperature == 0.0 else 1.0 / temperature
     if targets.numel() * weight.shape[0] > TABLE_ELEMENTS and torch.is_grad_enabled():
-        logprobs, entropy = _TargetLogprobs.apply(hidden, weight, targets, scale, kind)
+        logprobs, entropy = _TargetLogprobs.apply(hidden, weight, targets, scale, kind, kept)
         return logprobs, entropy
     pieces = [
-        _from_table(rows, weight, chosen, scale, kind) for rows, chosen in _runs(hidden, targets, weight.shape[0])
+        _from_table(rows, weight, chosen, scale, kind, cut)
+        for rows, chosen, cut in _runs(hidden, targets, weight.shape[0], kept)
     ]
     return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
 
-def _runs(hidden: Tensor, targets: Tensor, vocabulary: int) -> list[tuple[Tensor, Tensor]]:
-    """Runs of rows whose tables stay below the limit; at least one, maybe empty."""
-    rows = max(1, TABLE_ELEMENTS // vocabulary)
-    return list(zip(hidden.split(rows), targets.split(rows), strict=True))
+def _runs(
+    hidden: Tensor, targets: Tensor, vocabulary: int, kept: KeptSets | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Runs of rows whose tables stay below the limit, with `_outside` of each; at least one, maybe empty."""
+    step, start = max(1, TABLE_ELEMENTS // vocabulary), 0
+    for rows, chosen in zip(hidden.split(step), targets.split(step), strict=True):
+        yield rows, chosen, _outside(kept, start, start + len(chosen), vocabulary, hidden.device)
+        start += len(chosen)
+
+
+def _outside(kept: KeptSets | None, start: int, stop: int, vocabulary: int, device: torch.device) -> Tensor | None:
+    """bool [stop - start, V]: what these targets could not be; None when none of them has a set."""
+    if kept is None:
+        return None
+    which = kept.which[start:stop]
+    cut = np.flatnonzero(which >= 0)
+    if not cut.size:
+        return None
+    numbers, place = np.unique(which[cut], return_inverse=True)
+    table = torch.ones(len(numbers), vocabulary, dtype=torch.bool)
+    for row, number in zip(table.unbind(), numbers.tolist(), strict=True):
+        row[torch.from_numpy(kept.set(number)).long()] = False
+    outside = torch.zeros(len(which), vocabulary, dtype=torch.bool)
+    outside[torch.from_numpy(cut)] = table[torch.from_numpy(place)]
+    return outside.to(device)
 
 
 def _from_table(
-    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, kind: torch.dtype
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, kind: torch.dtype, outside: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     logits = torch.nn.functional.linear(hidden.to(kind), weight.to(kind))
-    table = torch.log_softmax(logits if scale == 1.0 else logits * scale, dim=-1)
+    logits = logits if scale == 1.0 else logits * scale
+    table = torch.log_softmax(logits if outside is None else logits.masked_fill(outside, -torch.inf), dim=-1)
     with torch.no_grad():
-        entropy = -(table.exp() * table).sum(-1)
+        p = table.exp()
+        entropy = -(p * (table if outside is None else table.masked_fill(outside, 0.0))).sum(-1)
     return table.gather(1, targets[:, None])[:, 0], entropy
 
 
@@ -52,19 +83,29 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, kind: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        kind: torch.dtype,
+        kept: KeptSets | None,
     ) -> tuple[Tensor, Tensor]:
         wide = weight.to(kind)
         logprobs, entropies, normalizers = [], [], []
-        for rows, chosen in _runs(hidden, targets, weight.shape[0]):
+        for rows, chosen, outside in _runs(hidden, targets, weight.shape[0], kept):
             logits = torch.mm(rows.to(kind), wide.t()).mul_(scale)
+            if outside is not None:
+                logits.masked_fill_(outside, -torch.inf)
             normalizer = torch.logsumexp(logits, -1)
             logprobs.append(logits.gather(1, chosen[:, None])[:, 0] - normalizer)
             normalizers.append(normalizer)
             p = (logits - normalizer[:, None]).exp_()
+            if outside is not None:
+                logits.masked_fill_(outside, 0.0)
             entropies.append(normalizer - torch.linalg.vecdot(p, logits))
         ctx.save_for_backward(hidden, weight, targets, torch.cat(normalizers))
-        ctx.scale, ctx.kind = scale, kind
+        ctx.scale, ctx.kind, ctx.kept = scale, kind, kept
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
@@ -81,9 +122,12 @@ class _TargetLogprobs(torch.autograd.Function):
             here = slice(start, start + step)
             rows = hidden[here].to(kind)
             d = torch.mm(rows, wide.t()).mul_(ctx.scale).sub_(normalizers[here, None]).exp_()
+            outside = _outside(ctx.kept, start, start + len(rows), vocabulary, hidden.device)
+            if outside is not None:
+                d.masked_fill_(outside, 0.0)
             each = grad[here].to(kind) * ctx.scale
             d.mul_(-each[:, None]).scatter_add_(1, targets[here, None], each[:, None])
             grad_hidden[here] = torch.mm(d, wide)
             if grad_weight is not None:
                 grad_weight.addmm_(d.t(), rows)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None

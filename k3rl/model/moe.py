@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,6 +109,29 @@ def _sort(ids: Tensor, weights: Tensor, experts: int) -> _Sorted:
     token = torch.div(order, ids.shape[1], rounding_mode="floor")
     counts = torch.bincount(flat, minlength=experts).tolist()
     return _Sorted(token, inverse, counts, weights.reshape(-1).index_select(0, order))
+
+
+class _Cells(NamedTuple):
+    """Assignments on a grid of `room` cells for each expert: cell of each one [N * k]; token of each cell [E * room],
+    token 0 where nothing is."""
+
+    place: Tensor
+    token: Tensor
+    room: int
+
+    @classmethod
+    def of(cls, ids: Tensor, experts: int) -> _Cells:
+        """On the CPU, through NumPy: over so few numbers a call of torch costs more than its work."""
+        flat = ids.numpy().reshape(-1)
+        counts = np.bincount(flat, minlength=experts)
+        room = int(counts.max())
+        order = flat.argsort(kind="stable")
+        number = np.arange(len(flat))
+        first = counts.cumsum() - counts
+        place, token = np.empty(len(flat), np.int64), np.zeros(experts * room, np.int64)
+        place[order] = number + (np.arange(experts) * room - first)[flat[order]]
+        token[place] = number // ids.shape[1]
+        return cls(torch.from_numpy(place), torch.from_numpy(token), room)
 
 
 def _per_expert(rows: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
@@ -209,6 +233,8 @@ class ExpertBank:
     same parameters.
     adapter: what LoRA adds to each expert; its products read what the experts read, after that rounding.
     packed: the experts themselves where they are frozen and kept as stored bytes; their parameters then hold nothing.
+    keeps_transposed: a second copy of the matrices as small batches on a CPU read them fastest, made again when a
+    parameter was written to; for a model that samples.
     """
 
     def __init__(self, experts: _Experts, config: K3Config, packed: PackedExperts | None, dtype: torch.dtype) -> None:
@@ -220,6 +246,8 @@ class ExpertBank:
         self.quantization: QuantizationConfig = config.quantization
         self.communicator: Communicator | None = None
         self.adapter: BankAdapter = NO_PAIRS
+        self.keeps_transposed = False
+        self._transposed: tuple[int, Tensor, Tensor, Tensor] | None = None
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
         self._leaves: list[nn.Parameter] = []
         if packed is not None:
@@ -240,11 +268,26 @@ class ExpertBank:
         self.packed, self._leaves = packed, []
         del self._gate_up, self._down
 
+    @property
+    def leaf_bytes(self) -> int:
+        """Of those parameters."""
+        return sum(leaf.nbytes for leaf in self._leaves)
+
     def matrices(self) -> tuple[Tensor, Tensor]:
         """[E, 2I, Z] and [E, Z, I]; the parameters are views of them, unless they are packed."""
         if self.packed is not None:
             return self.packed.matrices(self._dtype)
         return self._gate_up.tensor(), self._down.tensor()
+
+    def _inputs_first(self) -> tuple[Tensor, Tensor]:
+        """[E, Z, 2I] and [E, I, Z], as rows are multiplied with them."""
+        gate_up, down = self.matrices()
+        if not self.keeps_transposed or not self._leaves:  # without leaves nothing tells of a write
+            return gate_up.mT, down.mT
+        writes, held = sum(leaf._version for leaf in self._leaves), self._transposed
+        if held is None or held[0] != writes or held[1] is not gate_up:
+            held = self._transposed = writes, gate_up, gate_up.mT.contiguous(), down.mT.contiguous()
+        return held[2], held[3]
 
     def exchange(self, ids: Tensor, weights: Tensor) -> Exchange:
         """The way of rows with the experts ids [N, k] and weights [N, k] to these experts and back."""
@@ -292,42 +335,39 @@ class ExpertBank:
     def _infer(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if self._is_grouped(z):
             return self.static(z, weights, ids)
+        if self.communicator is None and ids.device.type == "cpu" and ids.numel() <= _GRID_ROOM * self.experts:
+            cells = _Cells.of(ids, self.experts)
+            if cells.room <= _GRID_ROOM and self.experts * cells.room <= _GRID_WASTE * ids.numel():
+                return self._on_grid(z, weights, cells)
         gate_up, down = self.matrices()
-        exchange, k = self.exchange(ids, weights), weights.shape[1]
-        room = max(exchange.counts)
-        if not isinstance(exchange, _Sorted) or self.experts * room > _GRID_WASTE * ids.numel() or room > _GRID_ROOM:
-            rows = self.dispatch(z, exchange)
-            hidden = _per_expert(rows, gate_up.mT, exchange.counts)
-            self.adapter.first.add(hidden, rows, exchange.counts)
-            active = self.activate(hidden)
-            out = _per_expert(active, down.mT, exchange.counts)
-            self.adapter.second.add(out, active, exchange.counts)
-            (result,) = exchange.combine(out)
-            return _sum_choices(result, weights, k)
-        place, grid = self._grid(exchange, ids, room)
-        rows = self.read(z).index_select(0, grid).view(self.experts, room, -1)
-        hidden = torch.bmm(rows, gate_up.mT)
-        self.adapter.first.add_grid(hidden, rows)
+        exchange = self.exchange(ids, weights)
+        rows = self.dispatch(z, exchange)
+        hidden = _per_expert(rows, gate_up.mT, exchange.counts)
+        self.adapter.first.add(hidden, rows, exchange.counts)
         active = self.activate(hidden)
-        out = torch.bmm(active, down.mT)
-        self.adapter.second.add_grid(out, active)
-        return _sum_choices(out.view(-1, z.shape[1]).index_select(0, place), weights, k)
+        out = _per_expert(active, down.mT, exchange.counts)
+        self.adapter.second.add(out, active, exchange.counts)
+        (result,) = exchange.combine(out)
+        return _sum_choices(result, weights, weights.shape[1])
+
+    def _on_grid(self, z: Tensor, weights: Tensor, cells: _Cells) -> Tensor:
+        """All experts in one batched product; what is not a product is over the assignments alone, not the cells."""
+        gate_up, down = self._inputs_first()
+        place, shape = cells.place, (self.experts, cells.room, -1)
+        rows = self.read(z).index_select(0, cells.token).view(shape)
+        hidden = torch.bmm(rows, gate_up)
+        self.adapter.first.add_grid(hidden, rows)
+        active = self.activate(hidden.view(-1, hidden.shape[2]).index_select(0, place))
+        grid = active.new_zeros(len(cells.token), active.shape[1]).index_copy_(0, place, active).view(shape)
+        out = torch.bmm(grid, down)
+        self.adapter.second.add_grid(out, grid)
+        return _sum_choices(out.view(-1, z.shape[1]).index_select(0, place), weights, weights.shape[1])
 
     def activate(self, hidden: Tensor) -> Tensor:
         """Products [..., 2I] of w1 and w3 -> what w2 reads [..., I]."""
         if hidden.device.type != "cpu":
             return self.read(self.unit.activation(hidden))
         return self.read(self.unit.value(self.unit.parts(hidden)).to(hidden.dtype))
-
-    def _grid(self, sort: _Sorted, ids: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Cells [E * room] with `room` rows for each expert -> cell of each assignment [N * k], token of each cell."""
-        counts = torch.tensor(sort.counts, device=ids.device)
-        first = counts.cumsum(0) - counts
-        flat = ids.reshape(-1)
-        place = sort.inverse + (torch.arange(self.experts, device=ids.device) * room - first).index_select(0, flat)
-        grid = torch.zeros(self.experts * room, dtype=torch.int64, device=ids.device)
-        grid[place] = torch.arange(len(flat), device=ids.device).div_(ids.shape[1], rounding_mode="floor")
-        return place, grid
 
 
 @fused

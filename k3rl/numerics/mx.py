@@ -25,6 +25,7 @@ scale byte 0, whose scale 2^-127 is itself a denormal in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, cast
 
 import torch
@@ -226,14 +227,28 @@ def _check_bytes(elements: Tensor, scale: Tensor, per_byte: int, fmt: _Format) -
         )
 
 
-def _scale_values(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """E8M0 bytes [...] -> 2^(s-127) in `dtype`; byte 0 is 2^-127, byte 255 is NaN."""
+@cache
+@torch.inference_mode(False)
+def _scale_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What each E8M0 byte is worth, [256]; made once, since an expert's bytes are read in less time."""
     table = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127)
     table[255] = torch.nan
-    return table.to(device=scale.device, dtype=dtype)[scale.long()]
+    return table.to(device=device, dtype=dtype)
+
+
+def _scale_values(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """E8M0 bytes [...] -> 2^(s-127) in `dtype`; byte 0 is 2^-127, byte 255 is NaN."""
+    return _scale_table(dtype, scale.device)[scale.long()]
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@cache
+@torch.inference_mode(False)
+def _pair_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The two E2M1 values of each byte, [256, 2]."""
+    return torch.tensor([[_E2M1[b & 15], _E2M1[b >> 4]] for b in range(256)], dtype=dtype, device=device)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -248,7 +263,7 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.f
     Raises QuantizationError when the shapes do not belong together.
     """
     _check_bytes(packed, scale, 2, _MXFP4)
-    table = torch.tensor([[_E2M1[b & 15], _E2M1[b >> 4]] for b in range(256)], dtype=_wide(dtype), device=packed.device)
+    table = _pair_table(_wide(dtype), packed.device)
     values = table.index_select(0, packed.reshape(-1).int()).view(*scale.shape, BLOCK)
     values.mul_(_scale_values(scale, values.dtype).unsqueeze(-1))
     return values.view(*packed.shape[:-1], packed.shape[-1] * 2).to(dtype)

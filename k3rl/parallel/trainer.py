@@ -157,7 +157,8 @@ class Trainer:
         )
         before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
         head = self.model.language_model.lm_head.weight
-        logprobs, entropy = target_logprobs(before, head, ids[targets], temperature)
+        kept = None if batch.kept is None else batch.kept.take(share.targets)
+        logprobs, entropy = target_logprobs(before, head, ids[targets], temperature, kept)
         if self.config.exact:
             value = exact_target_logprobs(self.model, batch, temperature)
             logprobs = ValueOf.apply(logprobs, value.to(device))

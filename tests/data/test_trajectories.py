@@ -27,6 +27,7 @@ from k3rl.types import (
     Failed,
     Group,
     Invalid,
+    KeptSets,
     Message,
     Scored,
     StopReason,
@@ -35,9 +36,11 @@ from k3rl.types import (
 )
 
 
-def turn(prompt, sampled, version, routes=None):
+def turn(prompt, sampled, version, routes=None, kept=None):
     logprobs = tuple(float(np.float32(-0.1 * value)) for value in sampled)
-    return Turn(tuple(prompt), tuple(sampled), logprobs, StopReason.STOP, version, version + 1, routes, 0.25, 0.5)
+    return Turn(
+        tuple(prompt), tuple(sampled), logprobs, StopReason.STOP, version, version + 1, routes, 0.25, 0.5, kept=kept
+    )
 
 
 ROUTES = np.arange(4 * 2 * 3, dtype=np.int16).reshape(4, 2, 3)
@@ -45,7 +48,7 @@ SCORES = [Scored(0.0, {"tests": 0.5}), Invalid("reads the answer", "open('/answe
 
 
 def episode(name, score=SCORES[0], branches=None):
-    first = turn([1, 2, 3], [4, 5], 7, ROUTES)
+    first = turn([1, 2, 3], [4, 5], 7, ROUTES, KeptSets.of([np.array([2, 4]), np.array([5])]))
     if branches is None:
         branches = (
             Branch("0", (first, turn([1, 2, 3, 4, 5, 6], [7], 8))),
@@ -89,7 +92,7 @@ def test_groups_come_back_as_they_were_written(tmp_path):
     entry = writer(tmp_path).write(GROUPS, generation=3, seed=11)
     assert trajectories.manifest(tmp_path) == [entry]
     assert trajectories.read(tmp_path, entry) == without_routes(GROUPS)
-    assert (entry.episodes, entry.rows, entry.generation, entry.schema_version) == (3, 5, 3, 2)
+    assert (entry.episodes, entry.rows, entry.generation, entry.schema_version) == (3, 5, 3, 3)
 
 
 def test_recorded_experts_are_in_a_file_of_their_own_until_dropped(tmp_path):
@@ -166,7 +169,7 @@ def test_a_missing_reward_is_null_in_the_file_and_not_zero(tmp_path):
     table = pq.read_table(tmp_path / entry.file)
     assert table["reward"].to_pylist() == [0.0, 0.0, None, None, None]
     assert table["status"].to_pylist() == ["scored", "scored", "invalid", "invalid", "failed"]
-    assert table.schema.metadata[b"schema_version"] == b"2"
+    assert table.schema.metadata[b"schema_version"] == b"3"
     assert table.schema.metadata[b"tokenizer_hash"] == b"abc"
 
 
@@ -239,7 +242,7 @@ def test_a_file_that_is_gone_or_of_another_schema_is_refused(tmp_path):
     pq.write_table(table.replace_schema_metadata({"schema_version": "1"}), path)
     data = path.read_bytes()
     other = dataclasses.replace(other, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    with pytest.raises(TrajectoryError, match="schema version 1; this program reads version 2"):
+    with pytest.raises(TrajectoryError, match="schema version 1; this program reads version 3"):
         trajectories.read(tmp_path, other)
 
 

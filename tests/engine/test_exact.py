@@ -17,7 +17,7 @@ from k3rl.model import AblationConfig, VisionConfig
 from k3rl.model.exact import ExactError, exact_hidden, exact_logits, exact_logprobs
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.parallel.exact import exact_target_logprobs
-from k3rl.types import Completion, SamplingParams, StopReason
+from k3rl.types import Completion, KeptSets, SamplingParams, StopReason
 
 PROMPTS = [[1], [7, 7, 7, 7, 3, 30, 11, 2, 18], list(range(1, 24)), [5, 9] * 16, [5, 9] * 16 + [4]]
 
@@ -117,14 +117,37 @@ def packed(prompts, done, images=((), (), (), (), ())) -> TrainBatch:
         logprobs, advantages = np.zeros((2, len(ids)), np.float32)
         logprobs[mask], advantages[mask] = answer.logprobs, 1.0 - number
         routes = None if answer.routes is None else np.concatenate([answer.routes, answer.routes[-1:]])  # last unread
-        sequences.append(TrainSequence(str(number), ids, mask, logprobs, advantages, routes, images=shown))
+        kept = None if answer.kept is None else KeptSets.join([len(prompt), KeptSets.of(answer.kept)])
+        sequences.append(TrainSequence(str(number), ids, mask, logprobs, advantages, routes, images=shown, kept=kept))
     return TrainBatch.pack(sequences)
 
 
+CUTS = [{}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.1}, {"logit_bias": ((3, float("-inf")),)}]
+
+
+@pytest.mark.parametrize("cut", [*CUTS, {"top_p": 0.9, "top_k": 12, "min_p": 0.02}], ids=str)
+def test_the_learner_scores_what_every_way_of_sampling_drew_as_the_engine_did(build_model, cut):
+    model, temperature = build_model(), 0.7
+    done = Engine(model, max_running=3).generate(PROMPTS, params(max_tokens=20, temperature=temperature, **cut))
+    batch = packed(PROMPTS, done)
+    assert (batch.kept is None) == (not cut)
+    trainer = Trainer(model, TrainerConfig(micro_batch_tokens=64))  # several micro-batches: the sets are cut with them
+    found = {
+        name: trainer.target_inputs(micro, temperature).logprobs.tolist()
+        for micro in batch.split(64)
+        for name in [micro.sequence_ids]
+    }
+    for names, values in found.items():
+        wanted = [logprob for name in names for logprob in done[int(name)].logprobs]
+        assert values == pytest.approx(wanted, abs=1e-9)  # float64, sums in another order
+    assert trainer.logprobs(batch, temperature) == pytest.approx(batch.sampler_logprobs, abs=1e-5)  # kept as float32
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.8}])
 @pytest.mark.parametrize("replay", [True, False])
-def test_the_divergence_of_sampler_and_learner_is_zero_and_the_gradient_is_not(build_model, replay):
+def test_the_divergence_of_sampler_and_learner_is_zero_and_the_gradient_is_not(build_model, replay, cut):
     model, temperature = build_model(dtype=torch.float32), 0.8
-    own = params(max_tokens=20, seed=None, temperature=temperature, return_routes=replay)
+    own = params(max_tokens=20, seed=None, temperature=temperature, return_routes=replay, **cut)
     batch = packed(PROMPTS, Engine(model, max_running=3, exact=True).generate(PROMPTS, own))
     trainer = Trainer(model, TrainerConfig(exact=True, micro_batch_tokens=64))
     assert np.array_equal(trainer.logprobs(batch, temperature), batch.sampler_logprobs)

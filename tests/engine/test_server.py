@@ -233,12 +233,13 @@ BAD = [
     ("completions", {"prompt": "a", "logprobs": 5}, 400, None, "logprobs"),
     ("completions", {"prompt": "a", "stop": [""]}, 400, None, None),
     ("completions", {"prompt": "a", "model": "other"}, 404, "model_not_found", "model"),
-    ("completions", {"prompt": "a", "n": 100}, 429, "rate_limit_exceeded", None),
+    ("completions", {"prompt": "a", "n": 100}, 400, None, "n"),
     ("completions", {"prompt": "a" * 9000}, 413, "body_too_large", None),
     ("chat/completions", {"messages": [{"role": "king", "content": "a"}]}, 400, None, "messages"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "messages"),
     ("chat/completions", {"messages": [], "max_tokens": 1}, 400, None, "messages"),
     ("chat/completions", {"messages": MESSAGES, "presence_penalty": 0.5}, 400, None, None),
+    ("chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}, 400, None, None),
 ]
 
 
@@ -258,10 +259,24 @@ def test_bad_requests_get_an_openai_error_object(limited, path, body, status, co
     error = answer.json()["error"]
     assert error["code"] == code
     assert error["message"]
-    assert error["type"] == ("rate_limit_error" if status == 429 else "invalid_request_error")
+    assert error["type"] == "invalid_request_error"
     assert param is None or param in error["param"]
     fine = httpx.post(limited + "/v1/completions", headers=HEADERS, json={"prompt": "a", "max_tokens": 1})
     assert fine.status_code == 200
+
+
+def test_who_comes_while_all_samples_are_taken_is_told_to_come_again(limited):
+    never = {str(xtml.stop_id(TOKENIZER)): -100}
+    eight = {"prompt": "a", "n": 8, "max_tokens": 1000, "logit_bias": never, "stream": True}
+    one = {"prompt": "a", "max_tokens": 1}
+    with httpx.stream("POST", limited + "/v1/completions", headers=HEADERS, json=eight, timeout=60) as answer:
+        assert answer.status_code == 200
+        refused = httpx.post(limited + "/v1/completions", headers=HEADERS, json=one)
+    assert refused.status_code == 429, refused.text
+    assert refused.headers["retry-after"] == "1"
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    wait_until(lambda: httpx.post(limited + "/v1/completions", headers=HEADERS, json=one).status_code == 200)
 
 
 def test_a_body_that_is_not_json_and_a_page_that_is_not_there_are_error_objects(limited):

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from k3rl.config import ConfigError
@@ -70,7 +71,9 @@ class Script:
         own = [segment for segment, sampled in zip(*rendered, strict=True) if sampled]
         ids = tuple(TOKENIZER.encode_segments(own))[: params.max_tokens]
         stop = StopReason.STOP if len(ids) < params.max_tokens else StopReason.LENGTH
-        return Completion(ids, (-float(len(self.prompts)),) * len(ids), stop, weight_version=1, first_version=1)
+        drawn = tuple(np.array([token, token + 1], np.int32) for token in ids)
+        logprobs = (-float(len(self.prompts)),) * len(ids)
+        return Completion(ids, logprobs, stop, weight_version=1, first_version=1, kept=drawn)
 
 
 def harness(config: HarnessConfig = PLAIN, spec: WorkspaceSpec = SPEC, **options: Any) -> HarnessEnv:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +65,8 @@ class Script:
         kept = ids[: params.max_tokens]
         logprobs = tuple(-0.5 - number / 8 for number in range(len(kept)))
         stop = self.stop if len(kept) == len(ids) else StopReason.LENGTH
-        return Completion(kept, logprobs, stop, weight_version=4, first_version=3)
+        drawn = tuple(np.array([token, token + 1], np.int32) for token in kept) if params.top_k else None
+        return Completion(kept, logprobs, stop, weight_version=4, first_version=3, kept=drawn)
 
 
 def play(
@@ -110,6 +112,16 @@ def test_a_single_turn_is_recorded_as_it_was_sampled() -> None:
     assert (episode.family, episode.level, episode.task_id) == (LIST.family, LIST.level, LIST.id)
     assert episode.budgets_used["tokens"] == len(said)
     assert [message.role for message in episode.messages] == ["user", "assistant"]
+
+
+def test_what_each_token_was_drawn_from_is_recorded_with_its_turn() -> None:
+    said = answer("def f(a):\n return a")
+    (branch,) = play(Script(said), sampling=SamplingParams(top_k=2, max_tokens=200)).branches
+    kept = branch.kept
+    assert kept is not None
+    prompt = len(kept) - len(said)
+    assert (kept.which[:prompt] == -1).all()
+    assert [kept.set(number).tolist() for number in kept.which[prompt:]] == [[token, token + 1] for token in said]
 
 
 def test_a_tool_turn_extends_the_tokens_and_equals_the_rendered_conversation(runner: ProgramRunner) -> None:

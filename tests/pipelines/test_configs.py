@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from k3rl.actors.cluster import ClusterConfig, EngineConfig, RolloutConfig
 from k3rl.config import ConfigError
 from k3rl.parallel import TrainerConfig
 from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
-from k3rl.pipelines.weights import check_start, model_config
+from k3rl.pipelines.weights import check_layout, check_start, model_config, policy_sampling
 
 
 def test_a_group_size_that_does_not_divide_the_batch_names_the_sizes_that_would():
@@ -26,6 +27,33 @@ def test_degrees_that_do_not_divide_the_learner_are_refused_before_anything_star
     with pytest.raises(ConfigError, match="2 learner ranks cannot be data x expert_parallel 3"):
         check_start(odd)
     check_start(sft().replace(trainer=TrainerConfig(expert_parallel=2)))
+
+
+@pytest.mark.parametrize(("trainer", "engine"), [(True, False), (False, True)])
+def test_exact_training_and_exact_engines_go_together(trainer, engine):
+    both = ClusterConfig(engine=EngineConfig(exact=engine))
+    stage = rl().replace(trainer=TrainerConfig(exact=trainer), cluster=both)
+    with pytest.raises(ConfigError, match=r"trainer\.exact is .* cluster\.engine\.exact is") as caught:
+        check_start(stage)
+    assert caught.value.key == "trainer.exact"
+    check_layout(ClusterConfig(engine=EngineConfig(exact=trainer)), stage)
+    check_layout(both, sft().replace(trainer=TrainerConfig(exact=trainer)))  # nothing is sampled to be trained on
+
+
+def test_exact_training_on_tokens_of_another_engine_is_refused():
+    server = RolloutConfig(backend="vllm", url=("http://one:1", "http://two:2"))
+    foreign = ClusterConfig(rollout=server, engine=EngineConfig(exact=True))
+    with pytest.raises(ConfigError, match=r"cluster\.rollout\.backend"):
+        check_layout(foreign, rl().replace(trainer=TrainerConfig(exact=True)))
+
+
+def test_what_a_run_may_cut_reaches_the_sampler():
+    stage = rl()
+    chosen = policy_sampling(
+        stage.replace(sampling=stage.sampling.replace(temperature=0.9, top_p=0.8, top_k=40, min_p=0.05, max_tokens=7))
+    )
+    found = chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p, chosen.max_tokens
+    assert found == (0.9, 0.8, 40, 0.05, 7)
 
 
 def test_a_group_of_one_has_no_baseline():
