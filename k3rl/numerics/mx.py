@@ -230,10 +230,15 @@ def _check_bytes(elements: Tensor, scale: Tensor, per_byte: int, fmt: _Format) -
 @cache
 @torch.inference_mode(False)
 def _scale_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What each E8M0 byte is worth, [256]; made once, since an expert's bytes are read in less time."""
-    table = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127)
-    table[255] = torch.nan
-    return table.to(device=device, dtype=dtype)
+    """What each E8M0 byte is worth, [256]; made once, since an expert's bytes are read in less time.
+
+    Made of bits: arithmetic would lose 2^-127 in float32 for ever, had the first caller set denormals to be flushed.
+    """
+    layout = _LAYOUTS[dtype]
+    exponent = torch.arange(256, dtype=layout.integer) - 127 + layout.bias
+    bits = torch.where(exponent > 0, exponent << layout.mantissa, 1 << (layout.mantissa - 1))
+    bits[255] = layout.exponent_mask | 1 << (layout.mantissa - 1)
+    return bits.view(dtype).to(device)
 
 
 def _scale_values(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -265,6 +265,19 @@ def test_flushed_denormals_leave_zero_and_tiny_blocks_finite(name: str) -> None:
     assert torch.equal(flushed, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decoding_does_not_depend_on_how_denormals_were_treated_when_it_was_first_done(dtype: torch.dtype) -> None:
+    mx._scale_table.cache_clear()
+    assert torch.set_flush_denormal(True)
+    try:
+        mx._scale_table(dtype, torch.device("cpu"))
+    finally:
+        torch.set_flush_denormal(False)
+    worth = mx._scale_table(dtype, torch.device("cpu")).tolist()
+    assert worth[:255] == [2.0 ** (byte - 127) for byte in range(255)]
+    assert math.isnan(worth[255])
+
+
 @every_format
 @every_rule
 def test_gradient_is_the_incoming_gradient(name: str, rule: str) -> None:
