@@ -133,7 +133,12 @@ def backward_kernel(
     rest = tl.load(chunk_rest + strip)
     w0, w1, w2, w3 = _weights(w, column, valid, WIDE)
     nothing = tl.zeros([COLUMNS], tl.float32)
-    x3, x2, x1, d3, d2, d1 = nothing, nothing, nothing, nothing, nothing, nothing
+    x3, x2, x1 = nothing, nothing, nothing
+    # Loads that read nothing, each with another mask: Triton 3.6 takes values that a loop hands on from one to the next
+    # for equal when they start as the same constant.
+    d3 = tl.load(x + column, mask=valid & (n < -3), other=0.0).to(tl.float32)
+    d2 = tl.load(x + column, mask=valid & (n < -2), other=0.0).to(tl.float32)
+    d1 = tl.load(x + column, mask=valid & (n < -1), other=0.0).to(tl.float32)
     g0, g1, g2, g3 = nothing, nothing, nothing, nothing
     if n > 0:
         past = history + stream * channels

@@ -37,6 +37,15 @@ def test_configuration_compiles_within_its_limits(name):
     assert not name.startswith("prepare") or not found["wgmma"], found
 
 
+def test_the_convolution_backward_carries_every_row_that_it_reaches_back_to():
+    """Three inputs, three gradients and four sums. Triton 3.6 drops values that a loop hands on from one to the next
+    when they start as one constant; the interpreter, which does not compile, is right either way."""
+    kernel = compiling.compiled(*compiling.CONFIGURATIONS["conv-backward"])
+    (loop,) = (line for line in kernel.asm["ttgir"].splitlines() if "scf.for" in line)
+    carried = loop.partition("iter_args(")[2].partition(") ->")[0]
+    assert carried.count(" = ") == 10, loop
+
+
 def test_the_number_of_compiled_variants_is_bounded():
     """Per model: each configuration, times with and without states given and saved where that is a constant."""
     flags = ("HAS_S0", "SAVE", "HAS_DS", "HAS_HISTORY", "PACKED", "EARLY", "TRANSITION", "WHERE")

@@ -184,7 +184,8 @@ def eager(dims: dict[str, int], seed: list[int], device: str) -> tuple[float, bo
     clock, times = Clock(device), []
     for repeat in range(-gpu.WARMUPS, gpu.REPEATS):
         shifted = v.roll(repeat, 1)
-        clock.seconds()
+        if device == "cuda":
+            torch.cuda.synchronize()
         for _ in range(FLUSHES):
             flush.zero_()
         clock.mark(0)
