@@ -124,6 +124,8 @@ def rows(case: cases.Case) -> list[dict[str, object]]:
     peers = {case.peer: typical.get("peer")}
     if "recurrence" in contenders:
         peers["fla-core, recurrence alone"] = typical.get("recurrence")
+    if "launch" in contenders:
+        peers["nothing: a kernel that adds 1 to one number"] = typical.get("launch")
     if case.recorded:
         peers["FlashKDA, recorded"] = case.recorded
     lines = []

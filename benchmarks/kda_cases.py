@@ -20,7 +20,6 @@ import torch
 
 from k3rl.kernels import (
     gated_norm,
-    gated_norm_kernels,
     kda_autograd,
     kda_decode,
     kda_decode_kernels,
@@ -144,10 +143,8 @@ def _forward(H: int, T: int, regime: str, packing: str | None) -> Contenders:
         cu = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
     run = lambda: kda_module.kda(*args, cu_seqlens=cu)  # noqa: E731
     contenders: Contenders = {"ours": run}
-    if H < 96:
-        for programs, least in ((384, 16), (768, 8), (192, 32)):
-            name = f"ours: {programs} programs, segments of at least {least} chunks"
-            contenders[name] = under(kda_autograd, run, SEGMENT_PROGRAMS=programs, SEGMENT_LEAST=least)
+    if not packing:
+        contenders["ours: loads where they are used"] = under(kda_autograd, run, EARLY_PREPARE=False)
     if have_peer():
         contenders["peer"] = fla_kda(args, cu)
     return contenders
@@ -182,7 +179,7 @@ def _training(H: int, regime: str, packing: str | None) -> Contenders:
             x.grad = None
 
     ours = lambda: step(lambda: kda_module.kda(*args, cu_seqlens=cu))  # noqa: E731
-    contenders = {"ours": ours, "ours: input gradients by 8 warps": under(kda_autograd, ours, GRADIENT_WARPS=(4, 8))}
+    contenders = {"ours": ours, "ours: loads where they are used": under(kda_autograd, ours, EARLY=False)}
     if have_peer():
         peer = fla_kda(args, cu)
         contenders["peer"] = lambda: step(peer)
@@ -200,22 +197,6 @@ def training() -> Iterator[Case]:
                memory=True)  # fmt: skip
 
 
-# Variants of the decode step: what TILES or DEFERRED of kda_decode_kernels becomes.
-READ_WRITE = {
-    "tiles of 64": {"tile": 64, "ahead": 1},
-    "tiles of 64, all at once": {"tile": 64, "ahead": 2},
-    "tiles of 64, 8 warps": {"tile": 64, "ahead": 2, "num_warps": 8},
-    "one tile, 16 warps": {"tile": 128, "ahead": 1, "num_warps": 16},
-    "tiles of 32": {"tile": 32, "ahead": 1},
-    "tiles of 32, two ahead": {"tile": 32, "ahead": 2},
-}
-DEFERRED = {
-    "deferred, tiles of 64": {"tile": 64, "ahead": 1, "maxnreg": None},
-    "deferred, tiles of 32": {"tile": 32, "ahead": 1, "maxnreg": 168},
-    "deferred, one tile, 16 warps": {"tile": 128, "ahead": 1, "maxnreg": None, "num_warps": 16},
-}
-
-
 def decode_arguments(B: int, H: int, regime: str = "production", seed: int = 0):
     """(q, k, v, gate, beta, out_gate), (weights, A_log, dt_bias, norm), conv pool, state pool; projections strided."""
     generator = torch.Generator(device()).manual_seed(seed)
@@ -231,23 +212,31 @@ def decode_arguments(B: int, H: int, regime: str = "production", seed: int = 0):
     return rows, shared, new(B, 3, 3 * P).bfloat16(), new(B, H, D, D)
 
 
+def waiting_rows(pool, B: int) -> kda_decode.PendingRows:
+    """Rows of every phase of a chunk, by turns: the mean cost of such a batch is what a token costs."""
+    pending = kda_decode.PendingRows.empty(pool)
+    pending.keys.normal_()
+    pending.updates.normal_()
+    pending.decay.fill_(-1.0)
+    pending.span[:, :, 1] = torch.arange(B, device=pool.device)[:, None] % 16
+    return pending
+
+
 def _decode(H: int, B: int) -> Contenders:
     H, B = heads(H), rows_of(B)
     rows, shared, conv_pool, pool = decode_arguments(B, H)
     index = torch.randperm(B, device=device()).int()
-    plain = lambda: kda_decode.kda_decode(*rows, *shared, conv_pool, pool, index, index)  # noqa: E731
-    contenders: Contenders = {"ours": plain}
-    for name, options in READ_WRITE.items():
-        contenders[f"ours: {name}"] = under(kda_decode_kernels, plain, TILES=options)
-    for name, options in DEFERRED.items():
-        pending = kda_decode.PendingRows.empty(pool)
-        pending.keys.normal_()
-        pending.updates.normal_()
-        pending.decay.fill_(-1.0)
-        # Every phase of a chunk in the batch: its mean cost is what a token costs.
-        pending.span[:, :, 1] = torch.arange(B, device=device())[:, None] % 16
-        late = functools.partial(kda_decode.kda_decode, *rows, *shared, conv_pool, pool, index, index, pending=pending)
-        contenders[f"ours: {name}"] = under(kda_decode_kernels, late, DEFERRED=options)
+    plain = functools.partial(kda_decode.kda_decode, *rows, *shared, conv_pool, pool, index, index)
+    late = [functools.partial(plain, pending=waiting_rows(pool, B)) for _ in range(3)]
+    contenders: Contenders = {"ours": plain, "ours: with pending": late[0]}
+    contenders["ours: deferred"] = under(kda_decode_kernels, late[1], DEFERRED_FROM=0)
+    contenders["ours: with pending, written"] = under(kda_decode_kernels, late[2], DEFERRED_FROM=1 << 30)
+    if B == 1:
+        for name, parts in (("one program", 1), ("eight programs", 8)):
+            contenders[f"ours: {name} a head"] = under(kda_decode_kernels, plain, PARTS=parts)
+    if B == 1:
+        one = torch.zeros(1, device=device())
+        contenders["launch"] = lambda: one.add_(1.0)
     if have_peer():
         contenders |= _fla_decode(rows, shared, B, H)
     return contenders
@@ -290,22 +279,7 @@ def decode() -> Iterator[Case]:
                    96 if B < 200 else 48, "fla-core, three kernels")  # fmt: skip
 
 
-CONV_VARIANTS = {
-    "wide weights": {"wide": True},
-    "strips of 64": {"strip": 64},
-    "strips of 64, wide weights": {"strip": 64, "wide": True},
-    "strips of 64, 1024 columns by 8 warps, wide": {"strip": 64, "columns": 1024, "num_warps": 8, "wide": True},
-    "strips of 256, 256 columns by 2 warps": {"strip": 256, "columns": 256, "num_warps": 2, "stages": 1},
-    "strips of 256, 256 columns by 2 warps, wide": {
-        "strip": 256, "columns": 256, "num_warps": 2, "stages": 1, "wide": True,
-    },
-}  # fmt: skip
-NORM_VARIANTS = {
-    "one exchange": {"merged": True},
-    "one exchange, 64 rows by 16 warps": {"merged": True, "rows": 64, "num_warps": 16, "stages": 3, "programs": 132},
-    "one exchange, 396 programs": {"merged": True, "programs": 396, "stages": 2},
-    "one exchange, 1056 programs, 16 rows": {"merged": True, "programs": 1056, "rows": 16, "stages": 2, "num_warps": 4},
-}
+CONV_BACKWARD = {"four stages": {"stages": 4}}
 
 
 def _conv(backward: bool) -> Contenders:
@@ -318,11 +292,10 @@ def _conv(backward: bool) -> Contenders:
     if backward:
         both = lambda: torch.autograd.grad(run()[0], [*xs, *ws], up)  # noqa: E731
         contenders["ours"] = both
-        contenders["ours: wide weights"] = under(short_conv_kernels, both, BACKWARD={"wide": True})
+        for name, options in CONV_BACKWARD.items():
+            contenders[f"ours: {name}"] = under(short_conv_kernels, both, BACKWARD=options)
     else:
         contenders["ours"] = torch.no_grad()(run)
-        for name, options in CONV_VARIANTS.items():
-            contenders[f"ours: {name}"] = under(short_conv_kernels, torch.no_grad()(run), FORWARD=options)
     if have_peer():
         from fla.modules.causal_conv1d import causal_conv1d
 
@@ -344,8 +317,6 @@ def _norm(backward: bool) -> Contenders:
     if backward:
         both = lambda: torch.autograd.grad(run(), leaves, dy)  # noqa: E731
         contenders["ours"] = both
-        for name, options in NORM_VARIANTS.items():
-            contenders[f"ours: {name}"] = under(gated_norm_kernels, both, BACKWARD=options)
     if have_peer():
         from fla.modules.norm.fused_norm_gate import rms_norm_gated
 

@@ -231,30 +231,33 @@ def splits(regime: str) -> dict[str, float]:
 
 @torch.no_grad()
 def decode_steps(regime: str) -> dict[str, float]:
-    """18, 19: both forms and all variants under a CUDA graph over many steps against float64: strided indices, padding,
-    forks, phases that differ, slots that nothing may touch."""
+    """18, 19: both forms, changes between them and all variants under a CUDA graph over many steps against float64:
+    strided indices, padding, forks, phases that differ, slots that nothing may touch."""
     B, H, steps = {"full": (24, 12, 40), "small": (24, 12, 2), "dry": (3, 1, 3)}[cases.SIZE]
     slots = 2 * B
     worst: dict[str, float] = {}
     caps: dict[str, float] = {}
-    forms = {"halves": (None, None)} | {name: (options, None) for name, options in cases.READ_WRITE.items()}
-    forms |= {name: (None, options) for name, options in cases.DEFERRED.items()}
-    for name, (tiles, deferred) in forms.items():
+    kernels = kda_decode_kernels
+    # (with pending rows, deferred from so many programs on, None: by turns, split up to so many programs)
+    forms: dict[str, tuple[bool, int | None, int]] = {"read and write": (False, 0, 0), "deferred": (True, 0, 0)}
+    forms |= {"pending, written": (True, 1 << 30, 0), "forms that change": (True, None, 0)}
+    forms |= {"split": (False, 0, 1 << 30), "forms that change, split": (True, None, 1 << 30)}
+    for name, (waiting, least, split) in forms.items():
         rows, shared, _, _ = cases.decode_arguments(B, H, regime)
         generator = torch.Generator(cases.device()).manual_seed(7)
         conv_pool = torch.randn(slots, 3, 3 * H * D, device=cases.device(), generator=generator).bfloat16()
         pool = torch.randn(slots, H, D, D, device=cases.device(), generator=generator)
         wide = [conv_pool.clone(), pool.double()]
         before = pool.clone()
-        pending = kda_decode.PendingRows.empty(pool) if deferred is not None else None
+        pending = kda_decode.PendingRows.empty(pool) if waiting else None
         if pending is not None:
             pending.begin(torch.arange(slots, device=pool.device), torch.arange(slots, device=pool.device))
         table = torch.full((B, 2), -1, dtype=torch.int32, device=pool.device)
         step = functools.partial(
             kda_decode.kda_decode, *rows, *shared, conv_pool, pool, table[:, 0], table[:, 1], pending=pending
         )
-        values = {"TILES": tiles} if deferred is None else {"DEFERRED": deferred}
-        run = _graphed(cases.under(kda_decode_kernels, step, **values))
+        limits = (0, 0, 1 << 30) if least is None else (least,)
+        runs = [_graphed(cases.under(kernels, step, DEFERRED_FROM=n, SPLIT_PROGRAMS=split)) for n in limits]
         found = 0.0
         for at in range(steps):
             order = torch.randperm(B, generator=torch.Generator().manual_seed(at)).to(table)
@@ -263,7 +266,7 @@ def decode_steps(regime: str) -> dict[str, float]:
             table[at % B] = -1
             if at % 7 == 3:
                 table[(at + 1) % B, 1] = B + at % B  # a fork; the next steps read the old slot
-            y = run()
+            y = runs[at % len(runs)]()
             wide_rows = [x.double() for x in rows[3:5]]
             args = (*rows[:3], *wide_rows, rows[5], *shared, wide[0], wide[1], table[:, 0], table[:, 1])
             y2 = kda_decode.kda_decode_reference(*args)
@@ -301,8 +304,8 @@ def convolution() -> dict[str, float]:
     """26, 28, 29, 30: short and empty sequences, histories, strided gradients; every variant."""
     worst: dict[str, float] = {"y": 0.0, "gradient": 0.0}
     full = cases.SIZE != "dry"
-    settings = [{}, *cases.CONV_VARIANTS.values()] if full else [{}, {"strip": 8, "wide": True}]
-    for options in settings:
+    settings = [{}, *cases.CONV_BACKWARD.values()] if full else [{"strip": 8}]
+    for backward in settings:
         for T, lengths in ((5, None), (1, None), (530, [1, 0, 2, 500, 20]) if full else (20, [1, 0, 2, 12])):
             n = 2 if lengths is None else len(lengths)
             B, C = (2 if lengths is None else 1), 1024 if full else 128
@@ -311,7 +314,7 @@ def convolution() -> dict[str, float]:
             ws = [new(C, 4).requires_grad_() for _ in range(3)]
             history = new(n, 3, 3 * C).bfloat16()
             cu = None if lengths is None else packed(lengths)
-            with cases.setting(short_conv_kernels, FORWARD=options, BACKWARD=options):
+            with cases.setting(short_conv_kernels, BACKWARD=backward):
                 ys, last = short_conv.short_conv(xs, ws, history=history, cu_seqlens=cu)
                 up = [new(B, 2 * T, C).bfloat16()[:, ::2] for _ in ys]
                 got = torch.autograd.grad(ys, [*xs, *ws], up)
@@ -325,24 +328,19 @@ def convolution() -> dict[str, float]:
 
 
 def norms() -> dict[str, float]:
-    """26, 27: the gated norm with an expanded gradient and a gate of 0, every variant."""
-    from k3rl.kernels import gated_norm_kernels
-
+    """26, 27: the gated norm with an expanded gradient and a gate of 0."""
     worst: dict[str, float] = {"y": 0.0, "gradient": 0.0}
-    settings = [{}, *cases.NORM_VARIANTS.values()] if cases.SIZE != "dry" else [{}, {"merged": True}]
-    for options in settings:
-        for rows in (1, 21, 4001) if cases.SIZE != "dry" else (1, 21):
-            new = functools.partial(torch.randn, device=cases.device())
-            args = [new(rows, 3, D).bfloat16(), new(rows, 3, D).bfloat16(), new(D)]
-            args[1][0] = 0
-            args = [x.requires_grad_() for x in args]
-            with cases.setting(gated_norm_kernels, BACKWARD=options):
-                y = gated_norm.gated_norm(*args)
-                got = torch.autograd.grad(y.sum(), args)
-            wide = [x.detach().double().requires_grad_() for x in args]
-            y2 = gated_norm.gated_norm_reference(*wide)
-            worst["y"] = max(worst["y"], error(y, y2))
-            worst["gradient"] = max(worst["gradient"], *map(error, got, torch.autograd.grad(y2.sum(), wide)))
+    for rows in (1, 21, 4001) if cases.SIZE != "dry" else (1, 21):
+        new = functools.partial(torch.randn, device=cases.device())
+        args = [new(rows, 3, D).bfloat16(), new(rows, 3, D).bfloat16(), new(D)]
+        args[1][0] = 0
+        args = [x.requires_grad_() for x in args]
+        y = gated_norm.gated_norm(*args)
+        got = torch.autograd.grad(y.sum(), args)
+        wide = [x.detach().double().requires_grad_() for x in args]
+        y2 = gated_norm.gated_norm_reference(*wide)
+        worst["y"] = max(worst["y"], error(y, y2))
+        worst["gradient"] = max(worst["gradient"], *map(error, got, torch.autograd.grad(y2.sum(), wide)))
     return within(worst, {"y": 3e-3, "gradient": 4e-3})
 
 
@@ -365,23 +363,14 @@ def recompilation() -> dict[str, float]:
     return {"variants": counts[-1]}
 
 
-def gradient_warps() -> dict[str, float]:
-    """The float64 comparison with the other setting of the gradient kernels (9)."""
-    with cases.setting(kda_autograd, GRADIENT_WARPS=(4, 8)):
-        return oracle("mixed")
-
-
 def segments() -> dict[str, float]:
-    """A scan cut into segments (few heads) against the float64 reference, every setting."""
+    """A scan cut into segments (few heads) against the float64 reference."""
     T, H = (4096, 2) if cases.SIZE != "dry" else (70, 1)
     args = cases.inputs(T, H, "slow")
     o2, S2 = kda_module.kda_reference(*(x.double() for x in args))
-    worst = {"o": 0.0, "state": 0.0}
-    for least in (16, 32) if cases.SIZE != "dry" else (1,):
-        with torch.no_grad(), cases.setting(kda_autograd, SEGMENT_LEAST=least, SEGMENT_PROGRAMS=384):
-            o, S = kda_module.kda(*args)
-        worst = {"o": max(worst["o"], error(o, o2)), "state": max(worst["state"], error(S, S2))}
-    return within(worst, CAPS)
+    with torch.no_grad(), cases.setting(kda_autograd, SEGMENT_LEAST=32 if cases.SIZE != "dry" else 1):
+        o, S = kda_module.kda(*args)
+    return within({"o": error(o, o2), "state": error(S, S2)}, CAPS)
 
 
 def checks() -> Iterator[tuple[str, str, Callable[[], dict[str, float]]]]:
@@ -394,7 +383,6 @@ def checks() -> Iterator[tuple[str, str, Callable[[], dict[str, float]]]]:
     yield "gated_norm", "norm", norms
     yield "kda", "later tokens", suffix
     yield "kda", "segments", segments
-    yield "kda", "gradient warps", gradient_warps
     yield "kda", "strided gradients, NaN tails", upstreams
     yield "kda", "lengths, repeats", lengths_repeat
     for regime in ("production", "slow"):

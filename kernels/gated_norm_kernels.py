@@ -13,8 +13,7 @@ import triton.language as tl
 from k3rl.kernels.triton_ops import INTERPRET, sigmoid, to_bf16_rne
 
 ROWS_FORWARD = 32
-# merged: both sums of a row by one exchange.
-BACKWARD = {"rows": 32, "programs": 132 * 2, "stages": 4, "num_warps": 8, "merged": False}
+BACKWARD = {"rows": 64, "programs": 132, "stages": 3, "num_warps": 16}
 
 
 @triton.jit
@@ -54,7 +53,7 @@ def forward_kernel(x, gate, weight, y, n, eps, D: tl.constexpr, ROWS: tl.constex
 @triton.jit(do_not_specialize=["n", "steps"])
 def backward_kernel(
     x, gate, weight, dy, dx, dgate, dweight_rows, n, eps, steps,
-    D: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr, MERGED: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, D)[None, :]
     w = tl.load(weight + column).to(tl.float32)
@@ -68,15 +67,10 @@ def backward_kernel(
         d = tl.load(dy + at, mask=row < n, other=0.0).to(tl.float32)
         # d of the normed row before the weight; the weight's and the gate's gradients use the un-gated value.
         dn = d * g
-        if MERGED:
-            square, along = _two_sums(h * h, dn * w * h)
-            rstd = tl.rsqrt(square / D + eps)
-            h = h * rstd[:, None]
-            along = along * rstd
-        else:
-            rstd = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)
-            h = h * rstd[:, None]
-            along = tl.sum(dn * w * h, axis=1)
+        square, along = _two_sums(h * h, dn * w * h)
+        rstd = tl.rsqrt(square / D + eps)
+        h = h * rstd[:, None]
+        along = along * rstd
         dw += dn * h
         dn = dn * w
         _store(dgate + at, dn * h * (1.0 - g), row < n, BF16)
@@ -107,7 +101,7 @@ class _GatedNorm(torch.autograd.Function):
         return dx, dgate, dweight.to(weight.dtype), None
 
 
-def backward(x, gate, weight, dy, eps, *, rows: int, programs: int, stages: int, num_warps: int, merged: bool):
+def backward(x, gate, weight, dy, eps, *, rows: int, programs: int, stages: int, num_warps: int):
     """dx, dgate (contiguous, x's dtype) and dweight [D] fp32."""
     D = x.shape[-1]
     n = x.numel() // D
@@ -117,7 +111,7 @@ def backward(x, gate, weight, dy, eps, *, rows: int, programs: int, stages: int,
     parts = torch.empty(programs, D, dtype=torch.float32, device=x.device)
     backward_kernel[(programs,)](
         x, gate, weight, dy, dx, dgate, parts, n, eps, steps,
-        D=D, ROWS=rows, BF16=x.dtype == torch.bfloat16, STAGES=stages, MERGED=merged, num_warps=num_warps,
+        D=D, ROWS=rows, BF16=x.dtype == torch.bfloat16, STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
     return dx, dgate, parts.sum(0)
 

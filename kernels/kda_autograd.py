@@ -17,9 +17,10 @@ TILE_V = 64
 MULTIPROCESSORS = 132
 # A scan of few programs is cut into segments until this many run side by side, none shorter than SEGMENT_LEAST chunks.
 SEGMENT_PROGRAMS = 192
-SEGMENT_LEAST = 16
-# Warps of `state_gradients` and `input_gradients`.
-GRADIENT_WARPS = (4, 4)
+SEGMENT_LEAST = 32
+# Gradient kernels: what is read late is brought to the L2 cache first, what is read early is read together.
+EARLY = True
+EARLY_PREPARE = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,7 @@ def prepare(
         q, k, gate, beta, A_log, dt_bias, chunks.start, chunks.length,
         out.q_in, out.k_in, out.k_out, out.A, out.solve, out.decay, out.norms,
         *q.stride()[:2], *k.stride()[:2], *gate.stride()[:2], *beta.stride()[:2], H, lower_bound, K**-0.5,
-        SAVE=save, K=K, C=C, BLOCK=BLOCK, num_warps=num_warps, maxnreg=maxnreg,
+        SAVE=save, K=K, C=C, BLOCK=BLOCK, EARLY=EARLY_PREPARE, num_warps=num_warps, maxnreg=maxnreg,
     )  # fmt: skip
     return out
 
@@ -283,13 +284,13 @@ def gradients(
     kda_backward.state_gradients_kernel[(H, chunks.count)](
         v, beta, o, do, updates, dv, states, dstates, decay, chunks.start, chunks.length, *tiles, dbeta, fading, along,
         *(stride for x in (v, beta, o, do, dv) for stride in x.stride()[:2]), H, K=K, V=V, C=C,
-        num_warps=GRADIENT_WARPS[0], **options[0],
+        EARLY=EARLY, num_warps=4, **options[0],
     )  # fmt: skip
     dbias, drate = torch.empty_like(decay), torch.empty_like(decay)
     kda_backward.input_gradients_kernel[(K // columns, H, chunks.count)](
         q, k, gate, A_log, dt_bias, *tiles, fading, norms, along, chunks.start, chunks.length, *grads, dbias, drate,
         *(stride for x in (q, k, gate) for stride in x.stride()[:2]), H, lower_bound, K**-0.5,
-        K=K, KB=columns, C=C, BLOCK=BLOCK, num_warps=GRADIENT_WARPS[1], **options[1],
+        K=K, KB=columns, C=C, BLOCK=BLOCK, EARLY=EARLY, num_warps=4, **options[1],
     )  # fmt: skip
     return dbeta, drate.sum((0, 2)), dbias.sum(0).flatten()
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.kda_forward import block_vectors, flatten, load_rows, split_pairs, tile_offsets
-from k3rl.kernels.triton_ops import LOG2E, dot, exp2, exp_rate, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import LOG2E, dot, exp2, exp_rate, prefetch, sigmoid, to_bf16_rne
 
 
 @triton.jit
@@ -133,14 +133,17 @@ def state_gradients_kernel(
     v, beta, o, do, updates, dv, states, dstates, decay, chunk_start, chunk_len,
     dq_in, dk_in, dk_out, dA_out, dP_out, dbeta, fading, along,
     v_t, v_h, b_t, b_h, o_t, o_h, do_t, do_h, dv_t, dv_h, H,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     n = tl.load(chunk_len + chunk)
+    tile = (chunk * H + head).to(tl.int64)
+    if EARLY:
+        prefetch(states + tile * K * V, K * V * 2)
+        prefetch(dstates + tile * K * V, K * V * 2)
     if n == 0:
         return
-    tile = (chunk * H + head).to(tl.int64)
     columns = tl.arange(0, K)
     rows = tl.arange(0, C)
     at = (tl.load(chunk_start + chunk) + rows).to(tl.int64)
@@ -149,15 +152,17 @@ def state_gradients_kernel(
     do_tile = tl.load(do + at[:, None] * do_t + head * do_h + value[None, :], mask=valid, other=0.0)
     Z = tl.load(dv + at[:, None] * dv_t + head * dv_h + value[None, :], mask=valid, other=0.0)
     u = tl.load(updates + tile * C * V + rows[:, None] * V + value[None, :])
+    o_tile = tl.load(o + at[:, None] * o_t + head * o_h + value[None, :], mask=valid, other=0.0)
+    v_tile = tl.load(v + at[:, None] * v_t + head * v_h + value[None, :], mask=valid, other=0.0)
+    b_raw = tl.load(beta + at * b_t + head * b_h, mask=rows < n, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.debug_barrier()  # ptxas would move loads behind the products that wait for others
     square = tile * C * C + rows[:, None] * C + rows[None, :]
     tl.store(dA_out + square, to_bf16_rne(dot(do_tile, tl.trans(u))))
     tl.store(dP_out + square, to_bf16_rne(-dot(Z, tl.trans(u))))
 
     # What lies along the normalised q and k, for their norms: q . dq = do . o and k . dk = 2 Z . u / beta - Z . v.
-    o_tile = tl.load(o + at[:, None] * o_t + head * o_h + value[None, :], mask=valid, other=0.0)
     tl.store(along + tile * 2 * C + rows, tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), axis=1))
-    v_tile = tl.load(v + at[:, None] * v_t + head * v_h + value[None, :], mask=valid, other=0.0)
-    b_raw = tl.load(beta + at * b_t + head * b_h, mask=rows < n, other=0.0).to(tl.float32)
     b = sigmoid(b_raw)
     # u is proportional to beta: where beta underflows, Z is 0 as well and so are the gradients.
     per_beta = tl.sum(Z.to(tl.float32) * u.to(tl.float32), axis=1)
@@ -182,13 +187,21 @@ def input_gradients_kernel(
     q, k, gate, A_log, dt_bias, dq_in, dk_in, dk_out, dA_in, dP_in, fading, norms, along, chunk_start, chunk_len,
     dq, dk, dgate, dbias_rows, drate_rows,
     q_t, q_h, k_t, k_h, g_t, g_h, H, lower_bound, scale,
-    K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, KB: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     head = tl.program_id(1)
     chunk = tl.program_id(2)
     n = tl.load(chunk_len + chunk)
     tile = (chunk * H + head).to(tl.int64)
+    if EARLY:
+        prefetch(dq_in + tile * C * K, C * K * 2)
+        prefetch(dk_in + tile * C * K, C * K * 2)
+        prefetch(dk_out + tile * C * K, C * K * 2)
+        prefetch(dA_in + tile * C * C, C * C * 2)
+        prefetch(dP_in + tile * C * C, C * C * 2)
+        prefetch(norms + tile * 2 * C, 2 * C * 4)
+        prefetch(along + tile * 2 * C, 2 * C * 4)
     first = part * KB
     columns = first + tl.arange(0, KB)
     if n == 0:
@@ -200,6 +213,10 @@ def input_gradients_kernel(
     rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head * K + columns).to(tl.float32)
     z = load_rows(gate + first, t0, n, head, g_t, g_h, -float("inf"), KB, C, BLOCK).to(tl.float32) + bias[None, :, None]
+    q_rows = load_rows(q + first, t0, n, head, q_t, q_h, 0.0, KB, C, BLOCK)
+    k_rows = load_rows(k + first, t0, n, head, k_t, k_h, 0.0, KB, C, BLOCK)
+    if EARLY:
+        tl.debug_barrier()
     g = sigmoid(z * rate) * (lower_bound * LOG2E)
     inside = tl.cumsum(g, axis=2)
     total = tl.sum(g, axis=2)
@@ -207,8 +224,8 @@ def input_gradients_kernel(
     in_block = tl.arange(0, C // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     q_norm = tl.load(norms + tile * 2 * C + in_block)[:, None, :]
     k_norm = tl.load(norms + tile * 2 * C + C + in_block)[:, None, :]
-    qn = load_rows(q + first, t0, n, head, q_t, q_h, 0.0, KB, C, BLOCK).to(tl.float32) * (q_norm * scale)
-    kn = load_rows(k + first, t0, n, head, k_t, k_h, 0.0, KB, C, BLOCK).to(tl.float32) * k_norm
+    qn = q_rows.to(tl.float32) * (q_norm * scale)
+    kn = k_rows.to(tl.float32) * k_norm
     square = tile * C * C + rows[:, None] * C + rows[None, :]
     dA = tl.load(dA_in + square)
     dq_n, dk_n, dG = pair_gradients(qn, kn, inside, total, dA, tl.load(dP_in + square), KB, C, BLOCK)

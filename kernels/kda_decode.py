@@ -5,8 +5,10 @@ the same pieces as training (`short_conv`, `kda`, `gated_norm`). Both update the
 host, so a step can be captured in a CUDA graph and replayed with other indices.
 
 The step has two forms with one result. Without `pending` the state is read and written every token. With `pending`
-(`PendingRows`) the write is deferred: the pool keeps the state of the last chunk boundary, the rows since then wait
-beside it, and every 16th token brings the state up to date. `flush_pending` does so at once, for a reader of the pool.
+(`PendingRows`) the write may be deferred: the pool keeps the state of the last chunk boundary, the rows since then wait
+beside it, and every 16th token brings the state up to date. The kernels defer where that is faster (many rows x heads),
+else they write each token and take rows that wait in first; the reference always defers. `flush_pending` brings the
+states up to date at once, for a reader of the pool.
 Source: k3 architecture sections 2.1 and 2.3.
 """
 
@@ -85,8 +87,8 @@ def kda_decode(
     read_index, write_index int [B]: the slots a row reads and writes; they may differ (a fork), two rows may read one
     slot, but no row may write a slot that another reads or writes. A row whose read_index is -1 is padding: output 0,
     nothing written; write_index -1 computes without writing. K = V = D.
-    pending: defer the writes of the state; rows may be at different phases of their chunks. A slot that gets another
-    sequence needs `pending.begin`. Raises ValueError on shapes that do not fit.
+    pending: writes of the state may be deferred; rows may be at different phases of their chunks. A slot that gets
+    another sequence needs `pending.begin`. Raises ValueError on shapes that do not fit.
     """
     _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, read_index, write_index, pending)
     if gate_lower_bound is None or not -5.0 <= gate_lower_bound < 0.0:
@@ -108,9 +110,9 @@ def flush_pending(state_pool: torch.Tensor, pending: PendingRows, index: torch.T
     Afterwards state_pool [slots, H, D, D] holds what the form without `pending` would; the phase in the chunk stays.
     """
     if dispatch.use_kernel("kda_decode", state_pool, head_dims=(state_pool.shape[2], state_pool.shape[3])):
-        from k3rl.kernels import kda_decode_step
+        from k3rl.kernels import kda_decode_kernels
 
-        return kda_decode_step.flush(state_pool, pending, index)
+        return kda_decode_kernels.flush(state_pool, pending, index)
     return flush_reference(state_pool, pending, index)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import LOG2E, dot, exp2, exp_rate, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import INTERPRET, LOG2E, dot, exp2, exp_rate, sigmoid, to_bf16_rne
 
 CHUNK = 32
 
@@ -161,6 +161,23 @@ def load_rows(pointer, t0, n, head, stride_t, stride_h, other, K: tl.constexpr, 
 
 
 @triton.jit
+def prefetch_rows(pointer, t0, n, head, stride_t, stride_h, K: tl.constexpr, C: tl.constexpr):
+    """Start to bring rows of 2-byte elements that `load_rows` will read into the L2 cache; n > 0."""
+    if not INTERPRET:
+        row = tl.minimum(tl.arange(0, C), n - 1)[:, None]
+        line = tl.arange(0, K // 64)[None, :] * 64
+        at = pointer + t0.to(tl.int64) * stride_t + head * stride_h + row * stride_t + line
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [at.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def flatten(x, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """[C // BLOCK, K, BLOCK] as [C, K]."""
     return tl.reshape(tl.permute(x, (0, 2, 1)), [C, K])
@@ -176,7 +193,7 @@ def inverse_norm(x):
 def prepare_kernel(
     q, k, gate, beta, A_log, dt_bias, chunk_start, chunk_len, q_in, k_in, k_out, A_out, solve_out, decay_out, norms,
     q_t, q_h, k_t, k_h, g_t, g_h, b_t, b_h, H, lower_bound, scale,
-    SAVE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    SAVE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -184,6 +201,9 @@ def prepare_kernel(
     if n == 0:
         return
     t0 = tl.load(chunk_start + chunk)
+    if EARLY:
+        prefetch_rows(k, t0, n, head, k_t, k_h, K, C)
+        prefetch_rows(q, t0, n, head, q_t, q_h, K, C)
     rows = tl.arange(0, C)
     i = rows[:, None]
     j = rows[None, :]

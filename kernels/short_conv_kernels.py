@@ -14,9 +14,9 @@ import triton.language as tl
 from k3rl.kernels.kda_autograd import Chunks, Kept, capturing, packed_chunks, zero_tail
 from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
 
-# Tokens a strip, columns a program; `wide`: see `_weights`.
-FORWARD = {"strip": 32, "columns": 512, "num_warps": 4, "stages": 2, "wide": False}
-BACKWARD = {"strip": 256, "columns": 512, "num_warps": 4, "stages": 4, "wide": False}
+# Tokens a strip, columns a program.
+FORWARD = {"strip": 64, "columns": 512, "num_warps": 4, "stages": 2}
+BACKWARD = {"strip": 256, "columns": 512, "num_warps": 4, "stages": 3}
 
 
 @triton.jit
@@ -42,31 +42,40 @@ def _before(x, history, t0, back, at_start, slot, column, valid, stride_t, width
 
 
 @triton.jit
-def _weights(w, column, valid, WIDE: tl.constexpr):
-    """The four weights [C, 4] of each column; WIDE: by one load of 16 bytes a column instead of four of 4."""
-    if WIDE:
-        tap = tl.arange(0, 4)
-        tile = tl.load(w + column[:, None] * 4 + tap[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(tile, [column.shape[0], 2, 2]))
-        w0, w2 = tl.split(even)
-        w1, w3 = tl.split(odd)
-        return w0, w1, w2, w3
+def _weights(w, column, valid):
+    """The four weights [C, 4] of each column."""
+    return (
+        tl.load(w + column * 4, mask=valid, other=0.0).to(tl.float32),
+        tl.load(w + column * 4 + 1, mask=valid, other=0.0).to(tl.float32),
+        tl.load(w + column * 4 + 2, mask=valid, other=0.0).to(tl.float32),
+        tl.load(w + column * 4 + 3, mask=valid, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _store_as(pointer, value, mask, BF16: tl.constexpr):
+    if BF16:
+        tl.store(pointer, to_bf16_rne(value), mask=mask)
     else:
-        return (
-            tl.load(w + column * 4, mask=valid, other=0.0).to(tl.float32),
-            tl.load(w + column * 4 + 1, mask=valid, other=0.0).to(tl.float32),
-            tl.load(w + column * 4 + 2, mask=valid, other=0.0).to(tl.float32),
-            tl.load(w + column * 4 + 3, mask=valid, other=0.0).to(tl.float32),
-        )
+        tl.store(pointer, value, mask=mask)
 
 
 @triton.jit
 def _silu_store(pointer, c, mask, BF16: tl.constexpr):
-    out = c * sigmoid(c)
-    if BF16:
-        tl.store(pointer, to_bf16_rne(out), mask=mask)
-    else:
-        tl.store(pointer, out, mask=mask)
+    _store_as(pointer, c * sigmoid(c), mask, BF16)
+
+
+@triton.jit
+def _row_of(x, dy, mask):
+    """One row of the inputs and of the gradients, fp32."""
+    return tl.load(x, mask=mask, other=0.0).to(tl.float32), tl.load(dy, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _through_silu(c, up):
+    """The gradient of silu(c)."""
+    s = sigmoid(c)
+    return up * s * (1.0 + c * (1.0 - s))
 
 
 @triton.jit
@@ -74,7 +83,6 @@ def forward_kernel(
     x_a, x_b, x_c, w_a, w_b, w_c, y_a, y_b, y_c, history, chunk_start, chunk_len, chunk_sequence,
     x_t, channels, width,
     HAS_HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
-    WIDE: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(1)
     stream = tl.program_id(2)
@@ -89,7 +97,7 @@ def forward_kernel(
     sequence = tl.load(chunk_sequence + strip)
     at_start = (sequence < 0).to(tl.int32)
     slot = tl.where(sequence < 0, -1 - sequence, sequence).to(tl.int64)
-    w0, w1, w2, w3 = _weights(w, column, valid, WIDE)
+    w0, w1, w2, w3 = _weights(w, column, valid)
     past = history + stream * channels
     x3 = _before(x, past, t0, 3, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
     x2 = _before(x, past, t0, 2, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
@@ -115,7 +123,6 @@ def backward_kernel(
     chunk_start, chunk_len, chunk_sequence, chunk_rest,
     x_t, dy_t, channels, width,
     HAS_HISTORY: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, STAGES: tl.constexpr,
-    WIDE: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(1)
     stream = tl.program_id(2)
@@ -131,39 +138,42 @@ def backward_kernel(
     slot = tl.where(sequence < 0, -1 - sequence, sequence).to(tl.int64)
     # Tokens of the same sequence after this strip: their dy reaches back into it, 3 rows at most.
     rest = tl.load(chunk_rest + strip)
-    w0, w1, w2, w3 = _weights(w, column, valid, WIDE)
+    w0, w1, w2, w3 = _weights(w, column, valid)
     nothing = tl.zeros([COLUMNS], tl.float32)
     x3, x2, x1 = nothing, nothing, nothing
-    # Loads that read nothing, each with another mask: Triton 3.6 takes values that a loop hands on from one to the next
-    # for equal when they start as the same constant.
-    d3 = tl.load(x + column, mask=valid & (n < -3), other=0.0).to(tl.float32)
-    d2 = tl.load(x + column, mask=valid & (n < -2), other=0.0).to(tl.float32)
-    d1 = tl.load(x + column, mask=valid & (n < -1), other=0.0).to(tl.float32)
+    d3, d2, d1 = nothing, nothing, nothing
     g0, g1, g2, g3 = nothing, nothing, nothing, nothing
     if n > 0:
         past = history + stream * channels
         x3 = _before(x, past, t0, 3, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
         x2 = _before(x, past, t0, 2, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
         x1 = _before(x, past, t0, 1, at_start, slot, column, valid, x_t, width, HAS_HISTORY)
-    for row in tl.range(0, tl.where(n > 0, n + 3, 0), num_stages=STAGES):
-        read = valid & (row < n + rest)
-        x0 = tl.load(x + (t0 + row) * x_t + column, mask=read, other=0.0).to(tl.float32)
-        up = tl.load(dy + (t0 + row) * dy_t + column, mask=read, other=0.0).to(tl.float32)
-        c = w0 * x3 + w1 * x2 + w2 * x1 + w3 * x0
-        s = sigmoid(c)
-        d0 = up * s * (1.0 + c * (1.0 - s))
-        mine = tl.where(row < n, d0, 0.0)
-        g0 += mine * x3
-        g1 += mine * x2
-        g2 += mine * x1
-        g3 += mine * x0
-        out = w3 * d3 + w2 * d2 + w1 * d1 + w0 * d0
+    # Four rows a step: their loads are in flight together. No value is handed on unchanged from one carried name to the
+    # next: Triton 3.6 takes such values for equal when they start as the same constant, and pipelines no such loop.
+    for row in tl.range(0, tl.where(n > 0, n + 3, 0), 4, num_stages=STAGES):
+        from_x = x + (t0 + row) * x_t + column
+        from_dy = dy + (t0 + row) * dy_t + column
         to = dx + (t0 + row - 3) * channels + column
-        if BF16:
-            tl.store(to, to_bf16_rne(out), mask=valid & (row >= 3))
-        else:
-            tl.store(to, out, mask=valid & (row >= 3))
-        x3, x2, x1, d3, d2, d1 = x2, x1, x0, d2, d1, d0
+        left = n - row
+        ra, ua = _row_of(from_x, from_dy, valid & (left + rest > 0))
+        rb, ub = _row_of(from_x + x_t, from_dy + dy_t, valid & (left + rest > 1))
+        rc, uc = _row_of(from_x + 2 * x_t, from_dy + 2 * dy_t, valid & (left + rest > 2))
+        rd, ud = _row_of(from_x + 3 * x_t, from_dy + 3 * dy_t, valid & (left + rest > 3))
+        da = _through_silu(w0 * x3 + w1 * x2 + w2 * x1 + w3 * ra, ua)
+        db = _through_silu(w0 * x2 + w1 * x1 + w2 * ra + w3 * rb, ub)
+        dc = _through_silu(w0 * x1 + w1 * ra + w2 * rb + w3 * rc, uc)
+        dd = _through_silu(w0 * ra + w1 * rb + w2 * rc + w3 * rd, ud)
+        _store_as(to, w3 * d3 + w2 * d2 + w1 * d1 + w0 * da, valid & (row > 0), BF16)
+        _store_as(to + channels, w3 * d2 + w2 * d1 + w1 * da + w0 * db, valid & (row > 0) & (left > -2), BF16)
+        _store_as(to + 2 * channels, w3 * d1 + w2 * da + w1 * db + w0 * dc, valid & (row > 0) & (left > -1), BF16)
+        _store_as(to + 3 * channels, w3 * da + w2 * db + w1 * dc + w0 * dd, valid & (left > 0), BF16)
+        ma, mb = tl.where(left > 0, da, 0.0), tl.where(left > 1, db, 0.0)
+        mc, md = tl.where(left > 2, dc, 0.0), tl.where(left > 3, dd, 0.0)
+        g0 += ma * x3 + mb * x2 + mc * x1 + md * ra
+        g1 += ma * x2 + mb * x1 + mc * ra + md * rb
+        g2 += ma * x1 + mb * ra + mc * rb + md * rc
+        g3 += ma * ra + mb * rb + mc * rc + md * rd
+        x3, x2, x1, d3, d2, d1 = rb, rc, rd, db, dc, dd
     to = dweight_rows + (strip * tl.num_programs(2) + stream).to(tl.int64) * 4 * channels + column
     tl.store(to, g0, mask=valid)
     tl.store(to + channels, g1, mask=valid)
@@ -271,7 +281,7 @@ class _ShortConv(torch.autograd.Function):
 
 
 def launch_forward(
-    rows, stride, weights, ys, history, table: Chunks, *, columns: int, num_warps: int, stages: int, wide: bool, **_,
+    rows, stride, weights, ys, history, table: Chunks, *, columns: int, num_warps: int, stages: int, **_,
 ):  # fmt: skip
     """Fill ys from rows [tokens, C]."""
     C = rows[0].shape[-1]
@@ -279,13 +289,13 @@ def launch_forward(
         *_three(rows), *_three(weights), *_three(ys), rows[0] if history is None else history,
         table.start, table.length, table.sequence, stride, C, C * len(rows),
         HAS_HISTORY=history is not None, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
-        STAGES=stages, WIDE=wide, num_warps=num_warps,
+        STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
 
 
 def launch_backward(
     rows, stride, weights, dys, dxs, history, table: Chunks,
-    *, columns: int, num_warps: int, stages: int, wide: bool, **_,
+    *, columns: int, num_warps: int, stages: int, **_,
 ):  # fmt: skip
     """Fill dxs; returns the weights' gradients [C, 4] fp32."""
     C = rows[0].shape[-1]
@@ -295,7 +305,7 @@ def launch_backward(
         rows[0] if history is None else history, table.start, table.length, table.sequence, table.rest,
         stride, dys[1], C, C * len(rows),
         HAS_HISTORY=history is not None, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
-        STAGES=stages, WIDE=wide, num_warps=num_warps,
+        STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
     return [parts[:, s].sum(0).t().contiguous() for s in range(len(rows))]
 

@@ -41,6 +41,21 @@ def to_bf16_rne(x):
 
 
 @triton.jit
+def prefetch(pointer, SIZE: tl.constexpr):
+    """Start to bring the SIZE bytes behind a scalar pointer (both multiples of 16) into the L2 cache."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+            "=r,l,r",
+            [pointer.to(tl.int64), SIZE],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def exp2(x):
     """2^x of fp32, results below the normal range flushed to 0 (one instruction instead of four)."""
     if INTERPRET:

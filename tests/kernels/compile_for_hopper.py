@@ -21,33 +21,80 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from k3rl.kernels import (
+    add_groups_kernels,
+    attn_res_kernels,
+    draw_kernels,
+    few_rows_kernels,
     gated_norm_kernels,
-    kda_autograd,
+    gather_rows_kernels,
     kda_backward,
     kda_decode_kernels,
-    kda_decode_step,
+    kda_decode_split,
     kda_forward,
+    largest_logits_kernels,
+    latent_attention_kernels,
+    muon_kernels,
+    mxfp8_kernels,
     ptxas,
+    rms_norm_kernels,
+    route_kernels,
     short_conv_kernels,
+    situ_kernels,
 )
 
 INTEGERS = {"chunk_start", "chunk_len", "chunk_offset", "segment_offset", "read_index", "write_index", "index", "span"}
-INTEGERS |= {"ends", "chunk_sequence", "chunk_rest", "start", "length", "offset", "sequence_out", "rest_out"}
+INTEGERS |= {
+    "arrivals",
+    "ends",
+    "chunk_sequence",
+    "chunk_rest",
+    "start",
+    "length",
+    "offset",
+    "sequence_out",
+    "rest_out",
+}
 FLOAT32 = {"A_log", "dt_bias", "decay", "decay_out", "S0", "S_end", "starts", "norms", "norm_weight", "state_pool"}
 FLOAT32 |= {"dS_end", "dS0", "dbeta", "dbias_rows", "drate_rows", "fading", "along", "wq", "wk", "wv"}
 FLOAT32 |= {"row_keys", "row_updates", "row_decay", "w_a", "w_b", "w_c", "wa", "wb", "wc", "weight", "dweight_rows"}
-SCALARS = {"lower_bound", "scale", "eps"}
-COUNTS = re.compile(r".*(_t|_h|_stride)$|H|n|most|C|tokens|row|channels|width|steps")
+FLOAT32 |= {"total", "gradient", "momentum", "largest", "squares", "master", "parts_of_o"}
+FLOAT32 |= {f"{kind}{number}" for kind in "bad" for number in range(8)} | {"state", "parts", "routed", "dots"}
+SCALARS = {"lower_bound", "scale", "eps", "norm_eps", "gate_cap", "up_cap", "inverse_beta", "inverse_linear"}
+SCALARS |= {"rate", "scaling"}
+COUNTS = re.compile(
+    r".*(_t|_h|_stride)$|H|n|most|C|tokens|row|rows|channels|width|steps|size|groups|count|experts|outputs|heads"
+)
+INTEGERS |= {"first_key"}
 # Types that a name has in one kernel only.
-OWN_TYPES = {("merge_kernel", "ends"): "*fp32"}
+OWN_TYPES = {("finish_kernel", "decay"): "fp32", ("merge_kernel", "ends"): "*fp32", ("normed_kernel", "r"): "*fp32"}
+OWN_TYPES |= {("normed_gradient_kernel", "r"): "*fp32", ("add_groups_kernel", "rows"): "*i32"}
+OWN_TYPES |= {("momentum_kernel", "parts"): "i32", ("unit_kernel", "parts"): "i32"}
+OWN_TYPES |= {("choose_kernel", name): "*fp32" for name in ("logits", "bias", "weights")}
+OWN_TYPES |= {("sort_kernel", name): "*i64" for name in ("ids", "token", "inverse")}
+OWN_TYPES |= {("product_kernel", "rows"): "*bf16", ("product_kernel", "token"): "*i64"}
+OWN_TYPES |= {("attend_kernel", name): "*i64" for name in ("table", "past")}
+OWN_TYPES |= {(kernel, name): "*fp32" for kernel in ("attend_kernel", "merge_kernel") for name in ("parts", "sums")}
+OWN_TYPES |= {("sum_kernel", "rows"): "*bf16", ("largest_kernel", "tiles"): "*fp32"}
+OWN_TYPES |= {("draw_kernel", "logits"): "*fp32", ("draw_kernel", "tokens"): "i32"}
+OWN_TYPES |= {("draw_kernel", name): "*fp64" for name in ("temperature", "uniform", "out")}
+OWN_TYPES |= {("choose_kernel", "ids"): "*i64", ("sum_kernel", "inverse"): "*i64", ("sum_kernel", "weights"): "*fp32"}
+OWN_TYPES |= {("gather_kernel", "index"): "*i64", ("gather_kernel", "rows"): "*bf16"}
 
 K, C = {"K": 128}, {"C": kda_forward.CHUNK}
 SCAN = K | C | {"HAS_S0": True, "SAVE": False, "TRANSITION": False, "V": 128, "BV": 64, "STAGES": 3}
-GRADIENTS = K | C | {"KB": 64, "BLOCK": 16}
-STEP = {"D": 128, "ROWS": 16, "BF16": True, "POOL_BF16": True, "BV": 64, "AHEAD": 0, "DEFERRED": False, "TILED": False}
-LATE = STEP | {"DEFERRED": True, "AHEAD": 1}
+GRADIENTS = K | C | {"KB": 64, "BLOCK": 16, "EARLY": True}
+STEP = {"D": 128, "BV": 64, "ROWS": 16, "BF16": True, "POOL_BF16": True, "PENDING": False, "DEFERRED": False}
+SPLIT = {name: value for name, value in STEP.items() if name != "DEFERRED"} | {"BV": 128 // kda_decode_kernels.PARTS}
 CONV = {"HAS_HISTORY": True, "BF16": True}
 NORM = {"D": 128, "BF16": True}
+MUON = {"NESTEROV": True, "CHUNK": muon_kernels.CHUNK}
+ROUNDING = {"CARRY": mxfp8_kernels.CARRY["ceil"], "CLAMP": False, "GROUPS": 32, "BF16": True}
+SITU = {"WIDTH": 3072, "COLUMNS": 512, "ROWS": 2, "BF16": True}
+GROWING = {"ADDED": True, "ADDED_LAST": True, "HOLD": True, "EARLY": False}
+WIDE, WIDEST = ({"WIDTH": width, "BLOCK": block, "BF16": True} for width, block in ((1024, 1024), (7168, 8192)))
+CHOOSE = {"RENORMALIZE": True, "RECORDED": False}
+LATENTS = {"Z": 256, "ROPE": 64, "HEADS": 16, "TOKENS": 64, "PAGE": 64, "STAGES": 2}
+FEW = {"STRIP": few_rows_kernels.STRIP, "DEPTH": 128, "BF16": True}
 
 
 def _options(launch: dict, **names: str) -> tuple[dict, dict]:
@@ -57,15 +104,16 @@ def _options(launch: dict, **names: str) -> tuple[dict, dict]:
 
 
 def _conv(kernel, launch: dict):
-    constants, options = _options(launch, columns="COLUMNS", stages="STAGES", wide="WIDE")
+    constants, options = _options(launch, columns="COLUMNS", stages="STAGES")
     return kernel, CONV | constants, options
 
 
+LARGEST = _options(largest_logits_kernels.LAUNCH, rows="ROWS", keys="KEYS", stages="STAGES")
 CONFIGURATIONS = {
     "chunk-table": (kda_forward.chunk_table_kernel, {"WHERE": True, "N": 16, "CHUNKS": 128}, {}),
     "zero-tail": (kda_forward.zero_tail_kernel, {"ROWS": 32, "WIDTH": 1024}, {}),
-    "prepare": (kda_forward.prepare_kernel, K | C | {"SAVE": False, "BLOCK": 16}, {"maxnreg": 168}),
-    "prepare-save": (kda_forward.prepare_kernel, K | C | {"SAVE": True, "BLOCK": 16}, {"maxnreg": 168}),
+    "prepare": (kda_forward.prepare_kernel, K | C | {"SAVE": False, "BLOCK": 16, "EARLY": True}, {"maxnreg": 168}),
+    "prepare-save": (kda_forward.prepare_kernel, K | C | {"SAVE": True, "BLOCK": 16, "EARLY": True}, {"maxnreg": 168}),
     "scan": (kda_forward.scan_kernel, SCAN, {}),
     "scan-save": (kda_forward.scan_kernel, SCAN | {"SAVE": True}, {}),
     "scan-transition": (kda_forward.scan_kernel, SCAN | {"HAS_S0": False, "TRANSITION": True}, {}),
@@ -76,40 +124,86 @@ CONFIGURATIONS = {
         {},
     ),
     "state-gradients": (
-        kda_backward.state_gradients_kernel, K | C | {"V": 128}, {"num_warps": kda_autograd.GRADIENT_WARPS[0]},
+        kda_backward.state_gradients_kernel, K | C | {"V": 128, "EARLY": True}, {},
     ),
-    "input-gradients": (
-        kda_backward.input_gradients_kernel, GRADIENTS, {"num_warps": kda_autograd.GRADIENT_WARPS[1]},
-    ),
-    "input-gradients-8-warps": (kda_backward.input_gradients_kernel, GRADIENTS, {"num_warps": 8}),
-    "decode": (kda_decode_kernels.decode_kernel, {"D": 128, "BF16": True, "POOL_BF16": True, "EARLY": False}, {}),
-    "decode-early": (kda_decode_kernels.decode_kernel, {"D": 128, "BF16": True, "POOL_BF16": True, "EARLY": True}, {}),
-    "step": (kda_decode_step.step_kernel, STEP | {"AHEAD": 1}, {}),
-    "step-all-at-once": (kda_decode_step.step_kernel, STEP | {"AHEAD": 2}, {}),
-    "step-8-warps": (kda_decode_step.step_kernel, STEP | {"AHEAD": 2, "TILED": True}, {"num_warps": 8}),
-    "step-16-warps": (
-        kda_decode_step.step_kernel, STEP | {"AHEAD": 1, "BV": 128, "TILED": True}, {"num_warps": 16},
-    ),
-    "step-32": (kda_decode_step.step_kernel, STEP | {"BV": 32, "AHEAD": 1}, {}),
-    "step-32-two-ahead": (kda_decode_step.step_kernel, STEP | {"BV": 32, "AHEAD": 2}, {}),
-    "deferred": (kda_decode_step.step_kernel, LATE, {}),
-    "deferred-32": (kda_decode_step.step_kernel, LATE | {"BV": 32}, {"maxnreg": 168}),
-    "deferred-16-warps": (kda_decode_step.step_kernel, LATE | {"BV": 128, "TILED": True}, {"num_warps": 16}),
-    "flush": (kda_decode_step.flush_kernel, {"D": 128, "BV": 64, "ROWS": 16}, {}),
+    "input-gradients": (kda_backward.input_gradients_kernel, GRADIENTS, {}),
+    "decode": (kda_decode_kernels.step_kernel, STEP, {}),
+    "decode-pending": (kda_decode_kernels.step_kernel, STEP | {"PENDING": True}, {}),
+    "decode-deferred": (kda_decode_kernels.step_kernel, STEP | {"PENDING": True, "DEFERRED": True}, {}),
+    "decode-split": (kda_decode_split.split_kernel, SPLIT, {}),
+    "decode-split-pending": (kda_decode_split.split_kernel, SPLIT | {"PENDING": True}, {}),
+    "flush": (kda_decode_kernels.flush_kernel, {"D": 128, "BV": 64, "ROWS": 16}, {}),
     "conv": _conv(short_conv_kernels.forward_kernel, short_conv_kernels.FORWARD),
-    "conv-wide": _conv(short_conv_kernels.forward_kernel, short_conv_kernels.FORWARD | {"wide": True}),
     "conv-backward": _conv(short_conv_kernels.backward_kernel, short_conv_kernels.BACKWARD),
     "history": (
         short_conv_kernels.history_kernel,
         {"PACKED": True, "HAS_HISTORY": True, "COLUMNS": 1024, "BF16": True},
         {},
     ),
+    "choose-1024": (route_kernels.choose_kernel, CHOOSE | {"E": 1024, "CHOICES": 16, "LANES": 16}, {"num_warps": 4}),
+    "sort-4096": (route_kernels.sort_kernel, {"CHOICES": 16, "ROWS": 4096}, {"num_warps": route_kernels.SORT_WARPS[1]}),
+    "sum-choices": (route_kernels.sum_kernel, {"CHOICES": 16, "COLUMNS": 4096, "BF16": True, "NORM": True}, {}),
+    "few-rows-16": (few_rows_kernels.product_kernel, FEW | {"ROWS": 16, "STAGES": 2, "GATHER": True}, {}),
+    "few-rows-64": (few_rows_kernels.product_kernel, FEW | {"ROWS": 64, "STAGES": 3, "GATHER": False}, {}),
+    "draw-4096": (draw_kernels.draw_kernel, {"V": 4096}, {"num_warps": 8}),
+    "latents": (latent_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 1}, {}),
+    "latents-wide": (
+        latent_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 4, "Z": 512, "HEADS": 32, "TOKENS": 32},
+        {"num_warps": 8},
+    ),
+    "latents-merge": (latent_attention_kernels.merge_kernel, {"Z": 512, "SPLITS": 32, "LANES": 32}, {}),
     "norm": (gated_norm_kernels.forward_kernel, NORM | {"ROWS": gated_norm_kernels.ROWS_FORWARD}, {}),
     "norm-backward": (
-        gated_norm_kernels.backward_kernel, NORM | {"ROWS": 32, "STAGES": 4, "MERGED": False}, {"num_warps": 8},
+        gated_norm_kernels.backward_kernel, NORM | {"ROWS": 64, "STAGES": 3}, {"num_warps": 16},
     ),
-    "norm-backward-one-exchange": (
-        gated_norm_kernels.backward_kernel, NORM | {"ROWS": 32, "STAGES": 4, "MERGED": True}, {"num_warps": 8},
+    "add-groups": (
+        add_groups_kernels.add_groups_kernel, {"COUNTS": True, "BLOCK": add_groups_kernels.BLOCK}, {"num_warps": 8},
+    ),
+    "largest-logits": (
+        largest_logits_kernels.largest_kernel, {"D": 128, "REST": 64} | LARGEST[0], LARGEST[1],
+    ),
+    "muon-momentum": (muon_kernels.momentum_kernel, MUON, {"num_warps": 8}),
+    "muon-momentum-wide": (
+        muon_kernels.momentum_kernel, MUON | {"CHUNK": muon_kernels.WIDE_CHUNK}, {"num_warps": 8},
+    ),
+    "muon-unit": (muon_kernels.unit_kernel, MUON | {"PARTS": 32}, {"num_warps": 8}),
+    "muon-unit-wide": (
+        muon_kernels.unit_kernel,
+        MUON | {"CHUNK": muon_kernels.WIDE_CHUNK, "PARTS": muon_kernels.MOST_PARTS},
+        {"num_warps": 8},
+    ),
+    "muon-finish": (muon_kernels.finish_kernel, {"CHUNK": muon_kernels.CHUNK}, {"num_warps": 8}),
+    "mxfp4": (muon_kernels.mxfp4_kernel, {"ROWS": muon_kernels.ROWS}, {}),
+    "rounding": (mxfp8_kernels.rounding_kernel, ROUNDING, {}),
+    "situ": (situ_kernels.situ_kernel, ROUNDING | {"WIDTH": 256, "ROUND": False}, {}),
+    "situ-rounded": (situ_kernels.situ_kernel, ROUNDING | {"WIDTH": 3072, "ROUND": True}, {}),
+    "situ-gradient": (situ_kernels.situ_gradient_kernel, SITU | {"WEIGHTED": False, "DOTS": False}, {}),
+    "situ-gradient-routed": (situ_kernels.situ_gradient_kernel, SITU | {"WEIGHTED": True, "DOTS": True}, {}),
+    "gather": (
+        gather_rows_kernels.gather_kernel,
+        {"WIDTH": 512, "COLUMNS": 512, "ROWS": 4, "WEIGHTED": True, "BF16": True}, {},
+    ),
+    "normed": (rms_norm_kernels.normed_kernel, WIDE | {"ROWS": 1}, {"num_warps": 2}),
+    "normed-gradient": (
+        rms_norm_kernels.normed_gradient_kernel, WIDE | {"ROWS": 4, "STAGES": 3}, {"num_warps": 8},
+    ),
+    "normed-gradient-7168": (
+        rms_norm_kernels.normed_gradient_kernel, WIDEST | {"ROWS": 1, "STAGES": 3}, {"num_warps": 8},
+    ),
+    "column-sums": (
+        rms_norm_kernels.column_sums_kernel,
+        {"WIDTH": 1024, "ROWS": 256, "COLUMNS": 16, "PRODUCTS": True, "BF16": True}, {},
+    ),
+    "mix": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": False, "SAVE": True}, {}),
+    "mix-normed": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": True, "SAVE": False}, {}),
+    "mix-7168": (
+        attn_res_kernels.mix_kernel, WIDEST | {"SOURCES": 9, "NORMED": False, "SAVE": True}, {"num_warps": 16},
+    ),
+    "mix-gradient-two": (attn_res_kernels.mix_gradient_kernel, WIDE | GROWING | {"SOURCES": 2, "EARLY": True}, {}),
+    "mix-gradient": (attn_res_kernels.mix_gradient_kernel, WIDE | GROWING | {"SOURCES": 5}, {}),
+    "mix-gradient-nine": (attn_res_kernels.mix_gradient_kernel, WIDE | GROWING | {"SOURCES": 9}, {}),
+    "mix-gradient-7168": (
+        attn_res_kernels.mix_gradient_kernel, WIDEST | GROWING | {"SOURCES": 9, "HOLD": False}, {"num_warps": 8},
     ),
 }  # fmt: skip
 

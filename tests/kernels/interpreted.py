@@ -9,23 +9,30 @@ is read before it is written shows.
 
 from __future__ import annotations
 
-import functools
 import sys
 
 import hypothesis
 import layer
 import torch
 
+from k3rl.kernels import draw as draw_reference
 from k3rl.kernels import (
+    draw_kernels,
+    few_rows_kernels,
     gated_norm,
     gated_norm_kernels,
     kda_autograd,
     kda_decode_kernels,
-    kda_decode_step,
+    kda_decode_split,
+    latent_attention_kernels,
+    route_kernels,
     short_conv_kernels,
 )
+from k3rl.kernels import few_rows as few_rows_reference
 from k3rl.kernels import kda as kda_reference
 from k3rl.kernels import kda_decode as decode_reference
+from k3rl.kernels import latent_attention as latent_reference
+from k3rl.kernels import route as route_reference
 from k3rl.kernels import short_conv as conv_reference
 
 # Relative Frobenius error of bf16 kernels against float64 on the same inputs, see docs/kernels.md. The caps are for
@@ -225,31 +232,33 @@ def decode_arguments(B: int, slots: int, H: int = 2, D: int = 32):
     return rows, shared, bf16(slots, 3, 3 * P), torch.randn(slots, H, D, D)
 
 
-def decode(run) -> None:
+def decode(tile: int, parts: int) -> None:
     """Strided projections and indices, padding, a fork, no write."""
     B, slots = 5, 8
     rows, shared, conv_pool, pool = decode_arguments(B, slots)
     index = torch.arange(B, dtype=torch.int32)[:, None].repeat(1, 2)
     index[1] = torch.tensor([slots - 1, slots - 2])
-    index[2] = -1
-    index[3, 1] = -1
+    index[2] = index[3, 1] = -1
     mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
-    y = run(*rows, *shared, *mine, index[:, 0], index[:, 1], -5.0, 1e-5)
+    args = (*rows, *shared, *mine, index[:, 0], index[:, 1], -5.0, 1e-5, None)
+    arrivals = torch.zeros(B * rows[0].shape[1], dtype=torch.int32)
+    y = kda_decode_split.step(*args, arrivals, parts) if parts > 1 else kda_decode_kernels.step(*args, False, tile=tile)
     y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, index[:, 0], index[:, 1])
     require("y", y, y2, 1e-3)  # equal but for a rounding of o to bf16 that falls the other way
     require("state", mine[1], wanted[1], 1e-5)
-    if not torch.equal(mine[0], wanted[0]) or y[2].any():
-        raise SystemExit("decode: conv history or a padded row is wrong")
+    if not torch.equal(mine[0], wanted[0]) or y[2].any() or arrivals.any():
+        raise SystemExit("decode: conv history or a padded row is wrong, or counters are not back at 0")
 
 
 def deferred() -> None:
-    """Steps with deferred writes against the reference that reads and writes: slots at different phases, in another
-    order at each step, with padding, a fork, a step without a write and a slot that is used again."""
-    B, slots = 4, 6
+    """Steps with pending rows against the reference that reads and writes: slots at different phases, in another order
+    at each step, with padding, a fork, a step without a write, a slot that is used again, and forms that change."""
+    B, slots, forms = 4, 6, "d" * 16 + "wdswd"  # deferred; read and write by one program a head or several
     _, shared, conv_pool, pool = decode_arguments(B, slots, H=1)
     mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
     pending = decode_reference.PendingRows.empty(mine[1])
-    pending.begin(torch.arange(slots), torch.tensor([3, 0, 14, 16, 25, 7]))
+    phase = torch.tensor([3, 0, 14, 16, 25, 7])
+    pending.begin(torch.arange(slots), phase)
     for step in range(21):
         rows, *_ = decode_arguments(B, slots, H=1)
         read = torch.randperm(4)[:B].to(torch.int32)
@@ -263,17 +272,24 @@ def deferred() -> None:
         if step == 15:
             for _, states in (mine, wanted):
                 states[3] = 0.5
+            phase[3] = 0
             pending.begin(torch.tensor([3]))
-        table = torch.stack([read, write], 1)  # read as strided slices
-        tile = 16 if step % 2 else 8
-        indices = (table[:, 0], table[:, 1])
-        y = kda_decode_step.step(*rows, *shared, *mine, *indices, -5.0, 1e-5, pending, tile=tile)
+        kept = write >= 0
+        phase[write[kept].long()] = phase[read[kept].long()] + 1
+        indices = torch.stack([read, write], 1).unbind(1)  # strided slices
+        args = (*rows, *shared, *mine, *indices, -5.0, 1e-5, pending)
+        if forms[step] == "s":
+            y = kda_decode_split.step(*args, torch.zeros(B, dtype=torch.int32), 2)
+        else:
+            y = kda_decode_kernels.step(*args, forms[step] == "d", tile=16 if step % 2 else 32)
         y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, *indices)
         require(f"y of step {step}", y, y2, 2e-3)
         if not torch.equal(mine[0], wanted[0]) or y[read < 0].any():
             raise SystemExit("deferred: conv history or a padded row is wrong")
+        if not torch.equal(pending.span[:, 0, 1].long(), phase % 16):
+            raise SystemExit(f"step {step}: the places in the chunks are {pending.span[:, 0, 1]}, not {phase % 16}")
         if step in (7, 20):
-            kda_decode_step.flush(mine[1], pending, torch.tensor([2, -1, 0, 5, 4]))
+            kda_decode_kernels.flush(mine[1], pending, torch.tensor([2, -1, 0, 5, 4]))
             at = torch.tensor([0, 2, 4, 5])
             require("flushed states", mine[1][at], wanted[1][at], 1e-5)
     if not torch.equal(pending.span[2, :, 0], pending.span[2, :, 1]):
@@ -290,12 +306,12 @@ def splits() -> None:
         return short_conv_kernels.short_conv(xs, weights, history, None)
 
     def step(*args):
-        return kda_decode_step.step(*args[:-1], -5.0, 1e-5, args[-1], tile=32)
+        return kda_decode_kernels.step(*args[:-1], -5.0, 1e-5, args[-1], args[-1] is not None, tile=32)
 
     def norm(o, z, weight):
         return gated_norm_kernels.gated_norm(o, z, weight, 1e-5)
 
-    whole = layer.Layer(50, 64, torch.bfloat16, conv, run_kda, norm, step, kda_decode_step.flush)
+    whole = layer.Layer(50, 64, torch.bfloat16, conv, run_kda, norm, step, kda_decode_kernels.flush)
     with torch.no_grad():
         y, state = whole.run([])
 
@@ -312,14 +328,14 @@ def splits() -> None:
 
 def conv() -> None:
     """Forward and gradients, short and empty sequences, history, several strips of a sequence."""
-    for B, T, lengths, with_history, wide_weights in (
-        (2, 5, None, False, False),
-        (2, 1, None, True, True),
-        (1, 20, [1, 0, 8, 9], True, True),
-        (1, 48, [37, 9], True, False),
+    for B, T, lengths, with_history in (
+        (2, 5, None, False),
+        (2, 1, None, True),
+        (1, 20, [1, 0, 8, 9], True),
+        (1, 48, [37, 9], True),
     ):
         for settings in (short_conv_kernels.FORWARD, short_conv_kernels.BACKWARD):
-            settings |= {"strip": 16, "wide": wide_weights}
+            settings |= {"strip": 16}
         C, n = 128, B if lengths is None else len(lengths)
         ends = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
         xs = [bf16(B, T, C).requires_grad_() for _ in range(3)]
@@ -352,6 +368,86 @@ def norm() -> None:
             require("norm", a, b, 3e-3)
 
 
+def route() -> None:
+    """Choices, their order by expert and their sums: ties, NaN, strided rows, experts without rows, one row."""
+    for n, experts, k in ((5, 64, 8), (1, 3, 1), (17, 24, 6), (3, 300, 16)):
+        # Quarters: equal scores are many, and others lie further apart than any rounding.
+        logits = torch.randint(-12, 12, (n, experts)) / 4
+        wide = torch.cat([logits, torch.full((n, 5), float("nan"))], 1)[:, :experts]
+        bias = torch.randint(-1, 2, (experts,)) / 8
+        if n > 1 and experts > 3:
+            wide[1, 2] = float("nan")
+        for renormalize, scaling in ((True, 2.5), (False, 1.0)):
+            weights, ids = route_kernels.choose(wide, bias, k, renormalize, scaling)
+            weights2, ids2 = route_reference.choose_reference(wide, bias, k, renormalize, scaling)
+            require_equal("ids", [ids], [ids2])
+            again = route_kernels.choose(wide, bias, k, renormalize, scaling, ids.to(torch.int16))
+            require_equal("recorded", [x.nan_to_num(7.0) for x in again], [weights.nan_to_num(7.0), ids])
+            torch.testing.assert_close(weights, weights2, atol=1e-6, rtol=1e-6, equal_nan=True)
+        got, want = route_kernels.sort_assignments(ids, experts), route_reference.sort_reference(ids, experts)
+        require_equal("order", got, want)
+        token, inverse, _ = want
+        for kind, bound in ((torch.bfloat16, 3e-3), (torch.float32, 1e-6)):
+            rows, weights = torch.randn(n * k, 72).to(kind), torch.rand(n, k)
+            total = route_kernels.sum_choices(rows, inverse, weights)
+            require("sum", total, route_reference.sum_reference(rows, inverse, weights, kind), bound)
+            norm = (torch.randn(72).to(kind), 1e-5)
+            normed = route_kernels.sum_choices(rows, inverse, weights, norm)
+            wide = (rows.double(), inverse, weights.double(), torch.float64, (norm[0].double(), 1e-5))
+            require("normed sum", normed, route_reference.sum_reference(*wide), max(bound, 4e-6) * 2)
+            by_hand = torch.zeros(n, 72).index_add(0, token, torch.zeros(n * k, 72).index_copy(
+                0, inverse, weights.view(-1, 1) * rows.float()[inverse]))  # fmt: skip
+            require("sum by token", total, by_hand, bound)
+
+
+def few_rows() -> None:
+    """Experts without rows, with one and with more than a pass holds; gathered rows and rows in order; both depths."""
+    for counts, width, outputs in (([0, 1, 20, 0, 3], 64, 128), ([2, 0, 0], 128, 64), ([70], 64, 64)):
+        ends, count = torch.tensor(counts).cumsum(0).to(torch.int32), sum(counts)
+        matrices, x = bf16(len(counts), outputs, width), bf16(9, width)
+        token = torch.randint(0, 9, (count,))
+        for rows, at in ((x, token), (x[token], None)):
+            got = few_rows_kernels.product(rows, at, matrices, ends)
+            by_hand = [r.double() @ m.double().t() for r, m in zip(x[token].split(counts), matrices, strict=True)]
+            require("product", got, torch.cat(by_hand), 3e-3)
+            require(
+                "reference", few_rows_reference.product_reference(rows, at, matrices, ends), torch.cat(by_hand), 3e-3
+            )
+
+
+def latents() -> None:
+    """Rows of one token, of a full page and of more, pages in any order, one split and several, strided queries."""
+    for h, z, r, page, splits in ((3, 64, 16, 16, 1), (2, 32, 16, 32, 3), (20, 64, 32, 64, 2), (40, 32, 16, 16, 1)):
+        past = torch.tensor([0, page - 1, page, 2 * page + 5])
+        rows, blocks = len(past), 4
+        pages = bf16(rows * blocks + 1, page, z + r)
+        table = torch.randperm(rows * blocks).view(rows, blocks) + 1
+        absorbed, q_r = bf16(rows, h, z).transpose(0, 1), bf16(rows, h, 2 * r)[..., r:]
+        got = latent_attention_kernels.attend(absorbed, q_r, pages, table, past, 0.2, splits=splits)
+        wide = (absorbed.double(), q_r.double(), pages.double())
+        require("latents", got, latent_reference.attend_reference(*wide, table, past, 0.2), 6e-3)
+
+
+def draw() -> None:
+    """Greedy and sampled rows, equal largest logits, NaN and infinities, a uniform at either end; wider than it is."""
+    for rows, tokens in ((9, 40), (3, 64), (2, 1)):
+        logits = (4 * torch.randn(rows, tokens + 3))[:, :tokens]
+        logits[0, tokens // 2 :] = 9.0
+        logits[-1, 0] = float("nan") if tokens > 1 else 0.0
+        if rows > 5:
+            logits[4, 3], logits[5, 1] = float("inf"), float("-inf")
+        heat = torch.tensor([0.0, 1.0, 0.6]).repeat(3)[:rows].double()
+        uniform = torch.rand(rows, dtype=torch.float64)
+        uniform[1] = 1 - 2.0**-53
+        got = draw_kernels.draw(logits, heat, uniform)
+        want = draw_reference.draw_reference(logits, heat, uniform)
+        good = want[:, 2] > 0
+        require_equal("ids and flags", [got[good][:, 0], got[:, 2]], [want[good][:, 0], want[:, 2]])
+        torch.testing.assert_close(got[good][:, 1], want[good][:, 1], atol=1e-12, rtol=0)
+        if not ((got[:, 0] >= 0) & (got[:, 0] < tokens)).all():
+            raise SystemExit("draw: an id outside the vocabulary")
+
+
 CASES = {
     "kda-fixed": lambda: kda(70, 2, 32, 64, None, "production"),
     "kda-packed": lambda: kda(101, 1, 32, 64, [17, 0, 15, 1, 65], "production"),
@@ -362,16 +458,12 @@ CASES = {
     "kda-lengths": lengths,
     "kda-offsets": offsets,
     "segments": segments,
-    "decode-halves": lambda: decode(functools.partial(kda_decode_kernels.halves, early=True)),
-    "decode-tiles": lambda: (
-        decode(functools.partial(kda_decode_step.step, tile=16, ahead=1)),
-        decode(functools.partial(kda_decode_step.step, tile=8, ahead=2)),
-        decode(functools.partial(kda_decode_step.step, tile=32, num_warps=8)),
-    ),
+    "decode": lambda: (decode(tile=16, parts=1), decode(tile=8, parts=4)),
     "decode-deferred": deferred,
     "splits": splits,
     "conv": conv,
     "norm": norm,
+    "decode-parts": lambda: (route(), few_rows(), latents(), draw()),
 }
 
 if __name__ == "__main__":

@@ -16,15 +16,16 @@ _spec.loader.exec_module(compiling)
 
 SHARED_MEMORY = 227 * 1024
 # Bytes of spill stores, where they are not 0: `prepare` trades a few for a third program on a multiprocessor,
-# `input-gradients` holds more tiles than there are registers, and without any at 8 warps issues a sixth more
-# instructions (docs/kernels.md).
-SPILLS = {"prepare": 16, "prepare-save": 16, "input-gradients": 104}
+# `input-gradients` and `decode-deferred` hold more tiles than there are registers (docs/kernels.md). `mix-gradient` of
+# K3's width keeps addresses of 28 rows, made once a program.
+SPILLS = {"prepare": 16, "prepare-save": 16, "input-gradients": 120, "mix-gradient-7168": 112, "mix-7168": 8}
+SPILLS["decode-deferred"] = 4
 # Matrix instructions that must be there. The inverse in `prepare` must not use WGMMA: from registers it came out NaN.
 INSTRUCTIONS = {"prepare": "mma.sync", "prepare-save": "mma.sync"}
 INSTRUCTIONS |= dict.fromkeys(
-    ("scan", "scan-save", "scan-transition", "merge", "reverse-scan", "state-gradients"), "wgmma"
+    ("largest-logits", "scan", "scan-save", "scan-transition", "merge", "reverse-scan", "state-gradients"), "wgmma"
 )
-INSTRUCTIONS |= dict.fromkeys(("input-gradients", "input-gradients-8-warps"), "mma.sync")
+INSTRUCTIONS["input-gradients"] = "mma.sync"
 
 
 @pytest.mark.parametrize("name", compiling.CONFIGURATIONS)
@@ -42,12 +43,12 @@ def test_the_convolution_backward_carries_every_row_that_it_reaches_back_to():
     when they start as one constant; the interpreter, which does not compile, is right either way."""
     kernel = compiling.compiled(*compiling.CONFIGURATIONS["conv-backward"])
     (loop,) = (line for line in kernel.asm["ttgir"].splitlines() if "scf.for" in line)
-    carried = loop.partition("iter_args(")[2].partition(") ->")[0]
-    assert carried.count(" = ") == 10, loop
+    carried = loop.partition(") -> (")[2]
+    assert carried.count("xf32") == 10, loop
 
 
 def test_the_number_of_compiled_variants_is_bounded():
     """Per model: each configuration, times with and without states given and saved where that is a constant."""
     flags = ("HAS_S0", "SAVE", "HAS_DS", "HAS_HISTORY", "PACKED", "EARLY", "TRANSITION", "WHERE")
     kernels = {kernel: constants for kernel, constants, _ in compiling.CONFIGURATIONS.values()}
-    assert sum(2 ** sum(flag in constants for flag in flags) for constants in kernels.values()) <= 48
+    assert sum(2 ** sum(flag in constants for flag in flags) for constants in kernels.values()) <= 64

@@ -1,0 +1,64 @@
+"""One read of attention residuals: a softmax mix of block sums and the running sum.
+
+    mix = sum_i p_i V_i,  p = softmax_i(r_i V_i . q),  r_i = 1 / sqrt(mean(V_i^2) + eps),  q = w_norm * w_proj
+
+`mix_reference` is the definition; autograd gives its gradients. `mix` and `mix_gradient` run the Triton kernels and are
+called where `takes` says so. Source: k3 architecture section 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from k3rl.kernels import dispatch
+
+MOST_BANK_ROWS = 8
+WIDEST = 8192
+
+
+def takes(last: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, proj: torch.Tensor) -> bool:
+    """Whether the kernels take the running sum [N, H], block sums [N, H] in float32, w_norm [H] and w_proj [1, H]."""
+    fits = 0 < len(bank) <= MOST_BANK_ROWS and last.shape[-1] <= WIDEST and last.numel() > 0
+    fits = fits and all(row.dtype == torch.float32 for row in bank)
+    return fits and dispatch.use_kernel("attn_res", last, norm, proj)
+
+
+def mix_reference(
+    last: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, proj: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Running sum [N, H], block sums [N, H] each -> mix [N, H] in the dtype of the running sum."""
+    wide = torch.promote_types(last.dtype, torch.float32)
+    values = torch.stack([*(row.to(wide) for row in bank), last.to(wide)])
+    query = (norm * proj[0]).to(wide)
+    r = (values.square().mean(-1) + eps).rsqrt()
+    p = ((values * query).sum(-1) * r).softmax(0)
+    return (values * p.unsqueeze(-1)).sum(0).to(last.dtype)
+
+
+def mix(
+    last: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, proj: torch.Tensor, eps: float,
+    weight: torch.Tensor | None = None, norm_eps: float = 0.0, save: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Running sum [N, H], block sums [N, H] float32 -> mix [N, H] and, with `save`, what `mix_gradient` needs.
+
+    weight [H]: the result is `rms_norm` of the mix with this weight and norm_eps instead.
+    """
+    from k3rl.kernels import attn_res_kernels
+
+    return attn_res_kernels.mix(last, bank, norm, proj, eps, weight, norm_eps, save)
+
+
+def mix_gradient(
+    grad: torch.Tensor, last: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, proj: torch.Tensor,
+    state: torch.Tensor, added: torch.Tensor | None = None, added_bank: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """Gradients of w_norm [H], w_proj [1, H], the running sum (its dtype) and the block sums (float32).
+
+    added, added_bank: gradients of the running sum and the block sums from elsewhere, in the same dtypes, that these
+    start from.
+    """
+    from k3rl.kernels import attn_res_kernels
+
+    return attn_res_kernels.mix_gradient(grad, last, bank, norm, proj, state, added, added_bank)
