@@ -71,6 +71,8 @@ class ClusterConfig(Config):
     learner_device: Literal["cpu", "cuda"] = "cpu"
     """Where each rank of the learner computes: on the CPU in float32 with gloo between ranks, or on a GPU of its own in
     bf16, masters in float32, with NCCL between ranks."""
+    learner_gpus: float = Field(1.0, gt=0, le=1.0, json_schema_extra=NOT_HASHED)
+    """With learner_device cuda, of a rank; below 1 a single rank leaves the rest of its GPU to engines."""
     rollout_actors: int = Field(2, ge=1)
     rollout_cpus: float = Field(0.25, gt=0)
     rollout_device: Literal["cpu", "cuda"] = "cpu"
@@ -90,6 +92,13 @@ class ClusterConfig(Config):
     """How long to wait for resources before saying what is missing."""
     call_timeout_s: float = Field(900.0, gt=0)
     """How long one actor call may take before the run ends with the actor's name."""
+    weight_transfer: Literal["auto", "object_store", "broadcast", "ipc"] = Field("auto", json_schema_extra=NOT_HASHED)
+    """How published weights go from the learner to the engines: through Ray's object store, by a broadcast (NCCL where
+    each has a GPU of its own, gloo on CPUs), or through GPU memory that both open. `auto` takes `ipc` where all engines
+    share the learner's GPU, `broadcast` between GPUs, `object_store` otherwise."""
+    transfer_timeout_s: float = Field(60.0, gt=0, json_schema_extra=NOT_HASHED)
+    """How long learner and engines wait for each other at each message of a broadcast or of `ipc`. A way that broke is
+    left for the object store."""
     restarts: int = Field(2, ge=0)
     """How often a run may start its actors again, from its last training state, after one died or hung."""
     object_store_mb: int = Field(512, ge=100)
@@ -106,6 +115,26 @@ class ClusterConfig(Config):
             )
         if self.rollout.backend == "k3rl" and urls:
             raise ValueError("rollout.url is of the vllm backend; set rollout.backend to vllm, or leave the url out")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_go_that_way(self) -> ClusterConfig:
+        way = self.weight_transfer
+        if way in ("broadcast", "ipc") and self.rollout.backend == "vllm":
+            raise ValueError(
+                f"weight_transfer is {way!r}, and vLLM servers are given weights by their actors; take 'auto' or "
+                "'object_store'"
+            )
+        if way == "ipc" and "cpu" in (self.learner_device, self.rollout_device):
+            raise ValueError(
+                "weight_transfer is 'ipc', which is GPU memory that learner and engines share; set learner_device and "
+                "rollout_device to cuda, or take 'auto'"
+            )
+        if self.learner_gpus < 1.0 and self.learner_actors > 1:
+            raise ValueError(
+                f"learner_gpus is {self.learner_gpus:g} with {self.learner_actors} learner_actors, and NCCL joins no "
+                "two ranks on one GPU; set learner_gpus to 1, or learner_actors to 1"
+            )
         return self
 
 

@@ -172,7 +172,10 @@ class Fleet:
 
     def publish(self) -> dict[str, float]:
         """The learner's weights to every engine, two-phase, with the canary."""
-        return wait(self._publisher.publish.remote(), self.config.call_timeout_s, "publishing weights")
+        done = wait(self._publisher.publish.remote(), self.config.call_timeout_s, "publishing weights")
+        if done["fell_back"]:
+            self.learner.notes += wait(self._publisher.notes.remote(), self.config.call_timeout_s, "publishing weights")
+        return done
 
     def start(self) -> None:
         """Makes the actors, each in its part of the reservation."""
@@ -216,7 +219,8 @@ class Fleet:
         if parts.learner and parts.rollouts and parts.canary_prompt:
             publisher = self.learner.actors, self.rollouts.actors, parts.canary_prompt, parts.canary_tolerance
             make_publisher = ray.remote(WeightPublisher).options(num_cpus=0)
-            self._publisher = make_publisher.remote(*publisher, config.call_timeout_s)
+            way = config.weight_transfer, config.transfer_timeout_s
+            self._publisher = make_publisher.remote(*publisher, config.call_timeout_s, *way)
             self._started.append(self._publisher)
 
     def restart(self) -> None:
@@ -245,7 +249,8 @@ def _roles(config: ClusterConfig, parts: _Parts) -> list[tuple[str, dict[str, fl
     """(name, resources) of every actor that needs any, in the order in which `start` places them."""
     roles: list[tuple[str, dict[str, float]]] = []
     if parts.learner:
-        learner = {"CPU": config.learner_cpus} | ({"GPU": 1.0} if config.learner_device == "cuda" else {})
+        gpus = {"GPU": config.learner_gpus} if config.learner_device == "cuda" else {}
+        learner = {"CPU": config.learner_cpus} | gpus
         roles += [(f"learner {i}", learner) for i in range(config.learner_actors)]
     if parts.rollouts:
         rollout = {"CPU": config.rollout_cpus}

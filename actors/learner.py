@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import ray
 import torch
 from safetensors.torch import save
 
+from k3rl.actors.messages import BytesMessage, Message, tensor_messages
 from k3rl.actors.publication import POLICY, Form, Publication, Served
+from k3rl.actors.transfer import Link, Place, Route, Sender, place_here
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_adapter, save_checkpoint, weights_of
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
@@ -55,6 +57,8 @@ class LearnerActor:
         self._start: str | None = None  # the checkpoint that the weights came from
         self._base: str | None = None  # digest of the weights beside an adapter
         self._published: tuple[int, dict[str, str], dict[str, torch.Tensor]] | None = None  # version, manifest, tensors
+        self._sender: Sender | None = None  # of rank 0, where weights do not go through the object store
+        self._outgoing: tuple[str, Callable[[], Iterator[Message]]] | None = None  # what `send` is to send
 
     def address(self) -> str:
         """host:port on this node where the ranks may meet."""
@@ -89,7 +93,7 @@ class LearnerActor:
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
         packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
         held = mesh.experts(built.num_experts)
-        model = K3ForCausalLM(built, dtype=self._dtype, device=self._device, experts=held, packed=packed)
+        model = K3ForCausalLM(built, dtype=self._dtype, device=self._place(trainer), experts=held, packed=packed)
         model.init_weights(seed)
         return self._adopt(model, trainer, mesh, learner)
 
@@ -98,8 +102,12 @@ class LearnerActor:
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
         packed = _packs(trainer, learner)
-        model = load_checkpoint(checkpoint, self._dtype, self._device, mesh=mesh, packed=packed)
+        model = load_checkpoint(checkpoint, self._dtype, self._place(trainer), mesh=mesh, packed=packed)
         return self._adopt(model, trainer, mesh, learner)
+
+    def _place(self, trainer: TrainerConfig) -> torch.device:
+        """Where a model begins: one that is cut over ranks need not fit a device whole, and is moved by its trainer."""
+        return torch.device("cpu") if trainer.shard_frozen > 1 else self._device
 
     def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh, learner: LearnerConfig) -> int:
         size = model.parameter_count()  # before a backend may cut parameters over the ranks
@@ -110,7 +118,7 @@ class LearnerActor:
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
         """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
-        trainer = trainer.replace(expert_parallel=1, context_parallel=1, exact=False)
+        trainer = trainer.replace(expert_parallel=1, context_parallel=1, shard_frozen=1, exact=False)
         shared = {path: self._teacher(path, trainer) for path in set(checkpoints.values())}
         self._teachers = {domain: shared[path] for domain, path in checkpoints.items()}
 
@@ -155,7 +163,43 @@ class LearnerActor:
             out[rows] = self._teachers[domain].logprobs(batch.select(members), temperature)
         return out
 
-    def publish(self, served: Sequence[Served]) -> Publication | None:
+    def place(self) -> Place:
+        """Where this rank's weights are."""
+        return place_here(self._device)
+
+    def open_transfer(self, route: Route, receivers: int, timeout_s: float, *, nccl: bool) -> Link:
+        """Where engines may meet this rank; `join_transfer` then waits for them."""
+        self.close_transfer()
+        host = ray.util.get_node_ip_address()
+        self._sender = Sender(route, receivers, self._device, timeout_s, host=host, nccl=nccl)
+        return self._sender.link
+
+    def join_transfer(self) -> None:
+        """Raises TransferBroken when an engine does not come."""
+        self._opened().join()
+
+    def close_transfer(self) -> None:
+        sender, self._sender, self._outgoing = self._sender, None, None
+        if sender is not None:
+            sender.close()
+
+    def send(self) -> int:
+        """Sends what was published last to the engines that prepare it meanwhile; returns its bytes.
+
+        Raises TransferBroken.
+        """
+        outgoing, self._outgoing = self._outgoing, None
+        if outgoing is None:
+            raise RuntimeError("nothing was published to be sent; call publish(..., stream=True) first")
+        key, messages = outgoing
+        return self._opened().send(key, messages())
+
+    def _opened(self) -> Sender:
+        if self._sender is None:
+            raise RuntimeError("this learner sends no weights itself; call open_transfer(...) first")
+        return self._sender
+
+    def publish(self, served: Sequence[Served], stream: bool = False) -> Publication | None:
         """The next weight version, in the forms that engines which serve `served` need.
 
         A delta where an engine serves the version before this one, everything where it does not. Messages lie in the
@@ -163,12 +207,13 @@ class LearnerActor:
         bytes. The stored tensors of a version are kept until the next one, for the delta. Rank 0 gives them out, with
         the experts of the others; other ranks give None. Of a learner that trains an adapter only that is sent, to
         engines that serve the weights beside it.
+
+        stream: messages stay here until `send`; all engines then get one form, a delta where all serve its base.
         """
         base, self._version = self._published, self._version + 1
         adapter = self.trainer.model.adapter
         if adapter is not None and self._base is None:
-            stored = self._stored()
-            self._base = "" if stored is None else manifest_digest(manifest_of(stored.items()))
+            self._base = self._digest()
         tensors = self._stored() if adapter is None else self._adapter_tensors()
         if tensors is None or self._world.rank:
             return None
@@ -177,18 +222,43 @@ class LearnerActor:
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         if adapter is not None and self._base is not None:
             about = AdapterHeader(POLICY, adapter.config, self._base).to_bytes()
-            form = _placed("adapter", about, _messages(tensors, sizes))
+            if stream:
+                form = self._held_back("adapter", about, lambda: tensor_messages(tensors.items(), BUCKET_BYTES))
+            else:
+                form = _placed("adapter", about, _messages(tensors, sizes))
             version = WeightVersion(self._version, manifest)
             return Publication(version, dict.fromkeys(served, form), sum(sizes.values()), POLICY)
-        for known in set(served):
-            if base is not None and known == (base[0], manifest_digest(base[1])) and base[1].keys() == manifest.keys():
-                header, buckets = encode(base[2], tensors, (base[1], manifest), (base[0], self._version))
-                forms[known] = _placed("delta", header.to_bytes(base[1]), buckets)
+        known_base = None
+        if base is not None and base[1].keys() == manifest.keys():
+            known_base = base[0], manifest_digest(base[1])
+        if base is not None and known_base in served and (not stream or set(served) == {known_base}):
+            header, buckets = encode(base[2], tensors, (base[1], manifest), (base[0], self._version))
+            about = header.to_bytes(base[1])
+            delta = self._held_back("delta", about, lambda: map(BytesMessage, buckets)) if stream else None
+            forms[base[0], manifest_digest(base[1])] = delta or _placed("delta", about, buckets)
         if forms.keys() != set(served):
-            whole = _placed("whole", b"", _messages(tensors, sizes))
+            if stream:
+                whole = self._held_back("whole", b"", lambda: tensor_messages(self._source(tensors), BUCKET_BYTES))
+            else:
+                whole = _placed("whole", b"", _messages(tensors, sizes))
             forms |= {known: whole for known in served if known not in forms}
         self._published = self._version, manifest, tensors
         return Publication(WeightVersion(self._version, manifest), forms, sum(sizes.values()))
+
+    def _held_back(self, kind: str, header: bytes, messages: Callable[[], Iterator[Message]]) -> Form:
+        """A form that `send` sends."""
+        key = f"{self._version}"
+        self._outgoing = key, messages
+        return Form(kind, header, (), 0, key)
+
+    def _source(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """All stored tensors once more: from the GPU where this rank holds them all, which no host memory is as near
+        to; else those that were gathered."""
+        if self._device.type != "cuda" or self._world.size > 1:
+            yield from tensors.items()
+            return
+        with self.trainer.whole() as model:
+            yield from official_tensors(model)
 
     def set_version(self, number: int) -> None:
         """Continues the numbering of versions, after engines were loaded afresh with the weights that are held now."""
@@ -205,6 +275,13 @@ class LearnerActor:
             collected = collected_tensors(official_tensors(model), model, mesh, lambda name: 0)
             tensors = {name: tensor.cpu() for name, tensor in collected}
         return None if self._world.rank else tensors
+
+    def _digest(self) -> str:
+        """Of the weights as they are stored, on rank 0, one tensor after the other; empty elsewhere. A collective."""
+        with self.trainer.whole() as model:
+            stored = collected_tensors(official_tensors(model), model, self.trainer.mesh, lambda name: 0)
+            manifest = manifest_of(stored)
+        return "" if self._world.rank else manifest_digest(manifest)
 
     def _adapter_tensors(self) -> dict[str, torch.Tensor]:
         """All of the adapter, on the host. A collective."""
@@ -231,8 +308,8 @@ class LearnerActor:
         if adapter is None:
             raise RuntimeError("this learner trains the weights themselves; call save_checkpoint(...)")
         if self._start is None:
-            with adapted(trainer.model, None):
-                save_checkpoint(trainer.model, base, tokenizer=self._tokenizer, mesh=trainer.mesh)
+            with trainer.whole() as model, adapted(model, None):
+                save_checkpoint(model, base, tokenizer=self._tokenizer, mesh=trainer.mesh)
         tensors = self._adapter_tensors()
         with self._world.together("writing an adapter"):
             if self._world.rank == 0:

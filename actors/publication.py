@@ -25,13 +25,15 @@ class Form:
     "adapter" (A and B of an adapter, in safetensors messages; the weights beside it stay).
 
     header: of a delta or an adapter, empty otherwise. buckets: references to messages in the object store.
-    bytes: of all of it.
+    bytes: of all of it. stream: where the learner sends the messages itself (`transfer.py`), under which key; `buckets`
+    is then empty and `bytes` 0.
     """
 
     kind: str
     header: bytes
     buckets: tuple[Any, ...]
     bytes: int
+    stream: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load
+from torch import Tensor
 
 from k3rl.actors.cluster import EngineConfig, RolloutConfig
+from k3rl.actors.messages import content_of, tensors_in
 from k3rl.actors.publication import Form, Served
+from k3rl.actors.transfer import Link, Place, Receiver, TransferBroken, place_here
 from k3rl.checkpoint import is_adapter, load_checkpoint
 from k3rl.checkpoint.hf import StoredFiles
 from k3rl.checkpoint.manifest import manifest_digest
@@ -54,6 +57,7 @@ class RolloutActor:
         self._futures: dict[Any, asyncio.Future[Completion]] = {}
         self._wake = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
+        self._receiver: Receiver | None = None
 
     async def pid(self) -> int:
         return os.getpid()
@@ -163,26 +167,66 @@ class RolloutActor:
             return self.engine.version, ""
         return self.engine.version, manifest_digest(self.engine.manifest)
 
+    async def place(self) -> Place:
+        """Where this engine's weights are."""
+        if self._server is not None:
+            return place_here(torch.device("cpu"), direct=False)
+        return place_here(place_of(self._device)[0])
+
+    async def join_transfer(self, link: Link, number: int) -> None:
+        """Meets the learner, as receiver `number`, to be sent weights by it. Raises TransferBroken."""
+        self.close_transfer()
+        self._receiver = Receiver(link, number, place_of(self._device)[0])
+        await asyncio.to_thread(self._receiver.join)
+
+    def close_transfer(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
     async def prepare(self, version: int, manifest: Mapping[str, str], form: Form) -> None:
         """First phase: builds and verifies version `version` beside the one that serves. Buckets come one at a time."""
-        if form.kind == "delta":
-            if isinstance(self.engine, VLLMEngine):
-                raise WeightUpdateError(f"weight version {version} came as a delta; a vLLM server takes whole versions")
+        opened = False
+
+        def take(bucket: bytes | Tensor) -> None:
+            nonlocal opened
+            if not opened:
+                self._open_update(version, manifest, form)
+            opened = True
+            self._take_bucket(form.kind, bucket)
+
+        if form.stream:
+            if self._receiver is None:
+                raise TransferBroken("this rollout actor has not met the learner; call join_transfer(...) first")
+            await self._receiver.receive(form.stream, take)
+        for ref in form.buckets:
+            take(await ref)
+        if not opened:  # a delta of nothing has no bucket
+            self._open_update(version, manifest, form)
+        self.engine.verify_weight_update()
+
+    def _open_update(self, version: int, manifest: Mapping[str, str], form: Form) -> None:
+        if form.kind == "whole":
+            self.engine.start_weight_update(version, manifest)
+        elif isinstance(self.engine, VLLMEngine):
+            what = "came as a delta" if form.kind == "delta" else "is of an adapter"
+            raise WeightUpdateError(f"weight version {version} {what}; a vLLM server takes whole versions")
+        elif form.kind == "delta":
             self.engine.start_weight_delta(form.header)
-            for ref in form.buckets:
-                self.engine.update_weights_by_delta(await ref)
-        elif form.kind == "adapter":
-            if isinstance(self.engine, VLLMEngine):
-                raise WeightUpdateError(f"version {version} is of an adapter; a vLLM server takes whole versions")
+        else:
             base = manifest_digest(self.engine.manifest)
             self.engine.adapters.open(version, form.header, manifest, base)
-            for ref in form.buckets:
-                self.engine.adapters.add(load(await ref).items())
+
+    def _take_bucket(self, kind: str, bucket: bytes | Tensor) -> None:
+        """bucket: as it came, through the object store or by a transfer."""
+        if kind == "delta" and isinstance(self.engine, Engine):
+            self.engine.update_weights_by_delta(bucket if isinstance(bucket, bytes) else content_of(bucket))
+            return
+        tensors = load(bucket).items() if isinstance(bucket, bytes) else tensors_in(bucket)
+        if kind == "adapter" and isinstance(self.engine, Engine):
+            self.engine.adapters.add((name, tensor.cpu()) for name, tensor in tensors)
         else:
-            self.engine.start_weight_update(version, manifest)
-            for ref in form.buckets:
-                self.engine.update_weights(load(await ref).items())
-        self.engine.verify_weight_update()
+            self.engine.update_weights(tensors)
 
     async def commit(self, version: int) -> int:
         """Second phase: switches to the prepared version."""

@@ -28,10 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from k3rl.checkpoint.hf import load_checkpoint
 from k3rl.engine import Engine, PrefixCache, SamplingParams
 from k3rl.engine.decode_graph import padded_batch
 from k3rl.engine.device_sampler import sample_uncut
-from k3rl.kernels import dispatch
+from k3rl.kernels import dispatch, few_rows, latent_attention, route
+from k3rl.kernels.draw import draw
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.attn_res import ResidualStream
 from k3rl.model.exact import exact_logprobs
@@ -56,7 +58,8 @@ PROMPT = 128
 class Setting:
     """Sizes of a run on a GPU, or of a dry one."""
 
-    def __init__(self, dry: bool) -> None:
+    def __init__(self, dry: bool, checkpoint: Path | None = None) -> None:
+        self.checkpoint = checkpoint
         self.dry = dry
         self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
         self.dtype = torch.bfloat16
@@ -100,15 +103,17 @@ def started(model: K3ForCausalLM, batch: int, setting: Setting, **options: Any) 
 
 
 def step_seconds(engine: Engine, steps: int, device: torch.device) -> float:
+    """Of one step among many: the host may run ahead of the device, so single ones mean little; median of 4 runs."""
     for _ in range(3):
         engine.step()
     took = []
-    for _ in range(steps):
+    for _ in range(4):
         gpu.synchronize(device)
         began = time.perf_counter()
-        engine.step()
+        for _ in range(max(1, steps // 4)):
+            engine.step()
         gpu.synchronize(device)
-        took.append(time.perf_counter() - began)
+        took.append((time.perf_counter() - began) / max(1, steps // 4))
     return statistics.median(took)
 
 
@@ -217,6 +222,94 @@ def check_gradients(report: Any, setting: Setting) -> None:
                  **errors)  # fmt: skip
 
 
+def check_route(report: Any, setting: Setting) -> None:
+    """Choice, order by expert and sum on the device against their definitions there; scores that no rounding swaps."""
+    generator = torch.Generator().manual_seed(0)
+    for n, experts, k in ((1, 64, 8), (64, 64, 8), (256, 64, 8), (256, 896, 16), (8192, 64, 8)):
+        logits = torch.stack([torch.randperm(experts, generator=generator) for _ in range(n)]) / (experts / 8) - 4
+        bias = torch.randint(-1, 2, (experts,), generator=generator) / 64
+        logits[0] = 0.5  # all equal
+        logits, bias = logits.float().to(setting.device), bias.to(setting.device)
+        weights, ids = route.choose(logits, bias, k, True, 2.5)
+        weights2, ids2 = route.choose_reference(logits, bias, k, True, 2.5)
+        clear = (torch.sort((logits.double().sigmoid() + bias), 1).values.diff(dim=1) > 1e-6).all(1)
+        clear |= torch.tensor([True] + [False] * (n - 1), device=setting.device)
+        sort, sort2 = route.sort_assignments(ids, experts), route.sort_reference(ids, experts)
+        rows = torch.randn(n * k, 512, generator=generator).to(setting.device, setting.dtype)
+        total = route.sum_choices(rows, sort.inverse, weights, setting.dtype).float()
+        total2 = route.sum_reference(rows, sort.inverse, weights, setting.dtype).float()
+        gap = float((weights - weights2)[clear].abs().max())
+        off = float((total - total2).abs().max() / total2.abs().max())
+        ok = torch.equal(ids[clear], ids2[clear]) and all(map(torch.equal, sort, sort2)) and gap < 1e-5 and off < 1e-2
+        if experts == 64 and n < 1024:
+            given = torch.randn(n, 512, generator=generator).to(setting.device, setting.dtype)
+            matrices = torch.randn(experts, 128, 512, generator=generator).to(setting.device, setting.dtype)
+            products = [call(given, sort.token, matrices, sort.ends).float()
+                        for call in (few_rows.product, few_rows.product_reference)]  # fmt: skip
+            ok &= float((products[0] - products[1]).abs().max() / products[1].abs().max()) < 1e-2
+        report.check(f"routing of {n} tokens to {k} of {experts} experts", ok=ok, tokens_compared=int(clear.sum()),
+                     weight_gap=gap, sum_gap=off)  # fmt: skip
+
+
+def distance(model: K3ForCausalLM, prompts: list[list[int]], completions: list[Any]) -> dict[str, Any]:
+    """Mean KL (k3 estimator) and gaps of the sampler's logprobs from the learner's, whose routes are the sampler's."""
+    kl, gaps = [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = [*prompt, *completion.token_ids]
+        routes = np.concatenate([completion.routes, completion.routes[-1:]])
+        rows = logprobs_of(model, ids, routes)[len(prompt) - 1 : -1]
+        ratio = rows[torch.arange(len(rows)), list(completion.token_ids)] - torch.tensor(completion.logprobs)
+        gaps.append(ratio.abs())
+        kl.append(ratio.exp() - 1 - ratio)
+    mean = float(torch.cat(kl).mean())
+    return {"ok": mean < 1e-4, "mean_kl": mean, "tokens": sum(map(len, kl)), "mean_nats": float(torch.cat(gaps).mean()),
+            "largest_nats": float(torch.cat(gaps).max())}  # fmt: skip
+
+
+def check_trained(report: Any, setting: Setting) -> None:
+    """Sampler against learner on a checkpoint (`--model`), over what the model itself writes behind `bos`."""
+    if setting.checkpoint is None:
+        return
+    model = load_checkpoint(setting.checkpoint, dtype=setting.dtype, device=setting.device)
+    given = [[model.config.bos_token_id]] * (4 if setting.dry else 32)
+    tokens = min(16 if setting.dry else 256, model.config.max_position_embeddings - 1)
+    own = [SamplingParams(max_tokens=tokens, seed=seed, return_routes=True) for seed in range(len(given))]
+    for name, context in (("kernels", contextlib.nullcontext()), ("torch path", without_kernels())):
+        with context:
+            engine = Engine(model, max_running=len(given), static_decode=True if setting.dry else None)
+            done = engine.generate(given, own)
+            report.check(f"sampler against learner, trained model, {name}", **distance(model, given, done))
+
+
+def check_draw(report: Any, setting: Setting) -> None:
+    """Tokens and logprobs drawn on the device against those of its definition on the CPU."""
+    generator = np.random.default_rng(0)
+    for rows, tokens in ((1, 512), (64, 512), (256, 4000), (8, 163_840)):
+        logits = torch.from_numpy(generator.normal(0, 4, (rows, tokens))).float()
+        logits[-1, 1] = float("nan")
+        heat, uniform = (torch.from_numpy(x) for x in (generator.choice([0.0, 0.7, 1.0], rows), generator.random(rows)))
+        found = draw(*(x.to(setting.device) for x in (logits, heat, uniform))).cpu()[:-1]
+        wanted = draw(logits, heat, uniform)[:-1]
+        gap = float((found - wanted).abs().max()) if rows > 1 else 0.0
+        report.check(f"draws of {rows} rows over {tokens} tokens", ok=gap < 1e-9, gap=gap)
+
+
+def check_latents(report: Any, setting: Setting) -> None:
+    """Attention over pages of latents against its definition in float64, relative to the largest number."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, h, z, blocks in ((1, 8, 256, 32), (64, 8, 256, 4), (256, 8, 256, 2), (3, 96, 512, 8)):
+        past = torch.randint(0, blocks * 64, (rows,), generator=generator)
+        past[0] = 0
+        table = torch.randperm(rows * blocks, generator=generator).view(rows, blocks)
+        given = [torch.randn(*shape, generator=generator).to(setting.device, setting.dtype)
+                 for shape in ((h, rows, z), (rows, h, 64), (rows * blocks, 64, z + 64))]  # fmt: skip
+        where = (table.to(setting.device), past.to(setting.device), 0.05)
+        found = latent_attention.attend(*given, *where).double()
+        wanted = latent_attention.attend_reference(*(x.double() for x in given), *where)
+        gap = float((found - wanted).abs().max() / wanted.abs().max())
+        report.check(f"latent attention, {rows} rows, {h} heads, {z} + 64", ok=gap < 1e-2, gap=gap)
+
+
 def check_engine(report: Any, setting: Setting) -> None:
     """Sampler against learner, batch against alone, graphs against none, exact mode against the exact learner."""
     model = setting.model(checked_config(setting), seed=1)
@@ -224,18 +317,7 @@ def check_engine(report: Any, setting: Setting) -> None:
     own = SamplingParams(max_tokens=8 if setting.dry else 64, seed=3, return_routes=True)
     options = {"max_context": setting.context, "static_decode": True if setting.dry else None}
     done = Engine(model, max_running=len(given), **options).generate(given, own)
-    kl, gaps = [], []
-    for prompt, completion in zip(given, done, strict=True):
-        ids = [*prompt, *completion.token_ids]
-        rows = logprobs_of(model, ids, np.concatenate([completion.routes, completion.routes[-1:]]))[
-            len(prompt) - 1 : -1
-        ]
-        ratio = rows[torch.arange(len(rows)), list(completion.token_ids)] - torch.tensor(completion.logprobs)
-        gaps.append(ratio.abs())
-        kl.append(ratio.exp() - 1 - ratio)
-    mean_kl = float(torch.cat(kl).mean())
-    report.check("sampler against learner, recorded routes", ok=mean_kl < 1e-4, mean_kl=mean_kl,
-                 mean_nats=float(torch.cat(gaps).mean()), largest_nats=float(torch.cat(gaps).max()))  # fmt: skip
+    report.check("sampler against learner, recorded routes", **distance(model, given, done))
     alone = [Engine(model, max_running=1, **options).generate([prompt], own)[0] for prompt in given[:3]]
     differ = [np.abs(np.array(a.logprobs) - b.logprobs).max() if a.token_ids == b.token_ids else None
               for a, b in zip(alone, done, strict=False)]  # fmt: skip
@@ -250,9 +332,11 @@ def check_engine(report: Any, setting: Setting) -> None:
     exact = Engine(model, max_running=2, max_context=setting.context, exact=True).generate(given[:1], own)[0]
     ids = torch.tensor([*given[0], *exact.token_ids], device=setting.device)
     places = torch.arange(len(given[0]) - 1, len(ids) - 1, device=setting.device)
-    learned = exact_logprobs(model, ids, places, exact.token_ids)
-    gap = float((learned - torch.tensor(exact.logprobs, dtype=torch.float64)).abs().max())
-    report.check("exact mode against the exact learner", ok=gap == 0.0, largest_nats=gap)
+    recorded = torch.from_numpy(np.concatenate([exact.routes, exact.routes[-1:]])).to(setting.device)
+    for name, routes in (("", None), (", recorded routes", recorded)):
+        learned = exact_logprobs(model, ids, places, exact.token_ids, routes=routes)
+        gap = float((learned - torch.tensor(exact.logprobs, dtype=torch.float64)).abs().max())
+        report.check(f"exact mode against the exact learner{name}", ok=gap == 0.0, largest_nats=gap)
 
 
 # ---------------------------------------------------------------------------------------------------- decode
@@ -265,7 +349,8 @@ def decode_row(report: Any, setting: Setting, model: K3ForCausalLM, name: str, b
             context.enter_context(without_kernels())
         if variant == "fusing off":
             context.enter_context(fusing(False))
-        engine = started(model, batch, setting, **({"static_decode": True} if setting.dry else {}))
+        own: dict[str, Any] = {"static_decode": True} if setting.dry else {}
+        engine = started(model, batch, setting, overlap=variant != "overlap off", **own)
         if variant == "graphs off" and engine.program is not None:
             engine.program.capture = False
         took = step_seconds(engine, setting.steps, setting.device)
@@ -304,7 +389,7 @@ def replay_seconds(engine: Engine, batch: int) -> float | None:
 
 def decode(report: Any, setting: Setting) -> None:
     model = setting.model(setting.small)
-    for variant in ("as it is", "graphs off", "fusing off", "kernels off"):
+    for variant in ("as it is", "overlap off", "graphs off", "fusing off", "kernels off"):
         batches = setting.batches if variant == "as it is" else setting.batches[-2:]
         for batch in batches:
             guarded(report, f"decode, {variant}", f"k3-small, {batch} sequences",
@@ -333,7 +418,7 @@ def split_rows(report: Any, setting: Setting, model: K3ForCausalLM, name: str, b
     last = layers[-1]
 
     def residual() -> torch.Tensor:
-        return last.input_layernorm(last._read(stream, "self_attention"))
+        return last._read(stream, "self_attention", last.input_layernorm)
 
     parts: dict[str, tuple[Callable[[], object], int]] = {
         "KDA layer": (lambda: kda(x, layout, states), len(config.kda_layers)),
@@ -422,7 +507,16 @@ def split(report: Any, setting: Setting) -> None:
 
 
 def checks(report: Any, setting: Setting) -> None:
-    for check in (check_quantizer, check_forward, check_gradients, check_engine):
+    for check in (
+        check_quantizer,
+        check_route,
+        check_draw,
+        check_latents,
+        check_forward,
+        check_gradients,
+        check_engine,
+        check_trained,
+    ):
         guarded(report, check.__name__, "checks", lambda own=check: own(report, setting))
 
 
@@ -448,8 +542,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--budget-s", type=float, default=500.0, help="no measurement is begun after this long")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", type=Path, help="a trained checkpoint, for one more check")
     arguments = parser.parse_args()
-    setting = Setting(arguments.dry)
+    setting = Setting(arguments.dry, arguments.model)
     if not setting.dry and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; --dry runs its control flow on a CPU")
     report = gpu.Report(setting.device, arguments.out, arguments.budget_s)

@@ -161,7 +161,7 @@ class Clock:
         self.wrap(trainer.optimizer, "step", "optimizer")
         self.wrap(trainer.shards, "clip_grad_norm_", "gradient norm")
         self.wrap(trainer.shards, "share_parameters", "send parameters")
-        self.wrap(trainer, "_balance", "balance")
+        self.wrap(trainer.balancer, "update", "balance")
         self.wrap_context(trainer.mesh.world, "during", "communication")
 
     def parts(self, steps: int, whole_s: float) -> dict[str, float]:

@@ -1,12 +1,14 @@
 """The learner's step on one GPU: share of the matrix rate, memory and time against plain eager code, the real width.
 
-    python benchmarks/learner_gpu.py --out FILE [--parts step split eager wide] [--budget-s 400]
+    python benchmarks/learner_gpu.py --out FILE [--parts step capture split eager wide] [--budget-s 400]
     python benchmarks/learner_gpu.py --dry         # the same control flow on a CPU with a tiny model
 
 k3-small in bf16 with float32 masters, 8,192 packed tokens in documents of 2,048, MXFP4 experts, MXFP8 activations.
 `step` rows: a whole step, and the passes alone; variants without kernels and without fusing. `share_of_peak` is the
 work over the time over 989 TFLOP/s, the datasheet's dense bf16 rate; the floor is the work at 790, what a large product
-reaches. Work, counted for forward and twice that for backward (recomputation is not counted):
+reaches. The passes of `step` are captured where the trainer captures; `capture` checks that they equal the ordinary
+ones, beside what those differ by from run to run. Work, counted for forward and twice that for backward (recomputation
+is not counted):
 
     2 x parameters of all matrices but the embedding, routed experts by k / E of them, a token
     KDA   h (10 C D + 6 D^2 + 2 C^2) a token and layer, C = 32 tokens a chunk, D head width, h heads
@@ -53,7 +55,7 @@ if "gpu" not in sys.modules:
     _spec.loader.exec_module(sys.modules["gpu"])
 gpu = sys.modules["gpu"]
 
-PARTS = ("step", "split", "eager", "wide")
+PARTS = ("step", "capture", "split", "eager", "wide")
 PEAK = 989e12  # the datasheet's dense bf16 rate
 CHUNK = 32
 GIB = 2.0**30
@@ -114,8 +116,8 @@ def without_kernels() -> Iterator[None]:
         dispatch.use_kernel = before
 
 
-def peak(setting: Setting, call: Callable[[], object]) -> float | None:
-    """GiB at the peak of a call, what was there before included; None on a CPU."""
+def peak(setting: Setting, call: Callable[[], object], trainer: Trainer | None = None) -> float | None:
+    """GiB at the peak of a call, what was there before and a trainer's graphs included; None on a CPU."""
     if setting.device.type != "cuda":
         call()
         return None
@@ -123,7 +125,8 @@ def peak(setting: Setting, call: Callable[[], object]) -> float | None:
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
-    return round(torch.cuda.max_memory_allocated() / GIB, 3)
+    held = 0 if trainer is None or trainer.passes is None else trainer.passes.held
+    return round((torch.cuda.max_memory_allocated() + held) / GIB, 3)
 
 
 def passes_of(trainer: Trainer, batch: TrainBatch) -> Callable[[], object]:
@@ -155,13 +158,65 @@ def step(report: Any, setting: Setting) -> None:
     whole = lambda: trainer.train(batch, CrossEntropy())  # noqa: E731
     for name, call in (("step without optimizer", passes), ("step", whole)):
         took = gpu.wall(call, setting.device, setting.repeats, 1 if setting.dry else 3)
-        add(name, took, peak(setting, call))
+        add(name, took, peak(setting, call, trainer))
     part_rows(report, setting, trainer, batch, shape)
+    replaying, trainer.passes = trainer.passes, None
+    took = gpu.wall(passes, setting.device, setting.repeats, 1)
+    add("step without optimizer, not captured", took, peak(setting, passes))
     for name, context in (("fusing off", fusing(False)), ("kernels off", without_kernels())):
         if report.time_left(f"step without optimizer, {name}"):
             with context:
                 took = gpu.wall(passes, setting.device, 1, 1)
                 add(f"step without optimizer, {name}", took, peak(setting, passes))
+    trainer.passes = replaying
+
+
+def capture(report: Any, setting: Setting) -> None:
+    """Passes as a captured program beside the ordinary ones: what they add up to, and their time."""
+    trainer = trainer_of(setting, capture="on")
+    replaying = trainer.passes
+    assert replaying is not None
+    trainer.passes = None
+    cases = {
+        "full": batch_of(setting.small, setting.tokens, setting.length),
+        "padded": batch_of(setting.small, setting.tokens, setting.length).select([0]),
+    }
+    for name, batch in cases.items():
+        found = []
+        for passes in (None, None, replaying, replaying):  # the first two say what one path differs by from itself
+            trainer.passes = passes
+            metrics, largest = trainer.gradients(batch, CrossEntropy())
+            grads = {n: p.grad.clone() for n, p in trainer.shards.params.items() if p.grad is not None}
+            counted = [tensor.clone() for tensor in trainer.balancer.tensors()]
+            trainer.balancer.clear()
+            found.append((metrics.values(), largest, grads, counted))
+        trainer.passes = None
+        for what, one, other in (("itself", 0, 1), ("captured", 0, 2), ("replayed", 0, 3)):
+            report.check(f"passes, {name}, {what}", **differences(found[one], found[other]), notes=trainer.notes)
+    print(f"captured sizes: {replaying.captured}", flush=True)
+    batch = cases["full"]
+    for name, passes in (("replayed", replaying), ("ordinary", None)):
+        trainer.passes = passes
+        took = gpu.wall(passes_of(trainer, batch), setting.device, setting.repeats, 1 if setting.dry else 3)
+        report.row(f"passes, {name}", f"k3-small, {setting.tokens} tokens", took, captured=replaying.captured,
+                   peak_gib=peak(setting, passes_of(trainer, batch), trainer))  # fmt: skip
+
+
+def differences(one: tuple[Any, ...], other: tuple[Any, ...]) -> dict[str, Any]:
+    """How far two passes are apart: bits of each gradient, the largest distance in units of its norm, and the rest."""
+    grads, others = one[2], other[2]
+    shared = grads.keys() & others.keys()
+    apart = {n: float((grads[n] - others[n]).norm() / grads[n].norm().clamp_min(1e-30)) for n in shared}
+    worst = max(apart, key=lambda name: apart[name])
+    return {
+        "loss": one[0]["loss/mean"] - other[0]["loss/mean"],
+        "same_names": grads.keys() == others.keys(),
+        "not_bit_equal": sum(not torch.equal(grads[n], others[n]) for n in shared),
+        "gradients": len(shared),
+        "worst": [worst, apart[worst]],
+        "largest_logits": max((float((one[1][n] - other[1][n]).abs().max()) for n in one[1]), default=0.0),
+        "counts_equal": [bool(torch.equal(a, b)) for a, b in zip(one[3], other[3], strict=True)],
+    }
 
 
 def part_rows(report: Any, setting: Setting, trainer: Trainer, batch: TrainBatch, shape: str) -> None:
@@ -177,11 +232,12 @@ def part_rows(report: Any, setting: Setting, trainer: Trainer, batch: TrainBatch
         return found
 
     for _ in range(setting.repeats):
-        trainer.shards.zero_grad()
+        timed("gradients to zero", trainer.shards.zero_grad)
         loss = timed("forward and loss", lambda: CrossEntropy()(trainer.target_inputs(batch)).loss)
         timed("backward", loss.backward)
+        timed("gradients of experts", trainer.shards.collect_gradients)
         timed("gradient norm", lambda: trainer.shards.clip_grad_norm_(trainer.optimizer, trainer.config.grad_clip))
-        timed("optimizer, masters to shipped values", trainer.optimizer.step)
+        timed("optimizer, masters to shipped values", lambda: trainer.optimizer.step(checked=True))
     for name, took in spent.items():
         report.row(f"part, {name}", shape, min(took))
 
@@ -202,7 +258,7 @@ def split(report: Any, setting: Setting) -> None:
         for _ in range(max(1, config.num_hidden_layers // config.attn_res_block_size // 2)):
             stream.push()
             stream.add(x)
-        return last.input_layernorm(last._read(stream, "self_attention"))
+        return last._read(stream, "self_attention", last.input_layernorm)
 
     layout = Layout(lengths, setting.device)
     parts: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
@@ -285,14 +341,14 @@ def wide_row(
 ) -> None:  # fmt: skip
     model = setting.model(setting.wide)
     work = 3 * forward_work(model, setting.wide_length) * setting.wide_tokens
-    config = TrainerConfig(micro_batch_tokens=setting.wide_tokens, **option)
+    config = TrainerConfig(micro_batch_tokens=setting.wide_tokens, capture="off", **option)  # for its memory
     trainer = Trainer(model, config)
     passes = passes_of(trainer, batch)
     alone = gpu.wall(passes, setting.device, 1, 1)
-    gib = peak(setting, passes)
+    gib = peak(setting, passes, trainer)
     gpu.synchronize(setting.device)
     began = time.perf_counter()
-    step_gib = peak(setting, lambda: trainer.train(batch, CrossEntropy()))
+    step_gib = peak(setting, lambda: trainer.train(batch, CrossEntropy()), trainer)
     took = time.perf_counter() - began
     report.row(name, shape, took, floor_s=work / gpu.MATRIX_RATE, without_optimizer_ms=round(1e3 * alone, 2),
                share_of_peak_without_optimizer=round(work / alone / PEAK, 4), parameters=model.parameter_count(),
@@ -300,7 +356,7 @@ def wide_row(
 
 
 def measured(report: Any, setting: Setting, parts: tuple[str, ...]) -> None:
-    run = {"step": step, "split": split, "eager": eager, "wide": wide}
+    run = {"step": step, "capture": capture, "split": split, "eager": eager, "wide": wide}
     for part in parts:
         if not report.time_left(part):
             continue

@@ -38,6 +38,7 @@ def plan(words: Sequence[str]) -> int:
         momentum_bytes=given.momentum_bytes,
         offload=given.offload,
         recompute="none" if given.recompute == "auto" else given.recompute,
+        shard_frozen=given.shard_frozen,
     )
     degrees = (given.data, given.expert, given.context, given.pipeline)
     if any(degree is not None for degree in degrees):
@@ -78,6 +79,10 @@ def _parser() -> Parser:
     parser.add_argument("--rollout-gpus", type=_natural, help="devices that sample; chosen where not given")
     parser.add_argument("--publish-share", type=_share, default=1.0, help="bytes of a version that move, of all")
     parser.add_argument("--lora-rank", type=_natural, default=0, help="0 trains all weights")
+    parser.add_argument(
+        "--shard-frozen", type=_positive, default=1,
+        help="with LoRA: ranks that share what is frozen beside the experts; those of a node where nothing else fits",
+    )  # fmt: skip
     parser.add_argument("--optimizer", choices=("per_head_muon", "muon_whole", "adamw"), default="per_head_muon")
     parser.add_argument("--momentum-bytes", type=int, choices=(2, 4), default=4)
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")

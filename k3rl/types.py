@@ -11,7 +11,8 @@ Turn, Branch, Episode      what happened when a policy acted on a task
 Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed (FailureKind), never 0
 Group                      the episodes of one task, joined by id
 WeightVersion              an int with the manifest of the tensors that make it
-Communicator, Exchange, ContextCommunicator, ForwardObserver  what a model is handed by whoever runs it
+Communicator, Exchange, ContextCommunicator, WeightSlices, ForwardObserver
+                           what a model is handed by whoever runs it
 """
 
 from __future__ import annotations
@@ -520,6 +521,23 @@ class ContextCommunicator(Protocol):
 
     def send(self, tensor: Any, *, right: bool = False) -> None:
         """Sends to the left (or right) neighbour, without waiting for it. Not differentiable."""
+        ...
+
+
+class WeightSlices(Protocol):
+    """Weights of which a process holds a slice each and gathers the rest where a part of the model runs.
+
+    Parts are modules: what attends, what follows it, embedding and head. Tensors are torch tensors.
+    """
+
+    in_place: bool  # whether all weights are there for a while, to be read
+
+    def need(self, module: Any) -> Any:
+        """The module, with its weights there. A collective, as is `passing`."""
+        ...
+
+    def passing(self, module: Any, rows: Any) -> Any:
+        """`rows` as they are; the part is needed now and when their gradient comes by."""
         ...
 
 

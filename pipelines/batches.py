@@ -112,8 +112,9 @@ def add_published(metrics: Accumulator, published: dict[str, float]) -> None:
     """
     if "canary" in published:
         metrics.add("mismatch/canary", published.pop("canary"))
-        for name in ("bytes", "bytes_full", "deltas", "refused"):
-            metrics.add(f"publish/{name}", published.pop(name))
+        for name in ("bytes", "bytes_full", "deltas", "refused", "seconds", "transfer_seconds", "fell_back"):
+            if name in published:  # a state written by an earlier version has fewer
+                metrics.add(f"publish/{name}", published.pop(name))
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:

@@ -9,7 +9,7 @@ from k3rl.checkpoint import is_adapter, weights_of
 from k3rl.checkpoint.adapter import read_adapter_config
 from k3rl.config import ConfigError
 from k3rl.model import K3Config
-from k3rl.parallel import data_degree
+from k3rl.parallel import check_slices, data_degree
 from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
 from k3rl.pipelines.stage import resolve_start
 from k3rl.types import SamplingParams
@@ -93,6 +93,7 @@ def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
                 wanted="k3rl",
             )
         data_degree(cluster.learner_actors, stage.trainer.expert_parallel, stage.trainer.context_parallel)
+        check_slices(cluster.learner_actors, stage.trainer.shard_frozen)
 
 
 def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:

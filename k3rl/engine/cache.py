@@ -19,16 +19,29 @@ from torch import Tensor
 from k3rl.engine.memory import states_budget
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix import FixedState, Hit, Part
+from k3rl.kernels.kda import CHUNK
 from k3rl.model import Cache, K3ForCausalLM
+
+# Rows times heads of a pool from which on the form of the decode kernel that puts writes off is the faster one.
+DEFERRED_FROM = 1536
+
+
+def defers(model: K3ForCausalLM, rows: int) -> bool:
+    """Whether decode steps of fixed shapes over so many rows keep the last tokens beside the states (`paged._Late`)."""
+    return model.device.type == "cuda" and rows * model.config.linear_attn_config.num_heads >= DEFERRED_FROM
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How bytes become rows and pages: `rows` requests at once (and the spare row), `pages` of `page` tokens."""
+    """How bytes become rows and pages: `rows` requests at once (and the spare row), `pages` of `page` tokens.
+
+    deferred: each row has room for the tokens that its states have not taken in, a quarter of them.
+    """
 
     rows: int
     pages: int
     page: int
+    deferred: bool = False
 
     @classmethod
     def when_needed(
@@ -46,22 +59,31 @@ class MemoryPlan:
         """
         if memory is None:
             return None
+        deferred = fixed and defers(model, max_rows)
         if memory != "auto":
-            return cls.of(model, memory, max_rows, max_context, page)
+            return cls.of(model, memory, max_rows, max_context, page, deferred)
         budget = states_budget(model)
-        slot, token = state_bytes(model)
+        slot, token = state_bytes(model, deferred)
         whole = (max_rows + 1) * (slot + -(-max_context // page) * page * token)
         if whole <= budget or (max_rows + 1) * (slot + max_context * token) <= budget:
-            return cls.of(model, whole, max_rows, max_context, page) if fixed else None
-        return cls.of(model, budget, max_rows, max_context, page)
+            return cls.of(model, whole, max_rows, max_context, page, deferred) if fixed else None
+        return cls.of(model, budget, max_rows, max_context, page, deferred)
 
     @classmethod
-    def of(cls, model: K3ForCausalLM, memory_bytes: int, max_rows: int, max_context: int, page: int) -> MemoryPlan:
+    def of(
+        cls,
+        model: K3ForCausalLM,
+        memory_bytes: int,
+        max_rows: int,
+        max_context: int,
+        page: int,
+        deferred: bool = False,
+    ) -> MemoryPlan:
         """As many rows as leave pages for one request of `max_context` tokens, `max_rows` at most.
 
         Raises ValueError when the memory cannot hold one such request.
         """
-        slot, token = state_bytes(model)
+        slot, token = state_bytes(model, deferred)
         page_bytes = page * token
         least = -(-max_context // page)
         rows = max_rows if not slot else min(max_rows, (memory_bytes - least * page_bytes) // slot - 1)
@@ -71,14 +93,17 @@ class MemoryPlan:
                 f"{2 * slot + least * page_bytes}: give more, or a smaller max_context"
             )
         pages = (memory_bytes - (rows + 1) * slot) // page_bytes if page_bytes else (rows + 1) * least
-        return cls(rows, pages, page)
+        return cls(rows, pages, page, deferred)
 
 
-def state_bytes(model: K3ForCausalLM) -> tuple[int, int]:
-    """(bytes of a row's KDA states, bytes of a token's latents)."""
+def state_bytes(model: K3ForCausalLM, deferred: bool = False) -> tuple[int, int]:
+    """(bytes of a row's KDA states, and of the tokens that wait beside them, bytes of a token's latents)."""
     cache = model.new_cache(1)
     cache.reserve(1)
     slot = sum(_bytes(cache.recurrent(n)) + _bytes(cache.conv(n)) for n in model.config.kda_layers)
+    if deferred:
+        states = [cache.recurrent(n) for n in model.config.kda_layers]
+        slot += sum(pending_bytes(state) for state in states)
     return slot, sum(_bytes(cache.latent(n, 1)) for n in model.config.mla_layers)
 
 
@@ -93,7 +118,9 @@ class StatePool:
         self.paged: PagedCache | None = None
         if plan is not None:
             kind = model.language_model.lm_head.weight.dtype
-            self.paged = PagedCache(model.config, rows + 1, plan.pages, plan.page, kind, model.device)
+            self.paged = PagedCache(
+                model.config, rows + 1, plan.pages, plan.page, kind, model.device, deferred=plan.deferred
+            )
         # The model uses the part of a Cache that a PagedCache has.
         self.cache: Cache = model.new_cache(rows + 1) if self.paged is None else cast(Cache, self.paged)
         self.spare, self.poison = rows, poison
@@ -188,6 +215,12 @@ class RowSource:
         if isinstance(self._view, PagedCache):
             return self._view.latent_slice(layer, start, stop)
         return self._view.latent(layer, stop)[:, start:]
+
+
+def pending_bytes(recurrent: Tensor) -> int:
+    """Bytes of the tokens that wait beside states [B, heads, K, V]: keys, updates, running decay, bounds."""
+    rows = recurrent.shape[0] * recurrent.shape[1]
+    return rows * ((2 * CHUNK + 1) * recurrent.shape[2] * recurrent.element_size() + 8)
 
 
 def _bytes(tensor: Tensor) -> int:

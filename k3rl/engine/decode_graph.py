@@ -5,28 +5,37 @@ power of two; rows and pages that are not there are padding. Where that would be
 run together, one piece after the other. Each such shape has its own buffers and, on a GPU, is captured when it is first
 met. On a CPU the same program runs uncaptured.
 
-Weights that change in place are seen by the next step. Another model, which is how engines take a version, is another
-program: what was captured is dropped and made again as it is needed. The states stay where they are in between, so
-whatever copies, frees or restores rows does so between two steps on the same stream.
+The program also draws a token for every row, as `device_sampler` does for rows that keep every token, and remembers
+what it drew: the next step may read those tokens before the host has (`DecodeProgram.start`).
+
+Weights that change in place are seen by the next step that is started. Another model, which is how engines take a
+version, is another program: what was captured is dropped and made again as it is needed. The states stay where they are
+in between, so whatever copies, frees or restores rows does so between two steps on the same stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from k3rl.engine.device_sampler import unpacked
 from k3rl.engine.paged import PagedCache
+from k3rl.engine.sampler import Draws
+from k3rl.kernels.draw import draw
 from k3rl.model import K3ForCausalLM
 from k3rl.model.cache import StepCache
+from k3rl.model.fuse import fused
 from k3rl.model.kda import KimiDeltaAttention
+from k3rl.model.lanes import lanes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = 1 << 22  # latents that a layer gathers at once: 2 to 5 GiB
 _WARM_UPS = 2  # of a shape before its capture: kernels are compiled and workspaces made then
-_COLUMNS = 4  # token, slot, past, place; the table comes after them
+_COLUMNS = 6  # token, slot, past, place, temperature, uniform; the table comes after them
 
 
 def padded_batch(rows: int) -> int:
@@ -39,48 +48,115 @@ def _power(blocks: int) -> int:
     return 1 << (blocks - 1).bit_length()
 
 
+@fused
+def _tokens(given: Tensor, last: Tensor) -> Tensor:
+    """Token ids [B], and -1 - i for the i-th of `last` -> token ids [B]."""
+    return torch.where(given < 0, last[(-1 - given).clamp(min=0)], given)
+
+
+class _Outputs(NamedTuple):
+    """Of the program, on the device: logits [B, V], routes int16 [B, M, k], drawn float64 [B, 3] (`kernels.draw`)."""
+
+    logits: Tensor
+    routes: Tensor
+    drawn: Tensor
+
+    def first(self, rows: int) -> _Outputs:
+        """Those of so many rows; what is left out is padding."""
+        return _Outputs(*(tensor[:rows] for tensor in self))
+
+
+class _Columns(NamedTuple):
+    """The inputs of n rows: int64 [n] each, float64 [n] the last two; place [n + 1], its last of padding."""
+
+    token: np.ndarray
+    slot: np.ndarray
+    past: np.ndarray
+    place: np.ndarray
+    temperature: np.ndarray
+    uniform: np.ndarray
+
+
 class _Shape:
     """The buffers of one batch and number of pages: all inputs in one run of int64, moved by one copy."""
 
     def __init__(self, batch: int, blocks: int, device: torch.device) -> None:
         size = batch * (_COLUMNS + blocks)
-        self.batch, self.blocks = batch, blocks
-        self._pinned = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.batch, self.blocks, self._on_gpu = batch, blocks, device.type == "cuda"
+        self._pinned = torch.zeros(size, dtype=torch.int64, pin_memory=self._on_gpu)
         self._given = self._pinned.numpy()
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if self._on_gpu else None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.outputs: tuple[Tensor, Tensor] | None = None  # of the captured graph
+        self.outputs: _Outputs | None = None  # of the captured graph
+        self._back: list[tuple[Tensor, Tensor]] = []  # pinned copies of what steps gave, used in turn
 
-    def fill(
-        self, tokens: np.ndarray, slots: np.ndarray, past: np.ndarray, place: np.ndarray, table: np.ndarray
-    ) -> None:
-        """Sets the inputs: [n] each and table [n, blocks]; the rest is padding. place [n + 1]: its last is of padding.
+    def fill(self, given: _Columns, table: np.ndarray) -> None:
+        """Sets the inputs, table [n, at most `blocks`]; the rest is padding.
 
         The host writes only after the copy of the step before has left.
         """
         if self._copied is not None:
             self._copied.synchronize()
-        n, batch = len(tokens), self.batch
+        n, batch, scratch = len(given.token), self.batch, given.place[-1]
         columns = self._given[: _COLUMNS * batch].reshape(_COLUMNS, batch)
-        columns[:, :n] = tokens, slots, past, place[:n]
-        columns[:, n:] = np.array([[0], [-1], [0], [place[n]]])
+        columns[:4, :n] = given.token, given.slot, given.past, given.place[:n]
+        columns[4:, :n].view(np.float64)[:] = given.temperature, given.uniform
+        columns[:, n:] = np.array([[0], [-1], [0], [scratch], [0], [0]])
         pages = self._given[_COLUMNS * batch :].reshape(batch, self.blocks)
-        pages[:n], pages[n:] = table, 0
+        pages[:n, : table.shape[1]] = table
+        pages[:n, table.shape[1] :], pages[n:] = 0, 0
         self._device.copy_(self._pinned, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
     def clear(self, scratch: int) -> None:
         """Makes every row padding."""
-        empty = np.zeros(0, np.int64)
-        self.fill(empty, empty, empty, np.array([scratch]), np.zeros((0, self.blocks), np.int64))
+        none, reals = np.zeros(0, np.int64), np.zeros(0)
+        self.fill(_Columns(none, none, none, np.array([scratch]), reals, reals), np.zeros((0, self.blocks), np.int64))
 
     def inputs(self, cache: PagedCache) -> tuple[Tensor, StepCache]:
         """(token ids [batch], the states to step), views of the buffers."""
-        tokens, slot, past, place = self._device[: _COLUMNS * self.batch].view(_COLUMNS, self.batch).unbind()
+        tokens, slot, past, place = self._device[: 4 * self.batch].view(4, self.batch).unbind()
         table = self._device[_COLUMNS * self.batch :].view(self.batch, self.blocks)
         return tokens, cache.step_cache(slot, past, place, table)
+
+    def draw_inputs(self) -> tuple[Tensor, Tensor]:
+        """(temperature, uniform) float64 [batch], views of the buffers."""
+        heat, uniform = self._device[4 * self.batch : 6 * self.batch].view(torch.float64).view(2, self.batch).unbind()
+        return heat, uniform
+
+    def on_the_way(self, found: _Outputs, with_routes: bool) -> Started:
+        """What a step gives, as copies that leave the device behind it."""
+        if not self._on_gpu:
+            return Started(found.drawn, found.routes if with_routes else None, None)
+        if not self._back:
+            sizes = [(self.batch, *tensor.shape[1:]) for tensor in (found.drawn, found.routes)]
+            kinds = found.drawn.dtype, found.routes.dtype
+            for _ in range(2):  # a step may be started while the one before it has not been read
+                drawn, routes = (torch.empty(s, dtype=k, pin_memory=True) for s, k in zip(sizes, kinds, strict=True))
+                self._back.append((drawn, routes))
+        self._back.reverse()
+        drawn, routes = (buffer[: len(found.drawn)] for buffer in self._back[0])
+        drawn.copy_(found.drawn, non_blocking=True)
+        if with_routes:
+            routes.copy_(found.routes, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Started(drawn, routes if with_routes else None, arrived)
+
+
+class Started:
+    """A step that the device computes: what it draws, and its routes where they were asked for."""
+
+    def __init__(self, drawn: Tensor, routes: Tensor | None, arrived: torch.cuda.Event | None) -> None:
+        self._drawn, self._routes, self._arrived = drawn, routes, arrived
+
+    def read(self) -> tuple[Draws, np.ndarray | None]:
+        """Waits; (draws of the rows, routes int16 [n, M, k]). To be read before the second next step is started."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return unpacked(self._drawn.numpy()), None if self._routes is None else self._routes.numpy().copy()
 
 
 class DecodeProgram:
@@ -94,6 +170,7 @@ class DecodeProgram:
         self.capture = captures(model) if capture is None else capture
         self._shapes: dict[tuple[int, int], _Shape] = {}
         self._memory = torch.cuda.graph_pool_handle() if self.capture else None  # which all graphs share
+        self._last = torch.zeros(BATCHES[-1], dtype=torch.int64, device=model.device)  # what the last run drew
 
     @property
     def captured(self) -> int:
@@ -106,19 +183,46 @@ class DecodeProgram:
 
         -> logits [n, V] and routes int16 [n, M, k] on the device, which the next call may overwrite.
         """
-        if model is not self._model:
-            self._forget(model)
+        self._serve(model)
         index = np.asarray(rows, np.int64)
         pieces = self._pieces(index)
+        nothing = np.zeros(len(index))
         if len(pieces) == 1:
-            return self._piece(index, tokens)
+            return self._piece(index, tokens, nothing, nothing)[1][:2]
         found = []
         for places in pieces:
-            logits, routes = self._piece(index[places], tokens[places])
-            found.append((logits.clone(), routes.clone()))
+            _, out = self._piece(index[places], tokens[places], nothing[places], nothing[places])
+            found.append((out.logits.clone(), out.routes.clone()))
         back = torch.from_numpy(np.argsort(np.concatenate(pieces))).to(self._model.device)
         logits, routes = (torch.cat(parts).index_select(0, back) for parts in zip(*found, strict=True))
         return logits, routes
+
+    def starts(self, rows: np.ndarray) -> bool:
+        """Whether these rows int64 [n] can be started together."""
+        return len(self._pieces(rows)) == 1
+
+    @torch.inference_mode()
+    def start(
+        self,
+        model: K3ForCausalLM,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        temperature: np.ndarray,
+        uniform: np.ndarray,
+        with_routes: bool,
+    ) -> Started:
+        """Like `run`, and draws from the logits at temperature [n] with uniform [n], for rows that keep every token.
+
+        A token of -1 - i is the one that the step started before this drew for its i-th row; the host need not know it.
+        Does not wait for the device.
+        """
+        self._serve(model)
+        shape, found = self._piece(rows, tokens, temperature, uniform)
+        return shape.on_the_way(found, with_routes)
+
+    def _serve(self, model: K3ForCausalLM) -> None:
+        if model is not self._model:
+            self._forget(model)
 
     def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
         """Places in `rows` of those that run together: all of them, or, where that is too much, shorter ones first."""
@@ -137,50 +241,59 @@ class DecodeProgram:
     def _forget(self, model: K3ForCausalLM) -> None:
         """Goes on with another model. Buffers stay; a graph that reads the old weights does not."""
         self._model = model
+        if self.capture:  # a step that was started may still run
+            torch.cuda.current_stream().synchronize()
         for shape in self._shapes.values():
             shape.graph, shape.outputs = None, None
         if self.capture:  # a pool whose graphs are all gone must not be used again
             self._memory = torch.cuda.graph_pool_handle()
 
-    def _piece(self, rows: np.ndarray, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _piece(
+        self, rows: np.ndarray, tokens: np.ndarray, temperature: np.ndarray, uniform: np.ndarray
+    ) -> tuple[_Shape, _Outputs]:
         past, place, table = self._cache.step_places(rows)
-        blocks = _power(table.shape[1])
-        key = padded_batch(len(rows)), blocks
+        key = padded_batch(len(rows)), _power(table.shape[1])
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = _Shape(*key, self._model.device)
         if self.capture and shape.graph is None:
             self._capture(shape)
-        shape.fill(tokens, rows, past, place, np.pad(table, ((0, 0), (0, blocks - table.shape[1]))))
-        if shape.graph is None:
-            logits, routes = self._compute(shape)
+        shape.fill(_Columns(tokens, rows, past, place, temperature, uniform), table)
+        if shape.graph is None or not self.capture:
+            found = self._compute(shape)
         else:
             shape.graph.replay()
             assert shape.outputs is not None
-            logits, routes = shape.outputs
+            found = shape.outputs
         self._cache.step_done(rows)
-        return logits[: len(rows)], routes[: len(rows)]
+        return shape, found.first(len(rows))
 
-    def _compute(self, shape: _Shape) -> tuple[Tensor, Tensor]:
-        """The program itself: logits [batch, V], routes [batch, M, k]."""
-        tokens, states = shape.inputs(self._cache)
+    def _compute(self, shape: _Shape) -> _Outputs:
+        """The program itself."""
+        given, states = shape.inputs(self._cache)
+        tokens = _tokens(given, self._last)
         hidden, routes = self._model.step(tokens, states)
-        return self._model.logits(hidden), routes
+        logits = self._model.logits(hidden)
+        drawn = draw(logits, *shape.draw_inputs())
+        self._last[: shape.batch].copy_(drawn[:, 0])
+        return _Outputs(logits, routes, drawn)
 
     def _capture(self, shape: _Shape) -> None:
         """Records the program of one shape. It warms up on padding alone, which changes no state."""
+        last = self._last.clone()
         shape.clear(self._cache.scratch_place)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), lanes():
             for _ in range(_WARM_UPS):
                 self._compute(shape)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"), lanes():
             shape.outputs = self._compute(shape)
         shape.graph = graph
+        self._last.copy_(last)
 
 
 def captures(model: K3ForCausalLM) -> bool:

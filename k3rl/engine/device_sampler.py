@@ -13,6 +13,7 @@ from torch import Tensor
 
 from k3rl.engine import sampler
 from k3rl.engine.sampler import Allowed, Biases, Draws
+from k3rl.kernels.draw import draw
 
 
 def sample(
@@ -38,18 +39,10 @@ def sample_uncut(logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -
     given = torch.from_numpy(np.stack([temperature, uniform]))
     if logits.device.type == "cuda":
         given = given.pin_memory().to(logits.device, non_blocking=True)
-    heat, u = given.unsqueeze(-1).unbind()
-    z = logits.to(torch.float64, copy=True)
-    finite = z.sum(-1, keepdim=True).isfinite()
-    z.masked_fill_(~finite, 0.0)
-    z -= z.amax(-1, keepdim=True)
-    greedy = heat == 0
-    z /= heat.masked_fill(greedy, 1.0)
-    cumulative = z.exp().cumsum(-1)
-    total = cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, u * total, right=True).clamp_(max=logits.shape[-1] - 1)
-    ids = torch.where(greedy, z.argmax(-1, keepdim=True), ids)
-    logprobs = z.gather(-1, ids) - total.log()
-    back = torch.cat([ids.to(torch.float64), logprobs, finite.to(torch.float64)], 1).cpu().numpy()
-    none = np.empty(0, np.int64), np.empty((0, logits.shape[-1]), bool)
-    return Draws(back[:, 0].astype(np.int64), back[:, 1].copy(), back[:, 2] > 0, *none)
+    return unpacked(draw(logits, *given.unbind()).cpu().numpy())
+
+
+def unpacked(drawn: np.ndarray) -> Draws:
+    """What `kernels.draw` gives [B, 3], on the host, as draws that own their memory."""
+    none = np.empty(0, np.int64), np.empty((0, 0), bool)
+    return Draws(drawn[:, 0].astype(np.int64), drawn[:, 1].copy(), drawn[:, 2] > 0, *none)

@@ -27,6 +27,7 @@ from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.counters import EngineCounters
 from k3rl.engine.decode_graph import DecodeProgram, captures
+from k3rl.engine.decoding import Decoder
 from k3rl.engine.grammar import DeadEnd, Grammars, constrain
 from k3rl.engine.images import Placed, image_inputs
 from k3rl.engine.prefix import Hit, PrefixCache
@@ -41,6 +42,7 @@ from k3rl.engine.protocol import (
     UnknownRequest,
 )
 from k3rl.engine.rows import PromptState, Request, RowTable
+from k3rl.engine.sampler import Draws
 from k3rl.engine.scheduler import Scheduler, Segment
 from k3rl.engine.stopping import StopStrings
 from k3rl.engine.weights import DeltaUpdate, DirectoryUpdate, Update, WeightReceiver, WeightUpdate, check_names
@@ -66,6 +68,7 @@ class Engine:
     in_flight: what running requests do when the weights change: recompute their states, or carry them on.
     exact: computes every row by itself, so that logprobs are the bits of `k3rl.model.exact`; many times slower.
     static_decode: decodes by `decode_graph.DecodeProgram`; None: on a GPU whose kernels the model fits, captured.
+    overlap: such steps may be started before the tokens of the last one are read (`decoding.py`); results are equal.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Engine:
         in_flight: InFlight = "recompute",
         exact: bool = False,
         static_decode: bool | None = None,
+        overlap: bool = True,
     ) -> None:
         config = model.config
         self._in_flight, self._exact = in_flight, exact
@@ -109,6 +113,10 @@ class Engine:
         self._ended: list[tuple[int, Outcome]] = []  # not yet handed out by `step`
         self._pause: PauseMode | None = None
         self._receiver, self.adapters = WeightReceiver(model), AdapterStore()
+        self._decoder = Decoder(
+            self._pool, self._table, self.adapters, self._requests, self.counters, self.program, exact=exact,
+            overlaps=overlap and prefix_cache is None and in_flight == "recompute",
+        )  # fmt: skip
 
     @property
     def version(self) -> int:
@@ -255,13 +263,8 @@ class Engine:
             self._drop_spare()
         if plan.segments:
             parts.append(self._prefill(plan.segments))
-        if plan.decode:
-            parts += [self._decode(*group) for group in self.adapters.grouped(plan.decode, self._adapter_in)]
-        if not parts:
-            return
-        rows = np.concatenate([rows for rows, _ in parts])
-        if rows.size:
-            self._sample(rows, torch.cat([logits for _, logits in parts]) if len(parts) > 1 else parts[0][1])
+        decoded = self._decoder.decode(self.model, plan.decode, not parts, self._scheduler.fits)
+        self._sample([*parts, *decoded.parts], decoded.drawn)
 
     def _cached(self, members: Sequence[int]) -> int:
         """How many tokens of these requests' prompt the prefix cache has; the hit is kept for this step."""
@@ -387,28 +390,25 @@ class Engine:
             ids = np.concatenate([request.prompt, self._table.tokens[row, : self._table.count[row] - 1]])
             self._keep(prefix, request, row, ids, self._table.routes_of(row), None)
 
-    def _decode(self, adapter: str, rows: list[int]) -> tuple[np.ndarray, Tensor]:
-        """Feeds running rows of one adapter their last sampled tokens."""
-        began = time.perf_counter()
-        index = np.array(rows)
-        routes: np.ndarray | Tensor
-        if self._exact:
-            logits, routes = exact.decode(self.model, self._pool, self._table, self._requests, rows)
-        else:
-            self._pool.claim(rows, [1] * len(rows))
-            if self.program is not None and not adapter:
-                logits, routes = self.program.run(self.model, rows, self._table.token[index])
-            else:
-                with self.adapters.serving(self.model, adapter):
-                    ids = self._tensor(self._table.token[index])[:, None]
-                    out = self.model.hidden(ids, cache=self._pool.view(rows))
-                logits, routes = self.model.logits(out.hidden[:, 0]), out.routes[:, 0]
-        self.counters.decode_s += time.perf_counter() - began
-        self._table.add_routes(index, routes)
-        return index, logits
+    def _sample(self, parts: list[tuple[np.ndarray, Tensor]], drawn: list[tuple[np.ndarray, Draws]]) -> None:
+        """Samples the rows of `parts` from their logits; they and those of `drawn` take what they drew."""
+        ended: list[tuple[int, Outcome]] = []
+        rows = np.concatenate([rows for rows, _ in parts]) if parts else np.empty(0, np.int64)
+        if rows.size:
+            logits = torch.cat([logits for _, logits in parts]) if len(parts) > 1 else parts[0][1]
+            drawn = [self._draw(rows, logits, ended), *drawn]
+        for rows, draws in drawn:
+            complete = self._table.append(
+                rows, draws, self.adapters.versions(rows, self._decoder.adapter_in, self._version)
+            )
+            self.counters.sampled_tokens += int(draws.finite.sum())
+            ended += [(int(self._table.request[row]), self._table.completion(row)) for row in complete]
+            if not draws.finite.all():
+                ended += self._broken(rows[~draws.finite])
+        self._end(ended)
 
-    def _sample(self, rows: np.ndarray, logits: Tensor) -> None:
-        table, ended = self._table, list[tuple[int, Outcome]]()
+    def _draw(self, rows: np.ndarray, logits: Tensor, ended: list[tuple[int, Outcome]]) -> tuple[np.ndarray, Draws]:
+        table = self._table
         free = constrain(table, rows, logits)
         for number in table.request[free.dead].tolist():
             reason = "its constraint and its forbidden tokens leave nothing to sample"
@@ -424,12 +424,7 @@ class Engine:
             table.biases(rows),
             free.allowed,
         )
-        complete = table.append(rows, draws, self.adapters.versions(rows, self._adapter_in, self._version))
-        self.counters.sampled_tokens += int(draws.finite.sum())
-        ended += [(int(table.request[row]), table.completion(row)) for row in complete]
-        if not draws.finite.all():
-            ended += self._broken(rows[~draws.finite])
-        self._end(ended)
+        return rows, draws
 
     # ---- endings
 
@@ -488,7 +483,7 @@ class Engine:
             ids = np.concatenate([self._requests[number].prompt, table.tokens[row, : table.count[row]]])
             if not ended:
                 placed = self._requests[number].images
-                with self.adapters.serving(self.model, self._adapter_in(row)):
+                with self.adapters.serving(self.model, self._decoder.adapter_in(row)):
                     layer, detail = diagnose.describe(self.model, self._pool, row, self._tensor(ids), placed)
             else:
                 layer, detail = None, f"request {ended[0][0]} broke in the same step and was examined"
@@ -565,9 +560,6 @@ class Engine:
 
     def _version_of(self, request: Request) -> int:
         return self.adapters.version(request.params.adapter, self._version)
-
-    def _adapter_in(self, row: int) -> str:
-        return self._requests[int(self._table.request[row])].params.adapter
 
     def _validated(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()

@@ -17,15 +17,72 @@ import torch
 from torch import Tensor
 
 from k3rl.engine.protocol import EngineError
+from k3rl.kernels.kda import CHUNK
+from k3rl.kernels.kda_decode import PendingRows, flush_pending
 from k3rl.model import K3Config
 from k3rl.model.cache import Slots, StepCache, slot_index
+
+
+class _Late:
+    """Tokens that the recurrent states have not taken in, at most 15 of a row (`kda_decode.PendingRows`).
+
+    A row is late from its first step of fixed shapes on, until its states are brought up to date. Whoever reads or
+    copies recurrent states settles their rows before.
+    """
+
+    def __init__(self, recurrent: dict[int, Tensor]) -> None:
+        like = next(iter(recurrent.values()))
+        slots, heads, width, _ = like.shape
+        self._recurrent = recurrent
+        self._span = torch.zeros(len(recurrent), slots, heads, 2, dtype=torch.int32, device=like.device)
+        self.pending = {}
+        for place, layer in enumerate(recurrent):
+            keys, updates = (like.new_zeros(slots, heads, CHUNK, width) for _ in range(2))
+            self.pending[layer] = PendingRows(keys, updates, like.new_zeros(slots, heads, width), self._span[place])
+        self._is_late = np.zeros(slots, bool)
+
+    def begin(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Rows int64 [n] of so many tokens are stepped; chunks of those that were whole end as in training."""
+        fresh = ~self._is_late[rows]
+        if fresh.any():
+            index, phase = torch.from_numpy(rows[fresh]), torch.from_numpy(lengths[fresh] % CHUNK).to(torch.int32)
+            phases = phase.view(1, -1, 1, 1).expand(len(self._span), -1, *self._span.shape[2:])
+            self._span[:, index.to(self._span.device)] = phases.to(self._span.device)
+            self._is_late[rows[fresh]] = True
+
+    @torch.inference_mode()
+    def settle(self, rows: np.ndarray) -> None:
+        """Brings the states of rows int64 [n] up to date."""
+        late = rows[self._is_late[rows]]
+        if late.size:
+            index = torch.from_numpy(late).to(self._span.device, torch.int32)
+            for layer, pending in self.pending.items():
+                flush_pending(self._recurrent[layer], pending, index)
+            self._is_late[late] = False
+
+    def forget(self, rows: list[int], value: float) -> None:
+        """The states of these rows are of no use; what waits beside them becomes `value`, unless that is 0."""
+        self._is_late[rows] = False
+        if value == 0.0:  # which nobody would see
+            return
+        index = torch.tensor(rows, dtype=torch.int64, device=self._span.device)
+        for pending in self.pending.values():
+            for storage in (pending.keys, pending.updates, pending.decay):
+                storage.index_fill_(0, index, value)
 
 
 class _Store:
     """What a paged cache and its views share."""
 
     def __init__(
-        self, config: K3Config, batch: int, pages: int, page: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: K3Config,
+        batch: int,
+        pages: int,
+        page: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        deferred: bool,
     ) -> None:
         linear = config.linear_attn_config
         heads, width = linear.num_heads, linear.head_dim
@@ -37,6 +94,7 @@ class _Store:
         }
         self.conv = {n: torch.zeros(batch, 3, 3 * heads * width, dtype=dtype, device=device) for n in config.kda_layers}
         self.latent = {n: torch.zeros(pages + 2, page, latent, dtype=dtype, device=device) for n in config.mla_layers}
+        self.late = _Late(self.recurrent) if deferred and self.recurrent else None
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.table = torch.zeros(batch, 8, dtype=torch.int64)  # page of each block of a row; 0 behind the last one
         self.held = np.zeros(batch, np.int64)  # pages of each row
@@ -50,7 +108,10 @@ class _Store:
 
 
 class PagedCache:
-    """B rows of state; a stand-in for `k3rl.model.Cache`. `select` gives views that write through."""
+    """B rows of state; a stand-in for `k3rl.model.Cache`. `select` gives views that write through.
+
+    deferred: steps of fixed shapes write a recurrent state once in 16 tokens, and keep a quarter more beside it.
+    """
 
     def __init__(
         self,
@@ -60,8 +121,10 @@ class PagedCache:
         page: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        deferred: bool = False,
     ) -> None:
-        self._store = _Store(config, batch, pages, page, dtype, torch.device(device))
+        self._store = _Store(config, batch, pages, page, dtype, torch.device(device), deferred)
         self._rows: slice | Tensor = slice(0, batch)
         self._slots: Tensor | None = None
         self._tables: tuple[int, Tensor] | None = None
@@ -88,11 +151,16 @@ class PagedCache:
 
     def recurrent(self, layer: int) -> Tensor:
         """[B, heads, K, V]; shares storage unless the rows are scattered."""
+        self._settle()
         return self._read(self._store.recurrent[layer])
 
     def conv(self, layer: int) -> Tensor:
         """[B, 3, channels]."""
         return self._read(self._store.conv[layer])
+
+    def _settle(self) -> None:
+        if self._store.late is not None:
+            self._store.late.settle(self._all().numpy())
 
     def _read(self, storage: Tensor) -> Tensor:
         return storage[self._rows] if isinstance(self._rows, slice) else storage.index_select(0, self._places())
@@ -105,6 +173,7 @@ class PagedCache:
 
     def slots(self, layer: int) -> Slots:
         """The KDA states of a layer where they lie, for a step that reads and writes them there."""
+        self._settle()
         return Slots(self._store.conv[layer], self._store.recurrent[layer], self._places())
 
     def _table(self) -> Tensor:
@@ -190,6 +259,8 @@ class PagedCache:
         page = np.take_along_axis(table, block[:, None], 1)[:, 0] if blocks <= store.table.shape[1] else block * 0
         if not page.all():
             raise EngineError("a token is written to a row without room for it; claim it before the forward")
+        if store.late is not None:
+            store.late.begin(rows, past)
         return past, np.append(page * store.page + past % store.page, self.scratch_place), table
 
     def step_done(self, rows: np.ndarray) -> None:
@@ -199,7 +270,8 @@ class PagedCache:
     def step_cache(self, slot: Tensor, past: Tensor, place: Tensor, table: Tensor) -> StepCache:
         """The states as a step of fixed shapes reads and writes them."""
         store = self._store
-        return StepCache(store.conv, store.recurrent, store.latent, slot, past, place, table)
+        pending = {} if store.late is None else store.late.pending
+        return StepCache(store.conv, store.recurrent, store.latent, slot, past, place, table, pending)
 
     # ---- whole rows
 
@@ -252,6 +324,8 @@ class PagedCache:
         index = torch.tensor(rows, dtype=torch.int64, device=store.device)
         for storage in (*store.recurrent.values(), *store.conv.values()):
             storage.index_fill_(0, index, value)
+        if store.late is not None and rows:
+            store.late.forget(rows, value)
 
     def copy_rows(self, source: Tensor, destination: Tensor) -> None:
         """Row source[i] -> row destination[i], on pages of its own."""
@@ -277,6 +351,8 @@ class PagedCache:
         store.lengths[source] = 0
 
     def _copy_slots(self, source: Tensor, destination: Tensor) -> None:
+        if self._store.late is not None:
+            self._store.late.settle(source.numpy())
         read, write = source.to(self._store.device), destination.to(self._store.device)
         for storage in (*self._store.recurrent.values(), *self._store.conv.values()):
             storage.index_copy_(0, write, storage.index_select(0, read))

@@ -89,6 +89,7 @@ class RowTable:
         self.top_p = np.ones(rows)
         self.top_k = np.zeros(rows, np.int64)
         self.min_p = np.zeros(rows)
+        self.is_plain = np.zeros(rows, bool)  # keeps every token: nothing is cut, biased or constrained
         self.watches_text = np.zeros(rows, bool)  # has stop strings
         self.is_biased = np.zeros(rows, bool)
         self.bias_ids = np.full(rows, None, object)  # int64 [n] and float64 [n], or None without biases
@@ -141,6 +142,8 @@ class RowTable:
         self.wants_routes[row], self.prompt_routes[row], self.cached[row] = params.return_routes, prompt_routes, cached
         cuts = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or any(b == -np.inf for _, b in bias)
         self.kept[row] = [] if cuts or params.constraint is not None else None
+        cuts = (params.top_p < 1 or params.top_k > 0 or params.min_p > 0) and params.temperature > 0
+        self.is_plain[row] = not cuts and not bias and params.constraint is None
 
     def progress(self, row: int) -> Progress:
         """What a row that is about to be preempted must not lose."""

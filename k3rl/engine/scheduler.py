@@ -202,6 +202,10 @@ class Scheduler:
         running = sum(self._pages(tokens + 1) for tokens in self.tokens.values())
         return groups + running + (self._pages(self.spare.length) if self.spare is not None else 0)
 
+    def fits(self) -> bool:
+        """Whether the next step needs no preemption, if nobody comes or goes before it."""
+        return self.pages is None or self._promised() <= self.pages
+
     def _room(self, tokens: int) -> bool:
         """Whether so many tokens more can be promised: within the throttle beside others, within everything alone."""
         if self.throttle is None:

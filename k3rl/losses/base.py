@@ -6,7 +6,8 @@ depend on how the batch was cut into micro-batches or spread over ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class LossInputs:
     logprobs: of the learner, with gradient. sampler_logprobs: under the distribution that sampled the tokens.
     advantages, weights: per token; a token of weight 0 takes no part. teacher_logprobs: for distillation.
     entropy: of the learner's distribution, in nats, for metrics only. What a loss does not read may be None.
+    checked: whoever made the streams has seen that they are finite where the weight is not 0.
     """
 
     logprobs: Tensor
@@ -31,11 +33,12 @@ class LossInputs:
     weights: Tensor
     teacher_logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    checked: bool = False
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             stream = getattr(self, entry.name)
-            if stream is not None and stream.shape != self.logprobs.shape:
+            if isinstance(stream, Tensor) and stream.shape != self.logprobs.shape:
                 raise LossError(
                     f"{entry.name} has shape {tuple(stream.shape)}, logprobs {tuple(self.logprobs.shape)}; "
                     "every stream has one value per target token"
@@ -47,6 +50,8 @@ class LossInputs:
         if stream is None:
             raise LossError(f"{loss} reads {name}, which this batch does not have; record it when sampling")
         stream = stream.detach()
+        if self.checked:
+            return stream
         bad = (~stream.isfinite() & (self.weights != 0)).nonzero()
         if len(bad):
             raise LossError(
@@ -57,16 +62,52 @@ class LossInputs:
 
 
 @dataclass(frozen=True)
+class Tallied:
+    """Numbers of a loss that are still on the device: float64 [1 + means + peaks], the count of live tokens first."""
+
+    means: tuple[str, ...]
+    peaks: tuple[str, ...]
+    numbers: Tensor
+
+    def read(self, numbers: Sequence[float]) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        """`metrics` and `maxima` of a `LossOutput` from these numbers on the host."""
+        count, values = numbers[0], numbers[1:]
+        metrics = {name: (total if count else 0.0, count) for name, total in zip(self.means, values, strict=False)}
+        return metrics, dict(zip(self.peaks, values[len(self.means) :], strict=False)) if count else {}
+
+
 class LossOutput:
     """loss: scalar, sum of weights * per-token loss, to be minimized.
 
     metrics: name -> (sum, count) over the tokens whose weight is not 0, to be added over micro-batches and ranks.
     maxima: name -> largest value over those tokens, to be merged by max; empty when there is no such token.
+    tallied: both before anybody has read them, which makes the host wait; None where they were given as numbers.
     """
 
-    loss: Tensor
-    metrics: dict[str, tuple[float, float]]
-    maxima: dict[str, float] = field(default_factory=dict)
+    def __init__(
+        self,
+        loss: Tensor,
+        metrics: dict[str, tuple[float, float]] | None = None,
+        maxima: dict[str, float] | None = None,
+        *,
+        tallied: Tallied | None = None,
+    ) -> None:
+        self.loss, self.tallied = loss, tallied
+        self._read = None if tallied is not None else (metrics or {}, maxima or {})
+
+    def _numbers(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+        if self._read is None:
+            assert self.tallied is not None
+            self._read = self.tallied.read(self.tallied.numbers.tolist())
+        return self._read
+
+    @property
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        return self._numbers()[0]
+
+    @property
+    def maxima(self) -> dict[str, float]:
+        return self._numbers()[1]
 
 
 class Tally:
@@ -88,12 +129,9 @@ class Tally:
             self._peaks[name] = torch.where(self._live, values.detach().double(), -torch.inf).amax()
 
     def output(self, loss: Tensor) -> LossOutput:
-        """The loss with everything tallied; the one place that reads numbers off the device."""
-        count = float(self._live.sum())
-        numbers = torch.stack([*self._sums.values(), *self._peaks.values()]).tolist() if count else []
-        metrics = {name: (total, count) for name, total in zip(self._sums, numbers, strict=False)}
-        maxima = dict(zip(self._peaks, numbers[len(self._sums) :], strict=False))
-        return LossOutput(loss, metrics or dict.fromkeys(self._sums, (0.0, 0.0)), maxima)
+        """The loss with everything tallied, which stays on the device until it is read."""
+        numbers = torch.stack([self._live.sum().double(), *self._sums.values(), *self._peaks.values()])
+        return LossOutput(loss, tallied=Tallied(tuple(self._sums), tuple(self._peaks), numbers))
 
 
 def weighted_sum(weights: Tensor, per_token: Tensor) -> Tensor:

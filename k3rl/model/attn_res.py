@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3rl.kernels import attn_res as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
-from k3rl.model.norm import inverse_rms, wide
+from k3rl.model.norm import RMSNorm, inverse_rms, wide
 
 
 def _weights(sources: list[Tensor], inverses: list[Tensor], query: Tensor) -> Tensor:
@@ -137,6 +138,33 @@ class _Mix(torch.autograd.Function):
         return (grad_query * proj[0]).to(norm.dtype), (grad_query * norm).to(proj.dtype).unsqueeze(0), None, *grads
 
 
+class _KernelMix(torch.autograd.Function):
+    """(w_norm [H], w_proj [1, H], running sum [N, H], block sums [N, H] in float32) -> mix [N, H] in the dtype of the
+    running sum, and the running sum and block sums for whoever reads next.
+
+    So the gradient of a source is handed from read to read and grows there, instead of being written by each read and
+    added up afterwards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, norm: Tensor, proj: Tensor, eps: float, last: Tensor, *bank: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        out, state = kernel.mix(last, bank, norm, proj, eps, save=True)
+        ctx.save_for_backward(norm, proj, state, last, *bank)
+        return (out, last, *bank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, added: Tensor | None, *more: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None, None, None, added, *more)
+        norm, proj, state, last, *bank = ctx.saved_tensors
+        given = None
+        if any(rows is not None for rows in more):
+            given = [torch.zeros_like(row) if rows is None else rows for row, rows in zip(bank, more, strict=True)]
+        d_norm, d_proj, d_last, d_bank = kernel.mix_gradient(grad, last, bank, norm, proj, state, added, given)
+        return (d_norm, d_proj, None, d_last, *d_bank)
+
+
 class ResidualStream:
     """The bank of block sums and the running prefix sum of one forward."""
 
@@ -158,11 +186,30 @@ class ResidualStream:
         """Replaces what `apart` returned, in its order."""
         self.prefix, self._bank = sources[0], list(sources[1:])
 
-    def read(self, norm: Tensor, proj: Tensor) -> Tensor:
-        """What a sublayer sees [N, H]. norm [H] and proj [1, H] act as one pseudo-query."""
-        prefix = self._running()
+    def read(self, norm: Tensor, proj: Tensor, then: RMSNorm | None = None) -> Tensor:
+        """What a sublayer sees [N, H]. norm [H] and proj [1, H] act as one pseudo-query; then: normed by this."""
         if not self._bank:
-            return prefix
+            return self._running() if then is None else then(self._running())
+        prefix = self._running()
+        if prefix.device.type != "cpu" and kernel.takes(prefix, self._bank, norm, proj):
+            return self._read_by_kernel(norm, proj, then)
+        out = self._read(norm, proj)
+        return out if then is None else then(out)
+
+    def _read_by_kernel(self, norm: Tensor, proj: Tensor, then: RMSNorm | None) -> Tensor:
+        prefix = self._running()
+        if torch.is_grad_enabled():
+            out, self.prefix, *self._bank = _KernelMix.apply(norm, proj, self.eps, prefix, *self._bank)
+            return out if then is None else then(out)
+        if then is None or then.weight.dtype != prefix.dtype or then._forward_hooks or then._forward_pre_hooks:
+            out, _ = kernel.mix(prefix, self._bank, norm, proj, self.eps)
+            return out if then is None else then(out)
+        return kernel.mix(prefix, self._bank, norm, proj, self.eps, then.weight, then.eps)[0]
+
+    def _read(self, norm: Tensor, proj: Tensor) -> Tensor:
+        prefix = self._running()
+        for row in self._bank[len(self._inverses) :]:
+            self._inverses.append(_inverse_rms(row.detach(), self.eps))
         if prefix.device.type != "cpu" and not torch.is_grad_enabled():
             return mixed_read(prefix, self._bank, self._inverses, norm, proj, self.eps).to(self._dtype)
         last = prefix.to(wide(prefix.dtype))
@@ -179,7 +226,8 @@ class ResidualStream:
         row = self._running()
         row = row.to(wide(row.dtype))
         self._bank.append(row)
-        self._inverses.append(_inverse_rms(row.detach(), self.eps))
+        if row.device.type == "cpu":  # elsewhere at the first read that asks: kernels find it themselves
+            self._inverses.append(_inverse_rms(row.detach(), self.eps))
         self.prefix = None
 
     def add(self, output: Tensor) -> None:

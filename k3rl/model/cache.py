@@ -9,14 +9,14 @@ KDA layers keep the recurrent state [B, heads, K, V] and the last three projecti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from k3rl.config import K3Error
+from k3rl.kernels.kda_decode import PendingRows
 from k3rl.model.config import K3Config
 from k3rl.model.layout import HISTORY
 
@@ -29,11 +29,13 @@ class Slots(NamedTuple):
     """KDA states of one layer where they lie: the whole pools, and which slot each row reads and writes.
 
     conv [slots, 3, q|k|v channels]; recurrent [slots, heads, K, V]; rows int [R], -1 for a row that is padding.
+    pending: tokens that the recurrent states have not taken in, where that is put off.
     """
 
     conv: Tensor
     recurrent: Tensor
     rows: Tensor
+    pending: PendingRows | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class StepCache:
     replayed. conv and recurrent: pools by layer, as in `Slots`. latent: pages [P, page, kv_lora + rope] by layer.
     slot int64 [R], -1 for padding. past int64 [R]: tokens that a row has seen, 0 for padding. place int64 [R]: where
     the latent of its next token goes, counted in tokens over all pages; padding rows share one that nobody reads.
-    table int64 [R, n]: pages of each row in order, which hold n * page tokens at most.
+    table int64 [R, n]: pages of each row in order, which hold n * page tokens at most. pending: by layer, see `Slots`.
     """
 
     conv: Mapping[int, Tensor]
@@ -54,27 +56,16 @@ class StepCache:
     past: Tensor
     place: Tensor
     table: Tensor
+    pending: Mapping[int, PendingRows] = field(default_factory=dict)
 
     def slots(self, layer: int) -> Slots:
         """The KDA states of a layer."""
-        return Slots(self.conv[layer], self.recurrent[layer], self.slot)
+        return Slots(self.conv[layer], self.recurrent[layer], self.slot, self.pending.get(layer))
 
     def append_latent(self, layer: int, latent: Tensor) -> None:
         """Writes latent [R, width] of the next token of each row."""
         pages = self.latent[layer]
         pages.view(-1, pages.shape[2]).index_copy_(0, self.place, latent.to(pages.dtype))
-
-    def latents(self, layer: int) -> Tensor:
-        """[R, n * page, width]: what each row has, and finite values behind that."""
-        pages = self.latent[layer]
-        return pages.index_select(0, self.table.view(-1)).view(self.table.shape[0], -1, pages.shape[2])
-
-    @cached_property
-    def behind(self) -> Tensor:
-        """bool [R, 1, n * page]: tokens that come after the next one of a row."""
-        pages = next(iter(self.latent.values()))
-        column = torch.arange(self.table.shape[1] * pages.shape[1], device=self.past.device)
-        return (column > self.past.unsqueeze(1)).unsqueeze(1)
 
 
 class _Pool:

@@ -18,7 +18,7 @@ from k3rl.model.config import K3Config
 from k3rl.model.fused import Weight
 from k3rl.model.init import initialise
 from k3rl.model.kda import KimiDeltaAttention
-from k3rl.model.layout import Layout, packed_lengths
+from k3rl.model.layout import FixedLayout, Layout, packed_lengths
 from k3rl.model.lora import Adapter
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
@@ -26,7 +26,7 @@ from k3rl.model.norm import RMSNorm, wide
 from k3rl.model.packed import EXPERT, assign, check_packable, entry, share_stored_blocks
 from k3rl.model.recompute import PARTS, again, recomputed
 from k3rl.model.vision import Projector, VisionTower, check_grids
-from k3rl.types import Communicator, ContextCommunicator, ForwardObserver
+from k3rl.types import Communicator, ContextCommunicator, ForwardObserver, WeightSlices
 
 
 class InputError(K3Error, ValueError):
@@ -104,19 +104,20 @@ class DecoderLayer(nn.Module):
         """Reads and extends the stream; returns the expert ids [N, k], or None for a dense layer."""
 
         def attention(at: ResidualStream, watching: ForwardObserver | None) -> Tensor:
-            return self._attend(self.input_layernorm(self._read(at, "self_attention")), parts, watching)
+            return self._attend(self._read(at, "self_attention", self.input_layernorm), parts, watching)
 
         chosen = routes
 
         def experts(at: ResidualStream, watching: ForwardObserver | None) -> tuple[Tensor, Tensor]:
             nonlocal chosen
-            seen = self.post_attention_layernorm(self._read(at, "mlp"))
-            static = isinstance(parts[0].cache, StepCache)
-            out, chosen = self.block_sparse_moe(seen, chosen, watching, static)  # a second run goes to the same experts
+            seen = self._read(at, "mlp", self.post_attention_layernorm)
+            static = isinstance(parts[0].cache, StepCache) or parts[0].layout.fixed
+            # A second run goes to the same experts.
+            out, chosen = self.block_sparse_moe(seen, chosen, watching, static, parts[0].layout.padding)
             return out, chosen
 
         def dense(at: ResidualStream, _: ForwardObserver | None) -> Tensor:
-            return self.mlp(self.post_attention_layernorm(self._read(at, "mlp")))
+            return self.mlp(self._read(at, "mlp", self.post_attention_layernorm))
 
         twice = self.recompute
         attended = recomputed(attention, stream, observer) if "attention" in twice else attention(stream, observer)
@@ -130,11 +131,11 @@ class DecoderLayer(nn.Module):
         stream.add(out)
         return ids
 
-    def _read(self, stream: ResidualStream, site: str) -> Tensor:
-        """What a site sees of the stream [N, H]."""
+    def _read(self, stream: ResidualStream, site: str, norm: RMSNorm) -> Tensor:
+        """What a site sees of the stream [N, H], normed."""
         if not self.mixes:
-            return stream.total()
-        return stream.read(getattr(self, f"{site}_res_norm").weight, getattr(self, f"{site}_res_proj").weight)
+            return norm(stream.total())
+        return stream.read(getattr(self, f"{site}_res_norm").weight, getattr(self, f"{site}_res_proj").weight, norm)
 
     def _attend(self, x: Tensor, parts: list[_Part], observer: ForwardObserver | None) -> Tensor:
         attend: Callable[[Tensor, Layout, Cache | StepCache | None], Tensor] = (
@@ -180,7 +181,7 @@ class DecoderStack(nn.Module):
                 used.append(ids)
         if not self.mixes:
             return self.norm(stream.total()), used
-        return self.norm(stream.read(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight)), used
+        return stream.read(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight, self.norm), used
 
 
 class LanguageModel(nn.Module):
@@ -229,6 +230,7 @@ class K3ForCausalLM(nn.Module):
             self.mm_projector = Projector(config.vision_config, dtype=dtype, device=device)
         self.observer: ForwardObserver | None = None
         self.adapter: Adapter | None = None  # what `k3rl.model.lora` attached
+        self.slices: WeightSlices | None = None  # set where other processes hold the rest of the weights
         # Packed bytes and scales that were loaded, by official name; an export reuses those of unchanged blocks.
         self.stored_blocks: dict[str, tuple[Tensor, Tensor]] = {}
         self.packed_banks = {p.layer: p.bank.packed for p in self.moe_parts() if p.bank.packed is not None}
@@ -287,6 +289,8 @@ class K3ForCausalLM(nn.Module):
     def assist(self) -> Tensor:
         """Takes part in the exchanges of one forward without rows of its own, for the rows of other ranks.
 
+        Where weights are gathered from other ranks, in those gathers too.
+
         Returns a scalar 0; its `backward` takes part in the exchanges of the backward, those that recomputation repeats
         included. Layers hang together as in a forward, so that both go through them in the same order.
         """
@@ -300,12 +304,25 @@ class K3ForCausalLM(nn.Module):
         )
         weights = torch.zeros(0, k, dtype=wide(self.dtype), device=self.device)
         ids = torch.zeros(0, k, dtype=torch.int64, device=self.device)
+
+        def passing(part: nn.Module, rows: Tensor) -> Tensor:
+            return rows if self.slices is None else self.slices.passing(part, rows)
+
+        def experts(rows: Tensor, part: LatentMoE) -> Tensor:
+            rows = passing(part, rows)
+            return passing(part, rows if self.holds_all else part.bank(rows, weights, ids))
+
+        if self.slices is not None:
+            self.slices.need(self.language_model.model.embed_tokens)  # which no backward reads
+        layer: Any
         for layer in self.language_model.model.layers:
-            if isinstance(layer, DecoderLayer) and layer.is_moe:
-                bank = layer.block_sparse_moe.bank
-                run = partial(bank, weights=weights, ids=ids)
-                rows = again(run, rows) if "mlp" in layer.recompute else run(rows)
-        return rows.sum()
+            rows = passing(layer.self_attn, rows)
+            if not layer.is_moe:
+                rows = passing(layer.mlp, rows)
+                continue
+            run = partial(experts, part=layer.block_sparse_moe)
+            rows = again(run, rows) if "mlp" in layer.recompute else run(rows)
+        return passing(self.language_model.lm_head, rows).sum()
 
     def recompute(self, parts: Collection[str]) -> None:
         """Which parts of every layer keep only their inputs in training: "attention", "mlp", both or none.
@@ -325,8 +342,11 @@ class K3ForCausalLM(nn.Module):
         """(official name, leaf parameter) of every parameter; experts as `...experts.E.w1.weight`.
 
         The router biases are among them with requires_grad False: quantile balancing moves them, not a gradient.
-        Experts that are kept packed come as decoded copies; `packed.assign` writes.
+        Experts that are kept packed come as decoded copies; `packed.assign` writes. Raises InputError where other
+        processes hold the rest of the weights.
         """
+        if self.slices is not None and not self.slices.in_place:
+            raise InputError("this process holds slices of the weights alone; read them inside `Trainer.whole()`")
         for name, parameter in self.named_parameters():
             found = entry(self, name)
             if found is None:
@@ -377,6 +397,8 @@ class K3ForCausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows after the final norm [..., H] -> [..., V] in float32 or wider."""
+        if self.slices is not None:
+            self.slices.need(self.language_model.lm_head)
         kind = wide(hidden.dtype)
         if hidden.device.type == "cuda" and hidden.dtype != kind and not torch.is_grad_enabled():
             # The same products and sums, without a wide copy of the matrix.
@@ -420,6 +442,8 @@ class K3ForCausalLM(nn.Module):
             )
         with torch.no_grad() if cache is not None else nullcontext():
             lengths = self._lengths(input_ids, cu_seqlens)
+            if self.slices is not None:
+                self.slices.need(self.language_model.model.embed_tokens)
             embedded = nn.functional.embedding(
                 input_ids.reshape(-1), self.language_model.model.embed_tokens.weight, self.config.pad_token_id
             )
@@ -428,7 +452,7 @@ class K3ForCausalLM(nn.Module):
                 embedded, lengths = self._merge(input_ids.reshape(-1), embedded, computed, lengths)
             if images is not None:
                 embedded = embedded.index_copy(0, images[1], images[0].to(embedded.dtype))
-            meets = context is not None or not self.holds_all
+            meets = context is not None or not self.holds_all or self.slices is not None
             if self.adapter is not None and meets and torch.is_grad_enabled() and not embedded.requires_grad:
                 embedded.requires_grad_()  # so that backwards of all ranks go through every layer, frozen or not
             layout = Layout(lengths, embedded.device, context)
@@ -447,6 +471,18 @@ class K3ForCausalLM(nn.Module):
         embedded = nn.functional.embedding(ids, self.language_model.model.embed_tokens.weight)
         hidden, used = self.language_model.model(embedded, [_Part(None, layout, cache)], None, None)
         return hidden, torch.stack(used, dim=1).to(torch.int16) if used else self._no_routes(len(ids))
+
+    def rows(self, ids: Tensor, layout: FixedLayout, routes: Tensor | None = None) -> Tensor:
+        """Packed ids int64 [N] -> rows after the final norm [N, H], with gradients.
+
+        routes int16 [N, M, k] as in `hidden`. Only shapes are read by the host, so that this and its backward can be
+        captured in a CUDA graph where the kernels run. Padding gives finite rows that mean nothing and has gradients
+        only where what reads it gives it one. Raises InputError for experts on other ranks or an adapter.
+        """
+        if not all(part.bank.is_static for part in self.moe_parts()) or self.adapter is not None:
+            raise InputError("rows of a fixed layout are of a model that holds all its experts and has no adapter")
+        embedded = nn.functional.embedding(ids, self.language_model.model.embed_tokens.weight, self.config.pad_token_id)
+        return self.language_model.model(embedded, [_Part(None, layout, None)], routes, self.observer)[0]
 
     def image_rows(self, pixel_values: Tensor, grid_thws: Tensor | None) -> list[Tensor]:
         """Patches [n, 3, 14, 14] and grid_thws [images, 3] -> per image [rows, H], as the language model reads them."""

@@ -8,16 +8,14 @@ Letters: N query rows, P key rows, S segments, h heads, D key width, V value wid
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import largest_logits as kernel
 from k3rl.model.layout import Layout
 from k3rl.model.norm import wide
 
 _WIDEST = 256  # heads that the kernel takes
-_RUN = 1024  # queries whose logits are looked at together for the largest one
 
 
 def takes(q: Tensor) -> bool:
@@ -41,29 +39,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, sc
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, scale: float) -> Tensor:
-    """`attention` in plain torch, one segment after the other."""
-    kind, results = wide(q.dtype), []
-    pieces = zip(q.split(queries.lengths), k.split(keys.lengths), v.split(keys.lengths), strict=True)
-    for own, seen, values in pieces:
-        n, total = len(own), len(seen)
-        logits = torch.einsum("nhd,phd->hnp", own.to(kind), seen.to(kind)) * scale
-        later = torch.ones(n, total, dtype=torch.bool, device=q.device).triu_(1 + total - n)
-        p = logits.masked_fill(later, float("-inf")).softmax(-1)
-        results.append(torch.einsum("hnp,phv->nhv", p, values.to(kind)).to(q.dtype))
-    return torch.cat(results)
+    """`attention` in plain torch, all rows against all: no shape depends on the lengths."""
+    kind = wide(q.dtype)
+    before = (keys.lengths_tensor - queries.lengths_tensor).index_select(0, queries.segment)
+    own, last = queries.segment.unsqueeze(1), (queries.position + before).unsqueeze(1)
+    hidden = (own != keys.segment) | (keys.position > last)
+    logits = torch.einsum("nhd,phd->hnp", q.to(kind), k.to(kind)) * scale
+    p = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hnp,phv->nhv", p, v.to(kind)).to(q.dtype)
 
 
 @torch.no_grad()
 def largest_logits(q: Tensor, k: Tensor, layout: Layout, scale: float) -> Tensor:
-    """The largest logit of each head [h] over all segments, float32 or wider; products in q's dtype."""
-    largest = torch.full((q.shape[1],), float("-inf"), dtype=wide(q.dtype), device=q.device)
-    ends = [0, *torch.tensor(layout.lengths).cumsum(0).tolist()]
-    for first, last in pairwise(ends):
-        keys = k[first:last].permute(1, 2, 0)
-        for start in range(first, last, _RUN):
-            stop = min(start + _RUN, last)
-            logits = torch.bmm(q[start:stop].transpose(0, 1), keys[..., : stop - first])
-            later = torch.ones(stop - start, stop - first, dtype=torch.bool, device=q.device).triu_(1 + start - first)
-            found = logits.masked_fill_(later, float("-inf")).amax((1, 2))
-            largest = torch.maximum(largest, found.to(largest.dtype) * scale)
-    return largest
+    """The largest logit of each head [h] over all segments, float32 or wider, scale above 0. Padding has none."""
+    first = layout.starts.index_select(0, layout.segment)
+    if layout.padding is not None:
+        behind = torch.arange(1, len(q) + 1, device=q.device)
+        first = torch.where(layout.padding, behind, first)
+    return kernel.largest_logits(q, k, first.to(torch.int32), layout.longest) * scale

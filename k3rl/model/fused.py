@@ -7,7 +7,7 @@ Parameters must be written in place (`copy_`, `add_`); moving the module re-join
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,25 @@ class Fused:
             or last.data_ptr() + last.numel() * last.element_size() != end
             or first.dtype != self._joined.dtype
         ):
-            return self._join()
+            lying = self._lying_joined()
+            return self._join() if lying is None else lying
         return self._joined
+
+    def _lying_joined(self) -> Tensor | None:
+        """The joined tensor where the parameters were put into one storage, end to end; None where they were not."""
+        first = self.parameters[0]
+        end, storage = first.data_ptr(), first.untyped_storage()._cdata
+        for parameter in self.parameters:
+            if parameter.untyped_storage()._cdata != storage or parameter.data_ptr() != end:
+                return None
+            end += parameter.nbytes
+        flat = first.detach().as_strided((sum(p.numel() for p in self.parameters),), (1,), first.storage_offset())
+        self._joined = flat.view(self._shape)
+        return self._joined
+
+    def forget(self) -> None:
+        """Lets go of the joined tensor: the parameters were put elsewhere."""
+        self._joined = torch.empty(0, dtype=self._joined.dtype)
 
     def split(self, joined: Tensor) -> list[Tensor]:
         """A gradient of the joined tensor as gradients of the parameters (views)."""
@@ -88,6 +105,12 @@ class Fused:
             for piece, adapter in zip(pieces, adapters, strict=True)
         ]
         return out + torch.cat(added, dim=-1)
+
+
+def fused_in(module: nn.Module) -> Iterator[Fused]:
+    """Those of a module and of the modules inside it."""
+    for part in module.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, Fused))
 
 
 class _FusedLinear(torch.autograd.Function):

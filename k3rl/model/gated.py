@@ -10,10 +10,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from k3rl.kernels import situ as kernel
 from k3rl.model.ablation import AblationConfig
 from k3rl.model.blocks import blockwise
+from k3rl.model.moe_grouped import dots, rounded, scaled
 from k3rl.model.norm import wide
-from k3rl.model.situ import situ, situ_backward, situ_from_parts, situ_gradient, situ_parts, situ_value
+from k3rl.model.situ import (
+    situ,
+    situ_alone,
+    situ_backward,
+    situ_from_parts,
+    situ_gradient_on_gpu,
+    situ_on_gpu,
+    situ_parts,
+)
 
 Parts = tuple[Tensor, Tensor, Tensor]
 
@@ -33,12 +43,16 @@ class GatedUnit(Protocol):
         """Gradient [..., n] of the activation -> gradient [..., 2n] of gate_up."""
         ...
 
-    def activation(self, gate_up: Tensor) -> Tensor:
-        """The activation in the dtype of gate_up, without gradient or parts."""
+    def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:
+        """The activation in the dtype of gate_up, without gradient or parts; rule: rounded to MXFP8 by that rule."""
         ...
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         """`backward` for whoever kept gate_up instead of its parts, in its dtype."""
+        ...
+
+    def routed_gradient(self, grad: Tensor, gate_up: Tensor, weight: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """`gradient` of grad [R, n] times weight [R, 1], and the weight's gradient: row sums of grad * active [R]."""
         ...
 
     def __call__(self, gate_up: Tensor) -> Tensor:
@@ -61,11 +75,24 @@ class SiTU:
     def backward(self, grad: Tensor, parts: Parts) -> Tensor:
         return situ_backward(grad, parts, *self._betas)
 
-    def activation(self, gate_up: Tensor) -> Tensor:
-        return situ_value(gate_up, *self._betas)
+    def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:
+        if gate_up.device.type == "cpu":
+            value = situ_alone(gate_up, *self._betas)
+        elif rule is not None and kernel.takes(gate_up):
+            return kernel.situ(gate_up, *self._betas, rule)
+        else:
+            value = situ_on_gpu(gate_up, *self._betas)
+        return value if rule is None else rounded(value, rule)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
-        return situ_gradient(grad, gate_up, *self._betas)
+        return situ_gradient_on_gpu(grad, gate_up, *self._betas)
+
+    def routed_gradient(self, grad: Tensor, gate_up: Tensor, weight: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        if kernel.takes(gate_up, grad, active):
+            d_gate_up, sums = kernel.situ_gradient(grad, gate_up, *self._betas, weight, active)
+            assert sums is not None
+            return d_gate_up, sums.to(weight.dtype)
+        return self.gradient(scaled(grad, weight), gate_up), dots(grad, active, weight)
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         return situ(gate_up, *self._betas)
@@ -97,11 +124,15 @@ class SwiGLU:
             torch.mul(through, u, out=d_gate).mul_(slope)
         return out
 
-    def activation(self, gate_up: Tensor) -> Tensor:
-        return self.value(self.parts(gate_up)).to(gate_up.dtype)
+    def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:
+        value = self.value(self.parts(gate_up)).to(gate_up.dtype)
+        return value if rule is None else rounded(value, rule)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         return self.backward(grad, self.parts(gate_up)).to(gate_up.dtype)
+
+    def routed_gradient(self, grad: Tensor, gate_up: Tensor, weight: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gradient(scaled(grad, weight), gate_up), dots(grad, active, weight)
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         if torch.is_grad_enabled():

@@ -28,6 +28,7 @@ from k3rl.model.cache import Cache, Slots, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.kda_chunks import L2_EPS, chunked_kda
+from k3rl.model.lanes import beside
 from k3rl.model.layout import HISTORY, Layout
 from k3rl.model.norm import inverse_rms, wide
 
@@ -155,7 +156,7 @@ class KimiDeltaAttention(nn.Module):
         """
         if isinstance(cache, StepCache):
             return self._step_on_slots(x, cache.slots(self.layer))
-        if layout.context is None and self.takes_kernels(x):
+        if layout.fixed or (layout.context is None and self.takes_kernels(x)):
             if cache is not None and layout.longest == 1:
                 return self._step_on_slots(x, cache.slots(self.layer))
             return self._on_kernels(x, layout, cache)
@@ -207,12 +208,14 @@ class KimiDeltaAttention(nn.Module):
     def _step_on_slots(self, x: Tensor, slots: Slots) -> Tensor:
         """One token for every row [R, H] -> [R, H], on the pool itself; nothing is gathered or read by the host."""
         shape = (x.shape[0], self.heads, self.width)
+        gated = beside(lambda: self.g_proj.linear(x))
         raw, f_a, b = self._inputs.linear(x).split(self._split, dim=-1)
         q, k, v = (rows.view(shape) for rows in raw.split(self.heads * self.width, dim=-1))
-        z, gate = self.f_b_proj.linear(f_a).view(shape), self.g_proj.linear(x).view(shape)
+        z, gate = self.f_b_proj.linear(f_a).view(shape), gated().view(shape)
         y = kda_decode(
             q, k, v, z, b, gate, self._convolutions(), self.A_log, self.dt_bias, self.o_norm.weight,
             slots.conv, slots.recurrent, slots.rows, slots.rows, gate_lower_bound=self.bound, norm_eps=self.eps,
+            pending=slots.pending,
         )  # fmt: skip
         return self.o_proj.linear(y.view(x.shape[0], -1))
 

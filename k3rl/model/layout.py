@@ -172,6 +172,9 @@ class Layout:
     context: the ranks that hold what comes before the first segment and after the last one; None on one process.
     """
 
+    fixed = False  # whether only the device knows the lengths, see `FixedLayout`
+    padding: Tensor | None = None  # bool [N]: rows that no sequence has; None when there is none
+
     def __init__(
         self,
         lengths: Sequence[int],
@@ -332,3 +335,46 @@ class Layout:
         valid = column < lengths.view(-1, 1)
         rows = self.starts[segments].view(-1, 1) + torch.where(valid, column, 0)
         return Grid(group, segments, rows, valid, rows[valid])
+
+
+class FixedLayout(Layout):
+    """Segments whose lengths the device alone knows: every shape follows from bounds, so a CUDA graph can hold it.
+
+    ends int32 [S + 1] from 0 to N on the device, rising; segments may be empty, the last ones as a rule. longest: no
+    segment has more rows. padding bool [N]: rows that fill a segment of their own and take part in nothing that is
+    observed. What needs the lengths on the host (chunk plans, grids) is not there: LayoutError.
+    """
+
+    fixed = True
+
+    def __init__(self, ends: Tensor, n_rows: int, longest: int, padding: Tensor) -> None:
+        self.context = None
+        self.device = ends.device
+        self.n_rows, self.n_segments, self.longest = n_rows, len(ends) - 1, longest
+        self.padding = padding
+        self._ends = ends
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        raise LayoutError("the lengths of a fixed layout are on the device; use one made of lengths")
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [S + 1]."""
+        return self._ends
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[S] first row of each segment."""
+        return self._ends[:-1].to(torch.int64)
+
+    @cached_property
+    def lengths_tensor(self) -> Tensor:
+        """[S] int64."""
+        return (self._ends[1:] - self._ends[:-1]).to(torch.int64)
+
+    @cached_property
+    def segment(self) -> Tensor:
+        """[N] segment of each row."""
+        row = torch.arange(self.n_rows, dtype=torch.int32, device=self.device)
+        return torch.searchsorted(self._ends[1:], row, right=True)

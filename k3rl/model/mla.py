@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import latent_attention
 from k3rl.model import flash
 from k3rl.model.cache import Cache, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fuse import fused
 from k3rl.model.fused import Fused, Weight
+from k3rl.model.lanes import beside
 from k3rl.model.layout import Grid, Layout
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.types import ForwardObserver
@@ -208,20 +210,21 @@ class GatedMLA(nn.Module):
         With a context the latents of the first segment's rows before these come from the ranks that hold them.
         """
         q_a, c, k_r, gate = self._inputs.linear(x).split(self._split, dim=-1)
+        if isinstance(cache, StepCache):
+            return self._output(self._step(q_a, c, k_r, cache), gate)
         q = self.q_b_proj.linear(self.q_a_layernorm(q_a))
         q = q.view(-1, self.heads, self.nope + self.rope)
         c = self.kv_a_layernorm(c)
-        if isinstance(cache, StepCache):
-            return self._output(self._step(q, c, k_r, cache), gate)
-        position = layout.sequence_position if cache is None else layout.position_after(cache.lengths)
         if self.rotates:
+            position = layout.sequence_position if cache is None else layout.position_after(cache.lengths)
             q, k_r = self._rotated(q, k_r, position)
         if cache is not None:
+            position = layout.position_after(cache.lengths)
             cache.append_latent(self.layer, layout.segment, position, torch.cat([c, k_r], dim=-1))
             if layout.longest == 1:
                 return self._output(self._decode(q, cache), gate)
         watch = observer is not None and torch.is_grad_enabled()
-        if layout.context is None and flash.takes(q):
+        if layout.fixed or (layout.context is None and flash.takes(q)):
             return self._output(self._packed(q, c, k_r, layout, cache, observer if watch else None), gate)
         if cache is not None and int(cache.lengths.max()) > 0:
             return self._output(self._continue(q, layout, cache), gate)
@@ -301,20 +304,28 @@ class GatedMLA(nn.Module):
             o = o + torch.bmm(low, up[:, self.nope :].mT) * pair.scale
         return o.transpose(0, 1).reshape(-1, self.heads * self.value)
 
-    def _step(self, q: Tensor, c: Tensor, k_r: Tensor, cache: StepCache) -> Tensor:
-        """One new token for every row: q [R, h, D], its latent c [R, Z] and shared key k_r [R, r] -> [R, h * V].
+    def _step(self, q_a: Tensor, c: Tensor, k_r: Tensor, cache: StepCache) -> Tensor:
+        """One new token for every row: q_a [R, q_lora], c [R, Z] and k_r [R, r] as they are projected -> [R, h * V].
 
-        Over all the tokens that the pages could hold, masked: the host need not know how many there are.
+        The host need not know how many tokens there are, and there is no adapter.
         """
+
+        def append() -> None:
+            key = rotate(k_r, cache.past) if self.rotates else k_r
+            cache.append_latent(self.layer, torch.cat([self.kv_a_layernorm(c), key], dim=-1))
+
+        appended = beside(append)
+        q = self.q_b_proj.linear(self.q_a_layernorm(q_a)).view(-1, self.heads, self.nope + self.rope)
+        q_n, q_r = q.split([self.nope, self.rope], dim=-1)
+        kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         if self.rotates:
-            q, k_r = self._rotated(q, k_r, cache.past)
-        cache.append_latent(self.layer, torch.cat([c, k_r], dim=-1))
-        latent = cache.latents(self.layer)
-        logits = _wide_product(self._in_latent_space(q), latent.mT).mul_(self.scale)
-        p = logits.masked_fill_(cache.behind, float("-inf")).softmax(-1)
-        if q.device.type == "cpu":
-            return self._values_of(torch.bmm(p, latent[..., : self.latent].to(p.dtype)).to(q.dtype))
-        return self._values_of(torch.bmm(p.to(q.dtype), latent[..., : self.latent]))
+            q_r = rotate(q_r, cache.past)
+        absorbed = torch.bmm(q_n.transpose(0, 1), kv_b[:, : self.nope])
+        appended()
+        pages = cache.latent[self.layer]
+        context = latent_attention.attend(absorbed, q_r, pages, cache.table, cache.past, self.scale)
+        o = torch.bmm(context, kv_b[:, self.nope :].mT)
+        return o.transpose(0, 1).reshape(-1, self.heads * self.value)
 
     def _decode(self, q: Tensor, cache: Cache) -> Tensor:
         """One new token for every row: q [R, h, D] -> [R, h * V], from latents that include the new token."""

@@ -17,11 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import route as router
+from k3rl.kernels.route import Assignments
 from k3rl.model import moe_grouped
+from k3rl.model.bank_gradients import BankGradients
 from k3rl.model.config import K3Config, QuantizationConfig
-from k3rl.model.fuse import fused
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.gated import GatedUnit, gated_unit
+from k3rl.model.lanes import beside
 from k3rl.model.low_rank import NO_PAIRS, BankAdapter
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.model.packed import PackedExperts
@@ -208,8 +211,16 @@ class _ExpertBank(torch.autograd.Function):
         d_rows, d_weights = exchange.combine(d_read, d_weight)
         d_z = _sum_choices(d_rows, None, shape[1]).to(kind)
         spread.mul_(weight)
-        grads: list[Tensor | None] = [None] * bank.leaf_count
-        if any(ctx.needs_input_grad[4 : 4 + bank.leaf_count]):
+        given = len(ctx.needs_input_grad) - 4 - len(adapter.leaves)
+        grads: list[Tensor | None] = [None] * given
+        if not any(ctx.needs_input_grad[4 : 4 + given]):
+            pass
+        elif bank.sums is not None:
+            pieces = (part.split(counts) for part in (d_hidden, rows, spread, active))
+            for number, (hidden, read, sent, seen) in enumerate(zip(*pieces, strict=True)):
+                if counts[number]:
+                    bank.sums.add_expert(number, (hidden, read), (sent, seen))
+        else:
             d_gate_up = _outer(d_hidden, rows, counts, torch.empty_like(gate_up))
             d_down = _outer(spread, active, counts, torch.empty_like(down))
             grads = []
@@ -231,6 +242,7 @@ class ExpertBank:
     communicator: reaches the experts that other ranks hold; None when all of them are here.
     every_gradient: experts without rows get zero gradients instead of none, so that all ranks have gradients of the
     same parameters.
+    sums: where gradients of the experts add up over a step, at fixed addresses; None leaves that to autograd.
     adapter: what LoRA adds to each expert; its products read what the experts read, after that rounding.
     packed: the experts themselves where they are frozen and kept as stored bytes; their parameters then hold nothing.
     keeps_transposed: a second copy of the matrices as small batches on a CPU read them fastest, made again when a
@@ -242,6 +254,7 @@ class ExpertBank:
         self._dtype = dtype
         self.packed = packed
         self.every_gradient = False
+        self.sums: BankGradients | None = None
         self.unit = _unit(config)
         self.quantization: QuantizationConfig = config.quantization
         self.communicator: Communicator | None = None
@@ -263,9 +276,29 @@ class ExpertBank:
         """Parameters of the experts themselves that a gradient could reach."""
         return len(self._leaves)
 
+    def keep_sums(self, rows: Tensor | None) -> None:
+        """Gradients of the experts are added up here from now on (`sums`), in the leaves' `grad_dtype`.
+
+        rows: int32 [E] where the bank is, for `BankGradients.rows`; None ends it. Where `every_gradient` is wanted, or
+        nothing trains, autograd keeps doing it.
+        """
+        if self.sums is not None:
+            for leaf in self._leaves:
+                leaf.grad = None  # a view of what is given up here
+        self.sums = None
+        if rows is not None and not self.every_gradient and self._leaves and self._leaves[0].requires_grad:
+            shapes = [self._gate_up.tensor().shape, self._down.tensor().shape]
+            self.sums = BankGradients(self._leaves, shapes, rows)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """The sums [E, 2I, Z] and [E, Z, I] that backwards add to, at fixed addresses; needs `keep_sums`."""
+        if self.sums is None:
+            raise ValueError("this bank leaves its gradients to autograd; call keep_sums first")
+        return self.sums.gate_up, self.sums.down
+
     def keep(self, packed: PackedExperts) -> None:
         """Computes with these bytes instead of the parameters from now on."""
-        self.packed, self._leaves = packed, []
+        self.packed, self._leaves, self.sums = packed, [], None
         del self._gate_up, self._down
 
     @property
@@ -314,10 +347,14 @@ class ExpertBank:
     def __call__(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """z [N, Z], weights [N, k] float32 or wider, ids [N, k] int64 -> [N, Z]."""
         if torch.is_grad_enabled() and self._is_grouped(z):
-            return moe_grouped.GroupedExperts.apply(z, weights, ids, self, *self._leaves)
+            return self.static(z, weights, ids)
         if torch.is_grad_enabled():
-            return _ExpertBank.apply(z, weights, ids, self, *self._leaves, *self.adapter.leaves)
+            return _ExpertBank.apply(z, weights, ids, self, *self._given(), *self.adapter.leaves)
         return self._infer(z, weights, ids).to(z.dtype)
+
+    def _given(self) -> list[nn.Parameter]:
+        """What autograd sees. With sums of its own the bank gives it nothing; one leaf says whether it trains."""
+        return self._leaves if self.sums is None else self._leaves[:1]
 
     @property
     def is_static(self) -> bool:
@@ -325,7 +362,9 @@ class ExpertBank:
         return self.communicator is None and self.adapter is NO_PAIRS
 
     def static(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Like a call, without gradients, by operations of shapes that the ids do not change (`moe_grouped.static`)."""
+        """Like a call, by operations of shapes that the ids do not change (`moe_grouped`)."""
+        if torch.is_grad_enabled():
+            return moe_grouped.GroupedExperts.apply(z, weights, ids, self, *self._given())
         return moe_grouped.static(self, z, weights, ids)
 
     def _is_grouped(self, z: Tensor) -> bool:
@@ -365,25 +404,29 @@ class ExpertBank:
 
     def activate(self, hidden: Tensor) -> Tensor:
         """Products [..., 2I] of w1 and w3 -> what w2 reads [..., I]."""
+        rounds = self.quantization.computed_activations != "none"
         if hidden.device.type != "cpu":
-            return self.read(self.unit.activation(hidden))
-        return self.read(self.unit.value(self.unit.parts(hidden)).to(hidden.dtype))
+            return self.unit.activation(hidden, self.quantization.scale_rule if rounds else None)
+        return self.read(self.unit.activation(hidden))
 
 
-@fused
-def scored(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Router logits [N, E] and the balancing bias [E] -> sigmoid scores, and what experts are chosen by."""
-    scores = torch.sigmoid(logits)
-    return scores, scores + bias
+class _WideProduct(torch.autograd.Function):
+    """x [N, H] weight' [H, E] with sums in a wider dtype, on a GPU: the products of wide copies, without the copies.
 
+    Gradients are products in the dtype of x, to which the one that arrives is rounded.
+    """
 
-@fused
-def chosen_weights(scores: Tensor, ids: Tensor, renormalize: bool, scaling: float) -> Tensor:
-    """Scores [N, E] and ids [N, k] -> weights [N, k] of the chosen experts."""
-    weights = scores.gather(1, ids)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scaling
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
+        return d_x, torch.mm(grad.t(), x) if ctx.needs_input_grad[1] else None, None
 
 
 class _Gate(nn.Module):
@@ -447,14 +490,13 @@ class LatentMoE(nn.Module):
         routes [N, k] replays a recorded choice; the weights still come from the current scores.
         """
         kind = wide(x.dtype)
-        if x.device.type == "cuda" and x.dtype != kind and not torch.is_grad_enabled():
-            logits = torch.mm(x, self.gate.weight.t(), out_dtype=kind)  # no wide copies; the same products
+        if x.device.type == "cuda" and x.dtype != kind:
+            logits = _WideProduct.apply(x, self.gate.weight, kind)
         else:
             logits = nn.functional.linear(x.to(kind), self.gate.weight.to(kind))
         if x.device.type != "cpu" and not torch.is_grad_enabled():
-            scores, biased = scored(logits, self.gate.e_score_correction_bias)
-            ids = torch.topk(biased, self.k, dim=-1).indices if routes is None else routes.to(torch.int64)
-            return chosen_weights(scores, ids, self.renormalize, self.scaling), ids
+            bias = self.gate.e_score_correction_bias
+            return router.choose(logits, bias, self.k, self.renormalize, self.scaling, routes)
         scores = torch.sigmoid(logits)
         ids = self._choose(scores.detach(), observer if torch.is_grad_enabled() else None, routes)
         if self.router_loss is not None and torch.is_grad_enabled():
@@ -475,10 +517,20 @@ class LatentMoE(nn.Module):
         return top.indices[:, : self.k] if routes is None else routes.to(torch.int64)
 
     def forward(
-        self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None, static: bool = False
+        self,
+        x: Tensor,
+        routes: Tensor | None,
+        observer: ForwardObserver | None,
+        static: bool = False,
+        padding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [N, H] -> output [N, H] and the expert ids used [N, k] int64; static: by `ExpertBank.static`."""
-        weights, ids = self.route(x, routes, observer)
+        """x [N, H] -> output [N, H] and the expert ids used [N, k] int64; static: by `ExpertBank.static`.
+
+        padding bool [N]: rows that go where the first row goes, so that no expert has rows because of them.
+        """
+        if static and self.in_latent and not torch.is_grad_enabled():
+            return self._static(x, routes, padding)
+        weights, ids = self._choice(x, routes, observer, padding)
         bank = self._bank.static if static else self._bank
         if not self.in_latent:
             return bank(x, weights, ids) + self.shared_experts(x), ids
@@ -488,3 +540,25 @@ class LatentMoE(nn.Module):
             u = self.routed_expert_norm(u)
         routed = nn.functional.linear(u, self.routed_expert_up_proj.weight)
         return routed + self.shared_experts(x), ids
+
+    def _choice(
+        self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`route`, padding rows where the first row goes."""
+        weights, ids = self.route(x, routes, observer)
+        return weights, ids if padding is None else torch.where(padding.unsqueeze(1), ids[:1], ids)
+
+    def _static(self, x: Tensor, routes: Tensor | None, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`forward` without gradients, in fixed shapes; what does not wait for each other runs side by side."""
+
+        def choose() -> tuple[Tensor, Tensor, Assignments]:
+            weights, ids = self._choice(x, routes, None, padding)
+            return weights, ids, router.sort_assignments(ids, self._bank.experts)
+
+        chosen = beside(choose, 1)
+        shared = beside(lambda: self.shared_experts(x))
+        read = self._bank.read(nn.functional.linear(x, self.routed_expert_down_proj.weight))
+        weights, ids, sort = chosen()
+        norm = (self.routed_expert_norm.weight, self.routed_expert_norm.eps) if self.norms_sum else None
+        u = moe_grouped.static_sorted(self._bank, read, weights, sort, norm)
+        return shared().addmm_(u, self.routed_expert_up_proj.weight.t()), ids

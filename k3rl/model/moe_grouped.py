@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import dispatch, few_rows, gather_rows, mxfp8, route
 from k3rl.model.fuse import fused, widened
 from k3rl.numerics import mx
 
@@ -37,9 +38,10 @@ class SortedIds(NamedTuple):
 
 def sort_by_expert(ids: Tensor, experts: int) -> SortedIds:
     """ids [N, k] -> their order; nothing is read by the host."""
-    found, order = torch.sort(ids.reshape(-1), stable=True)
+    short = torch.int16 if experts < 1 << 15 else torch.int32  # a sort goes over the keys byte by byte
+    found, order = torch.sort(ids.reshape(-1).to(short), stable=True)
     number = torch.arange(max(len(order), experts), device=order.device)
-    ends = torch.searchsorted(found, number[:experts], right=True, out_int32=True)
+    ends = torch.searchsorted(found, number[:experts].to(short), right=True, out_int32=True)
     return SortedIds(order, torch.empty_like(order).scatter_(0, order, number[: len(order)]), ends)
 
 
@@ -67,7 +69,7 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Per expert left' right: [R, a], [R, b] in expert order -> [E, a, b]. Those without rows: undefined."""
     if _is_grouped(left):
         return _grouped_mm(left.t(), right, offs=ends)
-    mine = nn.functional.one_hot(_expert_of(left, ends), len(ends)).to(left.dtype)
+    mine = (_expert_of(left, ends).unsqueeze(1) == torch.arange(len(ends), device=left.device)).to(left.dtype)
     return torch.einsum("re,ra,rb->eab", mine, left, right)
 
 
@@ -79,18 +81,21 @@ def _weighted(choices: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _sum_of_choices(rows: Tensor, sort: SortedIds, weights: Tensor | None, k: int) -> Tensor:
-    """Sorted rows [R, b] -> sum over choices [N, b], weighted by [N, k], float32 or wider."""
+    """Sorted rows [R, b] -> sum over choices [N, b], weighted by [N, k]; float32 or wider, their dtype by a kernel."""
+    if rows.device.type != "cpu" and dispatch.use_kernel("route", rows):
+        own = torch.ones(len(rows) // k, k, device=rows.device) if weights is None else weights
+        return route.sum_choices(rows, sort.inverse, own, rows.dtype)
     return _weighted(rows.index_select(0, sort.inverse).view(-1, k, rows.shape[1]), weights)
 
 
 @fused
-def _scaled(rows: Tensor, weight: Tensor) -> Tensor:
+def scaled(rows: Tensor, weight: Tensor) -> Tensor:
     """rows [R, b] times weight [R, 1], in the dtype of the rows."""
     return rows * weight.to(rows.dtype)
 
 
 @fused
-def _dots(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+def dots(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """Row sums of left * right [R, b] -> [R], in the dtype of the weights."""
     return (left.to(weight.dtype) * right.to(weight.dtype)).sum(-1)
 
@@ -104,10 +109,13 @@ _exact_rounding: dict[tuple[torch.device, str], bool] = {}
 
 
 def rounded(x: Tensor, rule: str) -> Tensor:
-    """x [R, n] rounded to MXFP8: `mx.fake_quantize_mxfp8`, compiled on a GPU where it gives the same bits there.
+    """x [R, n] rounded to MXFP8: `mx.fake_quantize_mxfp8`, by a kernel or compiled on a GPU.
 
-    That is tried once for each device, on values of every exponent, ties, zeros and what is not finite.
+    Compiled where it gives the same bits there. That is tried once for each device, on values of every exponent, ties,
+    zeros and what is not finite.
     """
+    if x.device.type != "cpu" and mxfp8.takes(x):
+        return mxfp8.mxfp8(x, rule)
     key = x.device, rule
     if key not in _exact_rounding:
         trial = _trial(x.device)
@@ -128,12 +136,26 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def static(bank: ExpertBank, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """z [N, Z], weights [N, k], ids [N, k] -> [N, Z]; can be captured in a CUDA graph."""
+    return static_sorted(bank, bank.read(z), weights, route.sort_assignments(ids, bank.experts)).to(z.dtype)
+
+
+def static_sorted(
+    bank: ExpertBank,
+    read: Tensor,
+    weights: Tensor,
+    sort: route.Assignments,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """`static` of rows [N, Z] as the experts read them, whose assignments are sorted; norm: see `sum_choices`."""
     gate_up, down = bank.matrices()
-    k = ids.shape[1]
-    sort = sort_by_expert(ids, bank.experts)
-    rows = bank.read(z).index_select(0, sort.order // k)
-    active = bank.activate(grouped_product(rows, gate_up.mT, sort.ends))
-    return _sum_of_choices(grouped_product(active, down.mT, sort.ends), sort, weights, k).to(z.dtype)
+    count = sort.token.numel()
+    if few_rows.takes(read, count, gate_up) and few_rows.takes(read, count, down):
+        active = bank.activate(few_rows.product(read, sort.token, gate_up, sort.ends))
+        out = few_rows.product(active, None, down, sort.ends)
+    else:
+        active = bank.activate(grouped_product(read.index_select(0, sort.token), gate_up.mT, sort.ends))
+        out = grouped_product(active, down.mT, sort.ends)
+    return route.sum_choices(out, sort.inverse, weights, read.dtype, norm)
 
 
 class _HostCounts:
@@ -159,7 +181,8 @@ class GroupedExperts(torch.autograd.Function):
     """z [N, Z], weights [N, k], ids [N, k] -> sum_e p_e W2_e unit(W1_e z, W3_e z) [N, Z], with all gradients.
 
     Keeps, per assignment, the products before the unit and what the second matrices read; rows are gathered again.
-    Experts without rows have no gradient, which the host knows when the backward asks.
+    Gradients of experts are added to the bank's sums. Without those they go to autograd, by leaf; experts without rows
+    have none then, which the host knows when the backward asks.
     """
 
     @staticmethod
@@ -168,30 +191,45 @@ class GroupedExperts(torch.autograd.Function):
         k = ids.shape[1]
         sort = sort_by_expert(ids, bank.experts)
         token, read = sort.order // k, bank.read(z)
-        hidden = grouped_product(read.index_select(0, token), gate_up.mT, sort.ends)
+        hidden = grouped_product(gather_rows.gather_rows(read, token)[0], gate_up.mT, sort.ends)
         active = bank.activate(hidden)
         out = grouped_product(active, down.mT, sort.ends)
         ctx.save_for_backward(gate_up, down, read, weights, token, *sort, hidden, active)
         ctx.bank = bank
-        ctx.counts = _HostCounts(sort.ends) if any(ctx.needs_input_grad[4:]) else None
+        by_leaf = any(ctx.needs_input_grad[4:]) and bank.sums is None and not bank.every_gradient
+        ctx.counts = _HostCounts(sort.ends) if by_leaf else None
         return _sum_of_choices(out, sort, weights, k).to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, down, read, weights, token, *sorts, hidden, active = ctx.saved_tensors
         bank, sort, kind, k = ctx.bank, SortedIds(*sorts), read.dtype, weights.shape[1]
-        spread = grad.to(kind).index_select(0, token)
+        trains = any(ctx.needs_input_grad[4:])
         weight = weights.reshape(-1).index_select(0, sort.order).unsqueeze(-1)
+        spread, weighted = gather_rows.gather_rows(grad.to(kind), token, weight if trains else None)
         d_active = grouped_product(spread, down, sort.ends)
-        d_weight = _dots(d_active, active, weight).index_select(0, sort.inverse)
-        d_hidden = bank.unit.gradient(_scaled(d_active, weight), hidden)
+        d_hidden, sums = bank.unit.routed_gradient(d_active, hidden, weight, active)
+        d_weight = sums.index_select(0, sort.inverse)
         d_rows = grouped_product(d_hidden, gate_up, sort.ends)
         d_z = _sum_of_choices(d_rows, sort, None, k).to(kind)
-        grads: list[Tensor | None] = [None] * bank.leaf_count
-        if ctx.counts is not None:
-            d_gate_up = grouped_outer(d_hidden, read.index_select(0, token), sort.ends)
-            d_down = grouped_outer(_scaled(spread, weight), active, sort.ends)
-            grads = []
-            for count, both, second in zip(ctx.counts.read(), d_gate_up.unbind(), d_down.unbind(), strict=True):
-                grads += [*both.chunk(2), second] if count else [None, None, None]
+        grads: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
+        if trains and weighted is not None:
+            d_gate_up = grouped_outer(d_hidden, gather_rows.gather_rows(read, token)[0], sort.ends)
+            d_down = grouped_outer(weighted, active, sort.ends)
+            if bank.sums is not None:
+                bank.sums.add(d_gate_up, d_down, sort.ends)
+            else:
+                grads = _by_leaf(d_gate_up, d_down, ctx.counts, sort.ends)
         return d_z, d_weight.view(weights.shape).to(weights.dtype), None, None, *grads
+
+
+def _by_leaf(gate_up: Tensor, down: Tensor, counts: _HostCounts | None, ends: Tensor) -> list[Tensor | None]:
+    """Gradients of w1, w3, w2 of each expert; of those without rows None, or zeros where nobody counted."""
+    if counts is None:
+        empty = (torch.diff(ends, prepend=ends.new_zeros(1)) == 0).view(-1, 1, 1)
+        gate_up, down = gate_up.masked_fill(empty, 0), down.masked_fill(empty, 0)
+    rows = [1] * len(ends) if counts is None else counts.read()
+    grads: list[Tensor | None] = []
+    for count, both, second in zip(rows, gate_up.unbind(), down.unbind(), strict=True):
+        grads += [*both.chunk(2), second] if count else [None, None, None]
+    return grads

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import rms_norm as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
 
@@ -45,13 +46,18 @@ def normed_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple
     return ((g * w - x_hat * along) * r).to(x.dtype), (g * x_hat).sum(0)
 
 
+def normed_on_gpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`normed`, by one kernel where there is one."""
+    return kernel.rms_norm(x, weight, eps) if kernel.takes(x, weight) else normed(x, weight, eps)
+
+
 class _RMSNorm(torch.autograd.Function):
     """y = x * r * w with r = 1 / sqrt(mean(x^2) + eps). Saves x and r only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.device.type != "cpu":
-            out, r = normed(x, weight, eps)
+            out, r = normed_on_gpu(x, weight, eps)
             ctx.save_for_backward(x, weight, r)
             return out
         x_wide = x.to(wide(x.dtype))
@@ -65,6 +71,9 @@ class _RMSNorm(torch.autograd.Function):
         width, kind = x.shape[-1], r.dtype
         flat_x, flat_grad, flat_r = x.reshape(-1, width), grad.reshape(-1, width), r.view(-1, 1)
         if x.device.type != "cpu":
+            if kernel.takes(x, weight) and grad.dtype == x.dtype:
+                grad_x, grad_weight = kernel.rms_norm_gradient(flat_grad, flat_x, weight, flat_r)
+                return grad_x.view(x.shape), grad_weight, None
             grad_x, grad_weight = normed_backward(flat_grad, flat_x, weight, flat_r)
             return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
         grad_x, grad_weight = torch.empty_like(flat_x), torch.zeros(width, dtype=kind, device=x.device)
@@ -83,7 +92,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     if x.device.type != "cpu":
-        return normed(x, weight, eps)[0]
+        return normed_on_gpu(x, weight, eps)[0]
     x_wide = x.to(wide(x.dtype))
     return (x_wide * inverse_rms(x_wide, eps)).to(x.dtype).mul_(weight)
 

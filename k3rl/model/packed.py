@@ -41,6 +41,9 @@ class _Stack:
         self.packed = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8, device=device)
         self.scale = torch.zeros(experts, rows, columns // mx.BLOCK, dtype=torch.uint8, device=device)
 
+    def to(self, device: torch.device) -> None:
+        self.packed, self.scale = self.packed.to(device), self.scale.to(device)
+
     def tensor(self, dtype: torch.dtype) -> Tensor:
         out = torch.empty(self.shape, dtype=dtype, device=self.packed.device)
         size = max(1, _DECODED // out[0].numel())
@@ -69,6 +72,11 @@ class PackedExperts:
             return self._down.packed[place], self._down.scale[place]
         rows = slice(0, self._width) if leaf == "w1" else slice(self._width, None)
         return self._gate_up.packed[place, rows], self._gate_up.scale[place, rows]
+
+    def to(self, device: torch.device) -> None:
+        """Moves the bytes; views of them that were given out stay where they are."""
+        self._gate_up.to(device)
+        self._down.to(device)
 
     def value(self, number: int, leaf: str, dtype: torch.dtype) -> Tensor:
         """What the parameter would hold [rows, columns]."""
@@ -148,7 +156,8 @@ def assign(model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor,
     if stored is None:
         model.stored_blocks.pop(name, None)
     else:
-        model.stored_blocks[name] = stored[0].clone(), stored[1].clone()
+        # On the host, wherever they came from: a GPU would hold a quarter more for bytes that only an export reads.
+        model.stored_blocks[name] = stored[0].to("cpu", copy=True), stored[1].to("cpu", copy=True)
 
 
 def _fill(kept: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3rl.kernels import situ as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
 from k3rl.model.norm import wide
@@ -35,6 +36,18 @@ def situ_from_parts(parts: tuple[Tensor, Tensor, Tensor], beta: float, linear_be
     return out
 
 
+def situ_alone(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """The activation in gate_up's dtype on a CPU, the bits of `situ_from_parts`; nothing is kept for a backward."""
+    wider = gate_up.to(wide(gate_up.dtype))
+    n = wider.shape[-1] // 2
+    out = torch.empty(*wider.shape[:-1], n, dtype=wider.dtype, device=wider.device)
+    for both, result in blockwise(wider, out):
+        gate, up = both[..., :n], both[..., n:]
+        torch.mul(gate, 1 / beta, out=result).tanh_().mul_(torch.sigmoid(gate))
+        result.mul_(torch.mul(up, 1 / linear_beta).tanh_()).mul_(beta * linear_beta)
+    return out.to(gate_up.dtype)
+
+
 def situ_backward(grad: Tensor, parts: tuple[Tensor, Tensor, Tensor], beta: float, linear_beta: float) -> Tensor:
     """Gradient [..., n] of the activation -> gradient [..., 2n] of gate_up.
 
@@ -57,7 +70,7 @@ def situ_backward(grad: Tensor, parts: tuple[Tensor, Tensor, Tensor], beta: floa
 
 @fused
 def situ_value(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
-    """gate_up [..., 2n] -> the activation [..., n] in the same dtype, without the parts."""
+    """gate_up [..., 2n] on a GPU -> the activation [..., n] in the same dtype, without the parts."""
     gate, up = widened(gate_up).chunk(2, dim=-1)
     value = torch.tanh(gate / beta) * torch.sigmoid(gate) * torch.tanh(up / linear_beta)
     return (value * (beta * linear_beta)).to(gate_up.dtype)
@@ -73,6 +86,20 @@ def situ_gradient(grad: Tensor, gate_up: Tensor, beta: float, linear_beta: float
     return torch.cat([d_gate, d_up], dim=-1).to(gate_up.dtype)
 
 
+def situ_on_gpu(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """`situ_value`, by one kernel where there is one."""
+    if kernel.takes(gate_up):
+        return kernel.situ(gate_up, beta, linear_beta)
+    return situ_value(gate_up, beta, linear_beta)
+
+
+def situ_gradient_on_gpu(grad: Tensor, gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """`situ_gradient`, by one kernel where there is one."""
+    if kernel.takes(gate_up, grad):
+        return kernel.situ_gradient(grad, gate_up, beta, linear_beta)[0]
+    return situ_gradient(grad, gate_up, beta, linear_beta)
+
+
 class _SiTU(torch.autograd.Function):
     """On a GPU gate_up itself is kept, half the bytes of one of the three parts, and the parts are made again."""
 
@@ -81,7 +108,7 @@ class _SiTU(torch.autograd.Function):
         if gate_up.device.type != "cpu":
             ctx.save_for_backward(gate_up)
             ctx.betas = (beta, linear_beta)
-            return situ_value(gate_up, beta, linear_beta)
+            return situ_on_gpu(gate_up, beta, linear_beta)
         parts = situ_parts(gate_up, beta, linear_beta)
         ctx.save_for_backward(*parts)
         ctx.betas = (beta, linear_beta)
@@ -90,7 +117,7 @@ class _SiTU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if grad.device.type != "cpu":
-            return situ_gradient(grad, *ctx.saved_tensors, *ctx.betas), None, None
+            return situ_gradient_on_gpu(grad, *ctx.saved_tensors, *ctx.betas), None, None
         return situ_backward(grad, ctx.saved_tensors, *ctx.betas).to(grad.dtype), None, None
 
 
@@ -99,5 +126,5 @@ def situ(gate_up: Tensor, beta: float = 4.0, linear_beta: float = 25.0) -> Tenso
     if torch.is_grad_enabled():
         return _SiTU.apply(gate_up, beta, linear_beta)
     if gate_up.device.type != "cpu":
-        return situ_value(gate_up, beta, linear_beta)
-    return situ_from_parts(situ_parts(gate_up, beta, linear_beta), beta, linear_beta).to(gate_up.dtype)
+        return situ_on_gpu(gate_up, beta, linear_beta)
+    return situ_alone(gate_up, beta, linear_beta)

@@ -11,6 +11,7 @@ from torch import Tensor
 from k3rl.model.decoder import K3ForCausalLM
 from k3rl.model.gated import GatedUnit, Parts
 from k3rl.model.moe import MLP, ExpertBank, LatentMoE
+from k3rl.model.moe_grouped import rounded
 
 
 class LargestActivation:
@@ -46,13 +47,16 @@ class _Watched:
     def backward(self, grad: Tensor, parts: Parts) -> Tensor:
         return self._unit.backward(grad, parts)
 
-    def activation(self, gate_up: Tensor) -> Tensor:
+    def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:
         out = self._unit.activation(gate_up)
         self._largest.see(out)
-        return out
+        return out if rule is None else rounded(out, rule)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         return self._unit.gradient(grad, gate_up)
+
+    def routed_gradient(self, grad: Tensor, gate_up: Tensor, weight: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        return self._unit.routed_gradient(grad, gate_up, weight, active)
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         out = self._unit(gate_up)

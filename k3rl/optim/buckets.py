@@ -19,11 +19,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from k3rl.kernels import muon
 from k3rl.optim.classify import ParamInfo
-from k3rl.optim.newton_schulz import newton_schulz, update_scale
+from k3rl.optim.joined import as_one, joined, runs
+from k3rl.optim.newton_schulz import iterated, newton_schulz, update_scale
 
 Project = Callable[[str, Tensor], Tensor]
 BUCKET_ELEMENTS = 1 << 25  # bounds the temporaries of one step: 128 MiB each in float32
+_BANK_ELEMENTS = 1 << 22  # parameters that lie end to end and are at least so many are in no bucket with others
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -32,8 +35,11 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def storage_kind(name: str) -> str:
-    """The name without layer and expert numbers: tensors of one kind are stored in one format."""
-    return re.sub(r"\.\d+\.", ".#.", name)
+    """The name without layer and expert numbers: tensors of one kind are stored in one format.
+
+    w1 and w3 of experts are one kind: a bank has them side by side, and what lies side by side is stepped as it lies.
+    """
+    return re.sub(r"\.w[13]\.", ".w1w3.", re.sub(r"\.\d+\.", ".#.", name))
 
 
 def _runs(keys: Sequence[object]) -> Iterator[tuple[int, int, object]]:
@@ -87,6 +93,8 @@ class MuonRates:
     nesterov: bool
     weight_decay: float
     dtype: torch.dtype | None  # of the Newton-Schulz products
+    lr_at: Tensor | None = None  # `lr` on the device, float32 scalar, where a step is captured
+    factor: Tensor | None = None  # a scalar on the device that gradients are multiplied with
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,7 @@ class AdamRates:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    factor: Tensor | None = None  # as in `MuonRates`
 
 
 @dataclass(frozen=True)
@@ -113,12 +122,32 @@ class MuonPiece:
     def rows(self) -> int:
         return self.info.segments[self.segment]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all blocks of the matrix."""
+        return len(self.info.segments) == 1
+
     def cut(self, matrix: Tensor) -> Tensor:
         """A matrix [R, C] -> view [heads, rows, C] of this segment's blocks."""
         if self.info.heads == len(self.info.segments) == 1:
             return matrix.unsqueeze(0)
         by_head = matrix.unflatten(0, (self.info.heads, sum(self.info.segments)))
         return by_head.narrow(1, sum(self.info.segments[: self.segment]), self.rows)
+
+
+def _blocks(pieces: Sequence[MuonPiece], matrices: Sequence[Tensor]) -> list[Tensor]:
+    """The blocks [n, r, C] that the pieces cut of their matrices, as views; those that lie end to end as one."""
+    if len(pieces) == 1:
+        return [pieces[0].cut(matrices[0])]
+    found: list[Tensor] = []
+    for start, stop, whole in _runs([piece.is_whole for piece in pieces]):
+        if whole:
+            shape = (-1, pieces[start].rows, pieces[start].param.shape[1])
+            found += [matrix.unflatten(0, shape[:2]) if matrix.dim() == 2 else matrix.view(shape)
+                      for matrix in joined(matrices[start:stop])]  # fmt: skip
+        else:
+            found += [piece.cut(matrix) for piece, matrix in zip(pieces[start:stop], matrices[start:stop], strict=True)]
+    return found
 
 
 @dataclass
@@ -154,15 +183,30 @@ class MuonBucket:
                     self._ship(project, start, stop, master)
 
     def _step(self, start: int, stop: int, rates: MuonRates, master: Tensor, momentum: Tensor) -> None:
-        gradient = torch.cat(
-            [piece.cut(piece.param.grad) for piece in self.pieces[start:stop] if piece.param.grad is not None]
-        )
-        gradient = gradient.to(master.dtype)
-        momentum.mul_(rates.momentum).add_(gradient)
-        direction = gradient.add_(momentum, alpha=rates.momentum) if rates.nesterov else momentum
-        update = newton_schulz(direction, dtype=rates.dtype)
+        gradients = [piece.param.grad for piece in self.pieces[start:stop] if piece.param.grad is not None]
+        parts = _blocks(self.pieces[start:stop], gradients)
+        gradient = as_one(parts).to(master.dtype)
         scale = update_scale(master.shape[-2], master.shape[-1])
-        master.mul_(1 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr * scale)
+        if rates.dtype == torch.bfloat16 and muon.takes(master):
+            lr, factor = (
+                torch.full((), value, dtype=torch.float32, device=self.device) if at is None else at
+                for at, value in ((rates.lr_at, rates.lr), (rates.factor, 1.0))
+            )
+            x = muon.start(gradient.contiguous(), momentum, factor, rates.momentum, rates.nesterov)
+            muon.finish(master, iterated(x), lr, rates.weight_decay, scale)
+            return
+        if rates.factor is not None:
+            gradient = gradient * rates.factor
+        momentum.mul_(rates.momentum).add_(gradient)
+        direction = momentum
+        if rates.nesterov:
+            out = None if gradient is parts[0] else gradient  # what is not ours stays as it is
+            direction = torch.add(gradient, momentum, alpha=rates.momentum, out=out)
+        update = newton_schulz(direction, dtype=rates.dtype)
+        if rates.lr_at is None:
+            master.mul_(1 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr * scale)
+        else:
+            muon.finish_reference(master, update, rates.lr_at, rates.weight_decay, scale)
 
     def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
         """Write project(master) of the pieces [start, stop) into their parameters."""
@@ -175,13 +219,28 @@ class MuonBucket:
         for first, last, _ in _runs([piece.kind for piece in pieces]):
             blocks = master[self.starts[start + first] - begin : self.starts[start + last] - begin]
             shipped = blocks if project is None else project(pieces[first].name, blocks)
-            targets = [piece.cut(piece.param.detach()) for piece in pieces[first:last]]
-            torch._foreach_copy_(targets, list(shipped.split([piece.info.heads for piece in pieces[first:last]])))
+            targets = _blocks(pieces[first:last], [piece.param for piece in pieces[first:last]])
+            torch._foreach_copy_(targets, list(shipped.split([len(target) for target in targets])))
 
     def state(self) -> Iterator[tuple[MuonPiece, dict[str, Tensor]]]:
         """Each piece with views [heads, rows, C] of its state."""
         for piece, start, stop in zip(self.pieces, self.starts, self.starts[1:], strict=False):
             yield piece, {"master": self.master[start:stop], "momentum": self.momentum[start:stop]}
+
+
+@dataclass(frozen=True)
+class Due:
+    """Tensors [start, stop) of an AdamW bucket and the number of the step that they all take."""
+
+    start: int
+    stop: int
+    count: int
+
+    def numbers(self, rates: AdamRates, decay: bool) -> tuple[float, float, float]:
+        """What the master keeps of itself, what the root of the second moment is divided by, and the rate."""
+        beta1, beta2 = rates.betas
+        keep = 1 - rates.lr * rates.weight_decay if decay else 1.0
+        return keep, (1 - beta2**self.count) ** 0.5, rates.lr / (1 - beta1**self.count)
 
 
 @dataclass
@@ -214,30 +273,51 @@ class AdamBucket:
         """Where steps are computed."""
         return self.params[0].device
 
-    def step(self, rates: AdamRates, project: Project | None) -> None:
-        """One AdamW step on every tensor that has a gradient, and its shipped value written into the parameter."""
+    def due(self) -> list[Due]:
+        """The tensors that have a gradient, and the number of the step that they are to take; see `count`."""
         keys = [None if param.grad is None else done for param, done in zip(self.params, self.steps, strict=True)]
-        for start, stop, done in _runs(keys):
-            if isinstance(done, int):
-                self.steps[start:stop] = [done + 1] * (stop - start)
-                part = slice(self.starts[start], self.starts[stop])
-                homes = self.master[part], self.first[part], self.second[part]
-                with self.rest.visit(self.device, self.master.dtype, *homes) as (master, first, second):
-                    self._step(start, stop, done + 1, rates, master, first, second)
-                    self._ship(project, start, stop, master)
+        return [Due(start, stop, done + 1) for start, stop, done in _runs(keys) if isinstance(done, int)]
 
-    def _step(
-        self, start: int, stop: int, count: int, rates: AdamRates, master: Tensor, first: Tensor, second: Tensor
+    def count(self, due: Sequence[Due]) -> None:
+        """Takes note that steps were taken."""
+        for run in due:
+            self.steps[run.start : run.stop] = [run.count] * (run.stop - run.start)
+
+    def step(
+        self, rates: AdamRates, project: Project | None, due: Sequence[Due], numbers: Tensor | None = None
     ) -> None:
-        gradient = torch.cat([param.grad.reshape(-1) for param in self.params[start:stop] if param.grad is not None])
-        gradient = gradient.to(master.dtype)
+        """One AdamW step on the tensors that are due, and their shipped values written into the parameters.
+
+        numbers: `Due.numbers` of each, float32 [len(due), 3] on the device, where the step is captured.
+        """
+        for i, run in enumerate(due):
+            part = slice(self.starts[run.start], self.starts[run.stop])
+            homes = self.master[part], self.first[part], self.second[part]
+            with self.rest.visit(self.device, self.master.dtype, *homes) as (master, first, second):
+                self._moments(run, rates, first, second)
+                if numbers is None:
+                    self._move(run, rates, master, first, second)
+                else:
+                    keep, root, rate = numbers[i].unbind()
+                    moved = second.sqrt().div_(root).add_(rates.eps)
+                    master.mul_(keep).sub_(torch.div(first, moved, out=moved).mul_(rate))
+                self._ship(project, run.start, run.stop, master)
+
+    def _moments(self, run: Due, rates: AdamRates, first: Tensor, second: Tensor) -> None:
+        gradients = [param.grad for param in self.params[run.start : run.stop] if param.grad is not None]
+        gradient = as_one([part.reshape(-1) for part in joined(gradients)]).to(first.dtype)
+        if rates.factor is not None:
+            gradient = gradient * rates.factor
         beta1, beta2 = rates.betas
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def _move(self, run: Due, rates: AdamRates, master: Tensor, first: Tensor, second: Tensor) -> None:
+        keep, root_of_correction, rate = run.numbers(rates, self.decay)
         if self.decay:
-            master.mul_(1 - rates.lr * rates.weight_decay)
-        root = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(rates.eps)
-        master.addcdiv_(first, root, value=-rates.lr / (1 - beta1**count))
+            master.mul_(keep)
+        root = second.sqrt().div_(root_of_correction).add_(rates.eps)
+        master.addcdiv_(first, root, value=-rate)
 
     def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
         """Write project(master) of the tensors [start, stop) into their parameters."""
@@ -252,7 +332,8 @@ class AdamBucket:
             values = master[self.starts[first] - self.starts[start] : self.starts[last] - self.starts[start]]
             values = values.view(last - first, *self.params[first].shape)
             shipped = values if project is None else project(self.names[first], values)
-            torch._foreach_copy_([param.detach() for param in self.params[first:last]], list(shipped.unbind()))
+            targets = [part.view(-1) for part in joined(self.params[first:last])]
+            torch._foreach_copy_(targets, list(shipped.reshape(-1).split([len(target) for target in targets])))
 
     def state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Each name with views of its state in the parameter's shape; step counts are kept apart."""
@@ -272,3 +353,12 @@ def fill_buckets(sizes: Sequence[int], limit: int = BUCKET_ELEMENTS) -> Iterator
         total += size
     if len(sizes) > start:
         yield start, len(sizes)
+
+
+def bank_edges(params: Sequence[Tensor]) -> list[int]:
+    """Where a row of parameters is cut so that a large bank's gradients need no copy: 0, ..., len(params)."""
+    edges = {0, len(params)}
+    for start, stop in runs(params):
+        if stop - start > 1 and sum(param.numel() for param in params[start:stop]) >= _BANK_ELEMENTS:
+            edges |= {start, stop}
+    return sorted(edges)

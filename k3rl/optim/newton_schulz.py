@@ -28,19 +28,29 @@ def newton_schulz(blocks: Tensor, *, steps: int = STEPS, dtype: torch.dtype | No
     if dtype is not None:
         x = x.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT.contiguous()
-    a, b, c = COEFFICIENTS
-    # Buffers for the whole iteration: fresh ones would be paged in anew at every product.
-    gram = x.new_empty(x.shape[0], x.shape[1], x.shape[1])
-    inner, outer, other = torch.empty_like(gram), torch.empty_like(gram), torch.empty_like(x)
-    for _ in range(steps):
-        torch.bmm(x, x.mT, out=gram)
-        torch.mul(gram, c, out=inner).diagonal(dim1=-2, dim2=-1).add_(b)
-        torch.bmm(gram, inner, out=outer).diagonal(dim1=-2, dim2=-1).add_(a)
-        torch.bmm(outer, x, out=other)
-        x, other = other, x
+    x = iterated(x.mT.contiguous() if tall else x, steps)
     return (x.mT if tall else x).to(blocks.dtype)
+
+
+def iterated(x: Tensor, steps: int = STEPS) -> Tensor:
+    """The steps alone, on blocks [n, r, c] whose norms are at most 1, in their dtype; x is used up."""
+    a, b, c = COEFFICIENTS
+    tall = x.shape[-2] > x.shape[-1]  # then the small Gram matrix is on the right
+    # Buffers for the whole iteration: fresh ones would be paged in anew at every product.
+    gram = x.new_empty(x.shape[0], min(x.shape[1:]), min(x.shape[1:]))
+    inner, outer, other = torch.empty_like(gram), torch.empty_like(gram), torch.empty_like(x)
+    # Off the CPU a pass costs more than the reads of a small matrix, and is one rounding less in bf16.
+    once = None if x.device.type == "cpu" else b * torch.eye(gram.shape[-1], dtype=x.dtype, device=x.device)
+    for _ in range(steps):
+        torch.bmm(*((x.mT, x) if tall else (x, x.mT)), out=gram)
+        if once is None:
+            torch.mul(gram, c, out=inner).diagonal(dim1=-2, dim2=-1).add_(b)
+        else:
+            torch.add(once, gram, alpha=c, out=inner)
+        torch.bmm(gram, inner, out=outer).diagonal(dim1=-2, dim2=-1).add_(a)
+        torch.bmm(*((x, outer) if tall else (outer, x)), out=other)
+        x, other = other, x
+    return x
 
 
 def update_scale(rows: int, columns: int) -> float:

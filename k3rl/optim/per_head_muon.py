@@ -11,6 +11,7 @@ applied to its master (straight-through).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal
@@ -18,19 +19,24 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from k3rl.kernels import muon as kernels
 from k3rl.optim.buckets import (
     AdamBucket,
     AdamRates,
+    Due,
     MuonBucket,
     MuonPiece,
     MuonRates,
     Project,
     Rest,
+    bank_edges,
     fill_buckets,
     master_dtype,
     storage_kind,
 )
+from k3rl.optim.captured import Program
 from k3rl.optim.classify import HeadLayout, ParamInfo, classify
+from k3rl.optim.joined import joined
 
 Variant = Literal["per_head_muon", "muon_whole", "adamw"]
 
@@ -89,14 +95,17 @@ class PerHeadMuon:
 
     named_params: (official name, leaf parameter); those with requires_grad False and e_score_correction_bias are left
     out. config: a K3Config, for its head sizes. lr drives Muon, adamw_lr AdamW. Decay is decoupled and leaves vectors
-    alone. project(name, master): the stored values of a master, same shape and dtype; it is called on stacks
-    [n, ...] of equal tensors or row blocks whose names differ only in layer and expert number, so it must work along
-    the last axis and treat those alike. None ships the masters themselves.
+    alone. project(name, master): the stored values of a master, same shape, in any dtype that holds them; it is called
+    on stacks [n, ...] of equal tensors or row blocks whose names differ only in layer and expert number, or as w1 and
+    w3 of experts do, so it must work along the last axis and treat those alike. None ships the masters themselves.
+
+    Gradients and parameters that lie end to end in storage (a bank of experts) are read and written as one tensor.
 
     variant: "per_head_muon", "muon_whole" (no cut along heads) or "adamw" (AdamW for all, at adamw_lr), for comparison.
     owned: names whose masters are kept and moved here; the others belong to other ranks. None: all.
     newton_schulz_dtype: None means the master's on CPU and bfloat16 on an accelerator; float64 is never narrowed.
     rest: where state lies between steps, and in which dtype Muon's momentum.
+    capture: replay norm, clipping and step as CUDA graphs on a GPU while gradients stay where they are (`captures`).
 
     A parameter whose grad is None is left exactly as it is: no decay, no momentum change, no step count. A zero
     gradient is a gradient. Masters and state are float32, float64 for float64 parameters.
@@ -121,6 +130,7 @@ class PerHeadMuon:
         newton_schulz_dtype: torch.dtype | None = None,
         owned: Container[str] | None = None,
         rest: Rest | None = None,
+        capture: bool = True,
     ) -> None:
         self.lr = lr
         self.adamw_lr = adamw_lr
@@ -139,8 +149,17 @@ class PerHeadMuon:
         kept = {name: found for name, found in every.items() if owned is None or name in owned}
         self.infos: dict[str, ParamInfo] = {name: info for name, (info, _) in kept.items()}
         self.params: dict[str, Tensor] = {name: param for name, (_, param) in kept.items()}
+        self._by_kind = sorted(self.params, key=storage_kind)
         self._muon = list(self._build_muon())
         self._adam = list(self._build_adam())
+        self.captures = capture and self._can_capture()
+        device = next(iter(every.values()))[1].device
+        # What a captured step reads and leaves.
+        self._numbers = torch.zeros(1 + 3 * sum(len(adam.params) for adam in self._adam), device=device)
+        self._factor = torch.ones((), device=device)
+        self._norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._clip_program = Program("the gradient norm")
+        self._step_program = Program("the optimizer step")
         self.ship()
 
     # -- building -----------------------------------------------------------------------------------------------
@@ -155,8 +174,10 @@ class PerHeadMuon:
         for pieces in groups.values():
             pieces.sort(key=lambda piece: piece.kind)
             sizes = [piece.info.heads * piece.rows * piece.param.shape[1] for piece in pieces]
-            for start, stop in fill_buckets(sizes):
-                yield MuonBucket(pieces[start:stop], self.rest)
+            edges = bank_edges([piece.param for piece in pieces])
+            for first, last in itertools.pairwise(edges):
+                for start, stop in fill_buckets(sizes[first:last]):
+                    yield MuonBucket(pieces[first + start : first + stop], self.rest)
 
     def _build_adam(self) -> Iterable[AdamBucket]:
         groups: dict[tuple[object, ...], list[str]] = {}
@@ -179,10 +200,17 @@ class PerHeadMuon:
     def _gradients(self) -> dict[str, Tensor]:
         return {name: param.grad for name, param in self.params.items() if param.grad is not None}
 
+    def _joined(self, names: Container[str] | None = None) -> list[Tensor]:
+        """All gradients, or those of `names`, in few tensors; in an order that does not depend on where they lie."""
+        params = (self.params[name] for name in self._by_kind if names is None or name in names)
+        return joined([param.grad for param in params if param.grad is not None])
+
     @torch.no_grad()
     def grad_norm(self, names: Container[str] | None = None) -> float:
         """The 2-norm of all gradients together, or of those `names`; inf or NaN when one of them is not finite."""
         gradients = [g for name, g in self._gradients().items() if names is None or name in names]
+        if gradients and gradients[0].device.type != "cpu":  # a CPU keeps the order of sums, and gains nothing
+            gradients = self._joined(names)
         if not gradients:
             return 0.0
         total = math.hypot(*(torch.stack(list(norms)).double().norm().item() for norms in _norms_by_type(gradients)))
@@ -207,43 +235,117 @@ class PerHeadMuon:
     def scale_gradients(self, norm: float, maximum: float) -> None:
         """Scale all gradients by maximum / norm where their `norm`, however it was summed, exceeds it."""
         if norm > maximum:
-            torch._foreach_mul_(list(self._gradients().values()), maximum / norm)
+            torch._foreach_mul_(self._joined(), maximum / norm)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, maximum: float) -> float:
+    def clip_grad_norm_(self, maximum: float, *, in_step: bool = False) -> float:
         """Scale all gradients in place so that their norm is at most `maximum`; returns the norm before.
 
+        in_step: where steps are captured gradients stay as they are, and the next step scales them as it reads them.
         Raises NonFiniteGradient when the norm is not finite.
         """
+        if self.captures:
+            self._clip_program((self._addresses(), maximum, in_step), lambda: self._clip(maximum, in_step))
+            norm = float(self._norm)
+            if math.isfinite(norm):
+                return norm
         norm = self.grad_norm()
         if not math.isfinite(norm):
             self._refuse_non_finite()
         self.scale_gradients(norm, maximum)
         return norm
 
+    def _clip(self, maximum: float, in_step: bool) -> None:
+        """`clip_grad_norm_` with the norm left in `_norm`; one that is not finite scales nothing."""
+        gradients = self._joined()
+        if not gradients:
+            self._norm.zero_()
+            return
+        norms = [torch.stack(list(norms)).double() for norms in _norms_by_type(gradients)]
+        self._norm.copy_(torch.cat(norms).norm())
+        over = (self._norm > maximum) & self._norm.isfinite()
+        # A number in `where` would be a copy from the host, which no capture takes.
+        factor = torch.where(over, maximum / self._norm, torch.ones_like(self._norm))
+        if in_step:
+            self._factor.copy_(factor)
+        else:
+            torch._foreach_mul_(gradients, factor.float())
+
     # -- the step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, lr_scale: float = 1.0, *, nonfinite: Literal["raise", "skip"] = "raise") -> bool:
+    def step(
+        self, lr_scale: float = 1.0, *, nonfinite: Literal["raise", "skip"] = "raise", checked: bool = False
+    ) -> bool:
         """One step at lr_scale times both learning rates; True when it was taken.
 
         When a gradient is not finite nothing changes: NonFiniteGradient names it, or nonfinite="skip" returns False.
+        checked: the caller has seen that all are finite, as `clip_grad_norm_` has; they are not read again.
         """
-        if not math.isfinite(self.grad_norm()):
+        if not checked and not math.isfinite(self.grad_norm()):
             if nonfinite == "skip":
                 return False
             self._refuse_non_finite()
-        for muon in self._muon:
-            rates = MuonRates(
-                self.lr * lr_scale, self.momentum, self.nesterov, self.weight_decay, self._product_dtype(muon.master)
-            )
-            muon.step(rates, self.project)
-        adam_rates = AdamRates(self.adamw_lr * lr_scale, self.betas, self.eps, self.weight_decay)
-        for adam in self._adam:
-            adam.step(adam_rates, self.project)
+        due = [adam.due() for adam in self._adam]
+        if self.captures:
+            self._numbers.copy_(torch.tensor(self._changing(due, lr_scale)))
+            places = [(run.start, run.stop) for runs in due for run in runs]
+            key = self._addresses(), *places, self.momentum, self.nesterov, self.weight_decay, self.betas, self.eps
+            self._step_program(key, lambda: self._move(due, lr_scale, self._numbers))
+            self._factor.fill_(1.0)
+        else:
+            self._move(due, lr_scale, None)
+        for adam, runs in zip(self._adam, due, strict=True):
+            adam.count(runs)
         if self.rest.host and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies to page-locked memory are queued; the host may read it from here on
         return True
+
+    def _move(self, due: Sequence[Sequence[Due]], lr_scale: float, numbers: Tensor | None) -> None:
+        """Every bucket's step. numbers: `_changing` on the device, for a step that is captured."""
+        lr_at, factor = (None, None) if numbers is None else (numbers[0], self._factor)
+        for muon in self._muon:
+            kind = self._product_dtype(muon.master)
+            lr = self.lr * lr_scale
+            rates = MuonRates(lr, self.momentum, self.nesterov, self.weight_decay, kind, lr_at, factor)
+            muon.step(rates, self.project)
+        first = 1
+        for adam, runs in zip(self._adam, due, strict=True):
+            own = None if numbers is None else numbers[first : first + 3 * len(runs)].view(-1, 3)
+            adam.step(self._adam_rates(lr_scale, factor), self.project, runs, own)
+            first += 3 * len(runs)
+
+    def _adam_rates(self, lr_scale: float, factor: Tensor | None = None) -> AdamRates:
+        return AdamRates(self.adamw_lr * lr_scale, self.betas, self.eps, self.weight_decay, factor)
+
+    def _changing(self, due: Sequence[Sequence[Due]], lr_scale: float) -> list[float]:
+        """What differs from step to step: Muon's learning rate and the `Due.numbers`; filled up to one length."""
+        rates = self._adam_rates(lr_scale)
+        found = [self.lr * lr_scale]
+        for adam, runs in zip(self._adam, due, strict=True):
+            found += [number for run in runs for number in run.numbers(rates, adam.decay)]
+        return found + [0.0] * (len(self._numbers) - len(found))
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where the gradients are, 0 for none, and where each bucket's parameters begin."""
+        gradients = [param.grad for param in self.params.values()]
+        starts = [bucket.pieces[0].param.data_ptr() for bucket in self._muon]
+        starts += [bucket.params[0].data_ptr() for bucket in self._adam]
+        return (*starts, *(0 if gradient is None else gradient.data_ptr() for gradient in gradients))
+
+    def _can_capture(self) -> bool:
+        """Whether all is on one GPU, in float32, in blocks that the kernels take."""
+        masters = [bucket.master for bucket in self._muon] + [bucket.master for bucket in self._adam]
+        return (
+            not self.rest.host
+            and len({master.device for master in masters}) == 1
+            and masters[0].device.type == "cuda"
+            and all(master.dtype == torch.float32 for master in masters)
+            and all(
+                self._product_dtype(bucket.master) == torch.bfloat16 and kernels.takes(bucket.master)
+                for bucket in self._muon
+            )
+        )
 
     def _product_dtype(self, master: Tensor) -> torch.dtype | None:
         if master.dtype == torch.float64:

@@ -30,8 +30,9 @@ def clip_heads_(
 ) -> int:
     """Scale one layer's q_b [H*(nope+rope), q_lora] and kv_b [H*(nope+v), kv_lora] in place; None is left to its owner.
 
-    max_logits [H]: largest pre-softmax logit of each head over the batch, softmax scale included. Returns how many
-    heads exceeded tau. Raises QKClipError for a wrong number of heads or a non-finite logit.
+    max_logits [H]: largest pre-softmax logit of each head over the batch, softmax scale included; best on the host,
+    which reads them. Returns how many heads exceeded tau. Raises QKClipError for a wrong number of heads or a
+    non-finite logit.
     """
     heads = config.num_attention_heads
     if max_logits.shape != (heads,):
@@ -44,13 +45,13 @@ def clip_heads_(
     gamma = torch.where(clipped, tau / max_logits, torch.ones_like(max_logits)).view(heads, 1, 1)
     nope = config.qk_nope_head_dim
     if q_b is not None:
-        factor = gamma.to(q_b.dtype)
+        factor = gamma.to(q_b)
         query = q_b.unflatten(0, (heads, nope + config.qk_rope_head_dim))
         query[:, :nope] *= factor.sqrt()
         query[:, nope:] *= factor
     if kv_b is not None:
         keys = kv_b.unflatten(0, (heads, nope + config.v_head_dim))[:, :nope]
-        keys *= gamma.to(kv_b.dtype).sqrt()
+        keys *= gamma.to(kv_b).sqrt()
     return int(clipped.sum())
 
 

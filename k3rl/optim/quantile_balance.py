@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 BINS = 1000
+_TOGETHER = 1 << 24  # counts that an update looks at at once: 128 MiB as int64
 
 
 class BalanceError(ValueError):
@@ -21,8 +22,8 @@ class BalanceError(ValueError):
 
 
 def _grid(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(lower edge, bin width) of the histogram under this bias [E], float64 scalars."""
-    low, high = bias.detach().double().aminmax()
+    """(lower edge, bin width) of the histogram under biases [..., E], float64 [...]."""
+    low, high = bias.detach().double().aminmax(dim=-1)
     return low - 1, (high - low + 2) / BINS
 
 
@@ -43,7 +44,8 @@ class QuantileBalancer:
         self.n_layers = n_layers
         self.counts = torch.zeros(n_layers, n_experts, BINS, dtype=torch.int32, device=device)
         self.loads = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=device)
-        self._biases: dict[int, Tensor] = {}  # of the layers seen since the last update
+        self._biases: Tensor | None = None  # [L, E] of the layers seen since the last update, which are those:
+        self._seen = torch.zeros(n_layers, dtype=torch.bool, device=device)
         # Faults of a layer since the last update, kept as tensors so that observing never waits: [L] bool each.
         self._changed = torch.zeros(n_layers, dtype=torch.bool, device=device)  # a bias moved between observations
         self._nan = torch.zeros(n_layers, dtype=torch.bool, device=device)  # a score was NaN
@@ -65,25 +67,30 @@ class QuantileBalancer:
         if self.counts.device != scores.device:
             self.counts, self.loads = self.counts.to(scores.device), self.loads.to(scores.device)
             self._changed, self._nan = self._changed.to(scores.device), self._nan.to(scores.device)
-        if layer in self._biases:
-            self._changed[layer] |= (self._biases[layer] != bias).any()
-        else:
-            self._biases[layer] = bias.detach().clone()
+            self._seen, self._biases = self._seen.to(scores.device), None
+        if self._biases is None:
+            self._biases = torch.zeros(self.n_layers, self.n_experts, dtype=bias.dtype, device=scores.device)
+        before = torch.where(self._seen[layer], self._biases[layer], bias)
+        self._changed[layer] |= (before != bias).any()
+        self._biases[layer] = before
+        self._seen[layer].fill_(True)
         low, width = _grid(bias)
-        if valid is not None:
-            scores, cutoff = scores[valid], cutoff[valid]
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         cutoff = cutoff.to(scores.dtype).unsqueeze(-1)
-        self.loads[layer] += (scores + bias.to(scores.dtype) > cutoff).sum(0)
+        over = scores + bias.to(scores.dtype) > cutoff
+        self.loads[layer] += (over if valid is None else over & valid.unsqueeze(-1)).sum(0)
         position = (cutoff - scores).sub_(low).div_(width)
+        if valid is not None:
+            position.masked_fill_(torch.logical_not(valid).unsqueeze(-1), 0.0)
         self._nan[layer] |= position.sum().isnan()
         bins = position.floor_().clamp_(0, BINS - 1).nan_to_num_(0.0).to(torch.int64)
         bins += torch.arange(self.n_experts, device=bins.device) * BINS
-        if bins.device.type == "cpu":
+        if bins.device.type == "cpu" and valid is None:
             counted = torch.bincount(bins.view(-1), minlength=self.n_experts * BINS)
-        else:  # where bincount would make the host wait for the largest bin
+        else:  # bincount would make the host wait for the largest bin
             counted = torch.zeros(self.n_experts * BINS, dtype=self.counts.dtype, device=bins.device)
-            counted.scatter_add_(0, bins.view(-1), counted.new_ones(()).expand(bins.numel()))
+            ones = counted.new_ones(()) if valid is None else valid.to(counted.dtype).unsqueeze(-1)
+            counted.scatter_add_(0, bins.view(-1), ones.expand(bins.shape).reshape(-1))
         self.counts[layer] += counted.view(self.n_experts, BINS)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -108,45 +115,61 @@ class QuantileBalancer:
         """
         if len(biases) != self.n_layers:
             raise BalanceError(f"got {len(biases)} biases; this model has {self.n_layers} MoE layers")
-        for layer, bias in enumerate(biases):
-            if self._changed[layer] or not torch.equal(bias, self._biases.get(layer, bias)):
+        if not biases:
+            return []
+        other = self._changed
+        if self._biases is not None:
+            now = torch.stack([bias.detach() for bias in biases]).to(self._biases.device)
+            other = other | ((now != self._biases).any(1) & self._seen)
+        faults = torch.stack([other, self._nan]).tolist()  # read once
+        tokens = self.counts[:, 0].sum(-1).tolist()
+        for layer, (changed, nan) in enumerate(zip(*faults, strict=True)):
+            if changed:
                 raise BalanceError(
                     f"the bias of MoE layer {layer} changed while its tokens were counted; write the result of "
                     "`update` into the model only after the last forward pass of a step"
                 )
-            if self._nan[layer]:
+            if nan:
                 raise BalanceError(f"router scores of MoE layer {layer} were NaN; `clear` this step's counts")
-        new = [self._balanced(layer, bias) for layer, bias in enumerate(biases)]
+        new = [bias.detach().clone() for bias in biases]
+        moved = [layer for layer in range(self.n_layers) if tokens[layer]]
+        together = max(1, _TOGETHER // (self.n_experts * BINS))
+        for start in range(0, len(moved), together):
+            layers = moved[start : start + together]
+            found = self._balanced(layers, torch.stack([new[n] for n in layers]), [tokens[n] for n in layers])
+            for layer, bias in zip(layers, found, strict=True):
+                new[layer] = bias
         self.clear()
         return new
 
-    def _balanced(self, layer: int, bias: Tensor) -> Tensor:
-        counts = self.counts[layer].to(torch.int64)
-        tokens = int(counts[0].sum())
-        if tokens == 0:
-            return bias.detach().clone()
-        low, width = _grid(bias)
-        wanted = tokens * self.top_k / self.n_experts
-        whole = -(-tokens * self.top_k // self.n_experts)  # ceil(q), in integers
+    def _balanced(self, layers: list[int], biases: Tensor, tokens: list[int]) -> Tensor:
+        """New biases [L, E] of some layers, from their biases and the tokens that each has seen."""
+        counts = torch.stack([self.counts[layer] for layer in layers]).to(torch.int64)
+        low, width = _grid(biases)
+        share = [count * self.top_k / self.n_experts for count in tokens]
+        above = [-(-count * self.top_k // self.n_experts) for count in tokens]  # ceil(q), in integers
+        wanted = torch.tensor(share, dtype=torch.float64).view(-1, 1, 1).to(counts.device)
+        whole = torch.tensor(above).view(-1, 1, 1).to(counts.device)
         cumulative = counts.cumsum(-1)
         bins = (cumulative < whole).sum(-1, keepdim=True)  # the first bin with cumulative >= ceil(q)
         inside = counts.gather(-1, bins).double()
         before = cumulative.gather(-1, bins).double() - inside
-        quantile = low + (bins + ((wanted - before) / inside).clamp(0, 1)).squeeze(-1) * width
-        return (quantile - quantile.mean()).to(bias.dtype)
+        reached = (bins + ((wanted - before) / inside).clamp(0, 1)).squeeze(-1)
+        quantile = low.unsqueeze(-1) + reached * width.unsqueeze(-1)
+        return (quantile - quantile.mean(-1, keepdim=True)).to(biases.dtype)
 
     def clear(self) -> None:
         """Forget what was counted, as after an update that is not wanted."""
         self.counts.zero_()
         self.loads.zero_()
-        self._biases.clear()
+        self._seen.zero_()
         self._changed.zero_()
         self._nan.zero_()
 
     def max_violation(self) -> list[float]:
         """(busiest load - balanced load) / balanced load of every layer that has seen tokens since the last update."""
         values = []
-        for loads in self.loads.double():
+        for loads in self.loads.cpu().double():  # read once
             balanced = loads.mean()
             if balanced > 0:
                 values.append(float((loads.max() - balanced) / balanced))

@@ -4,6 +4,7 @@ trainer.py   packed tokens and a loss -> one step, on one process or on its rank
 world.py     the processes: collectives, who died or hangs     mesh.py   their layout, data x expert x context
 expert.py    rows to experts on other ranks and back           zero.py   owners of masters and optimizer state
 context.py   ranks that share the rows of a micro-batch        data.py   how sequences are dealt to ranks
+frozen.py    frozen weights cut over ranks
 agree.py     what ranks compare before they start              nonfinite.py  where a NaN comes from
 deepspeed.py the step on DeepSpeed ZeRO, and which of the two is chosen; extensions.py builds what it needs
 Nothing here knows Ray, environments or files.
@@ -13,6 +14,7 @@ from k3rl.parallel.context import ContextParallel, ContextShare, balanced_cuts, 
 from k3rl.parallel.data import deal
 from k3rl.parallel.deepspeed import DeepSpeedConfig, LearnerConfig, check_backend, make_trainer
 from k3rl.parallel.expert import ExpertParallel
+from k3rl.parallel.frozen import check_slices
 from k3rl.parallel.mesh import Axis, Mesh, data_degree
 from k3rl.parallel.nonfinite import NonFiniteGradients, NonFiniteLoss, NonFiniteStep
 from k3rl.parallel.trainer import Loss, Trainer, TrainerConfig
@@ -38,6 +40,7 @@ __all__ = [
     "World",
     "balanced_cuts",
     "check_backend",
+    "check_slices",
     "data_degree",
     "deal",
     "make_trainer",

@@ -18,6 +18,7 @@ from torch import Tensor
 from k3rl.config import Config, ConfigError
 from k3rl.data.batch import TrainBatch
 from k3rl.model import K3ForCausalLM
+from k3rl.parallel.frozen import check_slices
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.world import RanksDisagree
 
@@ -35,7 +36,7 @@ def flat(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def check_layout(mesh: Mesh, model: K3ForCausalLM, config: TrainerConfig) -> None:
-    """Refuses a mesh or a model's experts that are not those of `config`. Raises ConfigError."""
+    """Refuses a mesh, a model's experts or frozen weights that are not those of `config`. Raises ConfigError."""
     asked = (config.expert_parallel, config.context_parallel)
     if mesh.shape[1:] != asked:
         raise ConfigError(
@@ -50,6 +51,9 @@ def check_layout(mesh: Mesh, model: K3ForCausalLM, config: TrainerConfig) -> Non
             "build it with experts=mesh.experts(...)",
             key="expert_parallel",
         )
+    check_slices(mesh.world.size, config.shard_frozen)
+    if model.slices is not None:
+        raise ConfigError("the model's weights are cut already, by another trainer; load it once more")
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ Letters as in the model: H hidden, h heads, D head width, Z latent, I expert wid
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from k3rl.optim.newton_schulz import STEPS
 CHUNK = 16  # tokens of one KDA chunk in the torch path; the kernels' 32 change its work by about 2 %
 WIDE = 4  # bytes of what is computed in float32
 ROUTED = "routed_experts"
+_SITE = re.compile(r"language_model\.model\.layers\.(?P<layer>\d+)\.(?P<site>self_attn|mlp|block_sparse_moe)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,23 @@ def shipped_bytes(config: K3Config) -> dict[str, int]:
     return dict(found)
 
 
+def frozen_parts(config: K3Config) -> list[int]:
+    """Numbers in each part of the model that `k3rl.parallel.frozen` cuts over ranks and gathers, in forward order.
+
+    Embedding, attention and MLP of each layer without its routed experts, head. Norms between them, what mixes the
+    residual stream, router biases and the vision tower stay whole on every rank.
+    """
+    first, last = "language_model.model.embed_tokens.", "language_model.lm_head."
+    found: Counter[tuple[int, int]] = Counter()
+    for entry in tensor_table(config):
+        match = _SITE.match(entry.name)
+        if entry.name.startswith((first, last)):
+            found[(-1, 0) if entry.name.startswith(first) else (config.num_hidden_layers, 0)] += entry.parameters
+        elif match is not None and entry.part != ROUTED and not entry.name.endswith("e_score_correction_bias"):
+            found[int(match["layer"]), int(match["site"] != "self_attn")] += entry.parameters
+    return [found[place] for place in sorted(found)]
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerCosts:
     """Of one step on the whole model; the keys are True for routed experts and False for all else.
@@ -107,13 +126,13 @@ def optimizer_costs(config: K3Config, variant: str = "per_head_muon") -> Optimiz
             shape = (min(rows, columns), max(rows, columns))
             stacked[shape] += entry.copies * rows * columns
             longest[shape] = max(longest.get(shape, 0), size)
-    # Newton-Schulz holds the gradient, two copies of the blocks and three of their Gram matrices; AdamW two rows.
+    # Newton-Schulz holds the gradient, two copies of the blocks and three of their Gram matrices; AdamW one row.
     spaces = []
     for shape, total in stacked.items():
         size = min(total, max(BUCKET_ELEMENTS, longest[shape]))
         spaces.append((WIDE * size * (3 + 3 * shape[0] / shape[1]), float(size)))
     size = min(sum(adamw.values()), max(BUCKET_ELEMENTS, longest.get("adamw", 0)))
-    spaces.append((WIDE * 2.0 * size, float(size)))
+    spaces.append((float(WIDE * size), float(size)))
     return OptimizerCosts(muon, adamw, flops, *max(spaces))
 
 

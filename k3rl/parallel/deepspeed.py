@@ -35,7 +35,8 @@ from k3rl.parallel.data import deal
 from k3rl.parallel.extensions import prepare
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.nonfinite import NonFiniteGradients, NonFiniteStep, bad_loss, listed
-from k3rl.parallel.trainer import Loss, Trainer, TrainerConfig, _keep, _Statistics
+from k3rl.parallel.statistics import balance
+from k3rl.parallel.trainer import Loss, Trainer, TrainerConfig, _keep
 from k3rl.parallel.world import PeerFailed
 from k3rl.run.metrics import Accumulator
 
@@ -95,6 +96,12 @@ def check_backend(learner: LearnerConfig, trainer: TrainerConfig) -> None:
             "trainer.offload_optimizer is the native trainer's; with learner.backend deepspeed set "
             "--learner.deepspeed.offload-optimizer true instead",
             key="trainer.offload_optimizer",
+        )
+    if trainer.shard_frozen > 1:
+        raise ConfigError(
+            "trainer.shard_frozen is the native trainer's; with learner.backend deepspeed set "
+            "--learner.deepspeed.stage 3 instead",
+            key="trainer.shard_frozen",
         )
     for axis in ("expert_parallel", "context_parallel"):
         if (degree := getattr(trainer, axis)) > 1:
@@ -284,15 +291,13 @@ class DeepSpeedTrainer(Trainer):
         self.mesh.world.maximum(most)
         return self._passes(micros, int(most))
 
-    def _backward(
-        self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float, statistics: _Statistics
-    ) -> Accumulator:
+    def _backward(self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float) -> Accumulator:
         metrics, failure = Accumulator(), None
         try:
             for micro, counts in self._passes(micros, most):
                 if counts:
-                    statistics.counted = self._counted(micro, self.share(micro), metrics)
-                self.model.observer = statistics if counts else None
+                    self.statistics.count(micro, self.share(micro), self.config.balance, metrics)
+                self.model.observer = self.statistics if counts else None
                 seen: list[LossOutput] = []
 
                 def run(micro: TrainBatch = micro, seen: list[LossOutput] = seen) -> Tensor:
@@ -328,7 +333,7 @@ class DeepSpeedTrainer(Trainer):
         metrics, max_logits = self.gradients(batch, loss, temperature=temperature, settings=settings)
         try:
             norm, clipped = self._update(max_logits, lr_scale)
-            self._balance(metrics, last_of_batch)
+            balance(self.model, self.balancer, self.config, self.mesh.world, metrics, last_of_batch)
         except (PeerFailed, NonFiniteStep):  # all ranks know
             self.balancer.clear()
             raise

@@ -66,6 +66,7 @@ class Mesh:
         self.replicas = self._axis(grid[:, i, :].reshape(-1) for i in range(expert))
         self.batch_rank, self.batch_size = d * expert + e, data * expert
         self.first_of_context = c == 0
+        self._runs: dict[int, Axis] = {}
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Mesh:
@@ -81,6 +82,15 @@ class Mesh:
                 own = Axis(ranks.index(self.world.rank), len(ranks), group, ranks)
         assert own is not None
         return own
+
+    def neighbours(self, size: int) -> Axis:
+        """This rank's run of `size` ranks next to each other, whatever else they share; they must divide the world.
+
+        A collective when a size is asked for the first time.
+        """
+        if size not in self._runs:
+            self._runs[size] = self._axis(self._layout.view(-1, size))
+        return self._runs[size]
 
     def experts(self, count: int) -> range:
         """The run of `count` experts that this rank holds. Raises ConfigError when there are fewer than ranks."""

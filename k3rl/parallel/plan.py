@@ -8,6 +8,7 @@ Bytes are bytes, GiB are 2^30 of them, GB/s are 1e9 bytes a second and direction
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -166,18 +167,38 @@ def learner_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -
     routed_bytes = (0.5 + 1 / 32) if method.lora_rank else method.weight_bytes
     sharded = held.trained_routed / shards[0] + held.trained_rest / shards[1]
     state = _state_bytes(config, layout, method)
+    away = _cut(config, layout, method) * (1 - 1 / method.shard_frozen)
     memory = {
-        "weights": held.routed * routed_bytes + held.rest * method.weight_bytes,
+        "weights": held.routed * routed_bytes + held.rest * method.weight_bytes - away,
         "gradients": (held.trained_routed + held.trained_rest) * method.gradient_bytes,
         "optimizer": 0.0 if method.offload else state,
     }
     if method.lora_rank:
         memory["adapters"] = (held.trained_routed + held.trained_rest) * method.weight_bytes
+    if method.shard_frozen > 1:
+        memory["gathered"] = _window(config) * method.weight_bytes
     working = activation_memory(config, layout, method, mix)
     step = _workspace(config, method, sharded)
     if sum(working.values()) >= step:
         return memory | working
     return memory | {"step": step}
+
+
+@cache
+def _parts(config: K3Config) -> tuple[int, ...]:
+    return tuple(costs.frozen_parts(config))
+
+
+def _cut(config: K3Config, layout: Layout, method: Method) -> float:
+    """Bytes of the frozen weights of a stage that ranks may share."""
+    facts, held = model_counts(config), _Held.of(config, layout, method)
+    return held.rest * method.weight_bytes * sum(_parts(config)) / (facts.rest + facts.first + facts.last)
+
+
+def _window(config: K3Config) -> int:
+    """Numbers of the two largest parts in a row: the one that runs, and the one that comes or has just run."""
+    parts = _parts(config)
+    return max(one + other for one, other in itertools.pairwise(parts))
 
 
 def _state_bytes(config: K3Config, layout: Layout, method: Method) -> float:
@@ -252,10 +273,10 @@ def _layer_gradient(config: K3Config, layout: Layout, method: Method) -> float:
 def _workspace(config: K3Config, method: Method, sharded: float) -> float:
     """Temporaries of the optimizer's largest bucket, and what of its state rests elsewhere and visits."""
     if method.lora_rank:
-        return min(sharded, BUCKET_ELEMENTS) * (2 * costs.WIDE + (3 * costs.WIDE if method.offload else 0))
+        return min(sharded, BUCKET_ELEMENTS) * (costs.WIDE + (3 * costs.WIDE if method.offload else 0))
     found = _optimizer(config, method.optimizer)
     adamw = method.optimizer == "adamw"
-    least = sharded * costs.WIDE * (2 if adamw else 6)  # everything in one bucket
+    least = sharded * costs.WIDE * (1 if adamw else 6)  # everything in one bucket
     visits = (3 if adamw else 2) * costs.WIDE if method.offload else costs.WIDE * (method.momentum_bytes == 2)
     bucket = float(max(BUCKET_ELEMENTS, config.vocab_size * config.hidden_size)) if adamw else found.bucket
     return min(found.workspace, least) + visits * min(sharded, bucket)
@@ -273,6 +294,7 @@ def plan_layout(
 ) -> Plan:
     """Judges one layout. Raises PlanError when the degrees do not fit the model or the cluster."""
     _check(config, cluster, workload, layout, rollout_gpus)
+    _check_frozen(method, layout)
     efficiency = efficiency or Efficiency()
     mix = _mix(workload, method)
     memory = learner_memory(config, layout, method, mix)
@@ -331,6 +353,16 @@ def _check(config: K3Config, cluster: Cluster, workload: Workload, layout: Layou
         raise PlanError(
             f"sequences of {workload.length} tokens exceed the model's {config.max_position_embeddings}",
             key="--new-tokens", got=workload.new_tokens, wanted="prompt and new tokens within the context",
+        )  # fmt: skip
+
+
+def _check_frozen(method: Method, layout: Layout) -> None:
+    stage = layout.devices // layout.pipeline
+    if method.shard_frozen > 1 and (not method.lora_rank or stage % method.shard_frozen):
+        raise PlanError(
+            f"{method.shard_frozen} ranks do not divide the {stage} that hold the same layers; plan with a number that "
+            "does" if method.lora_rank else "all weights are trained and none are frozen; plan with --lora-rank",
+            key="--shard-frozen", got=method.shard_frozen, wanted=f"a divisor of {stage}, with --lora-rank",
         )  # fmt: skip
 
 
@@ -420,6 +452,10 @@ def _traffic(
         bank = math.ceil(config.num_hidden_layers / config.attn_res_block_size) + 1
         sent = 2 * tokens * config.hidden_size * method.weight_bytes * bank
         found["network"]["stages"] = sent
+    if method.shard_frozen > 1:
+        parts, share = _parts(config), 1 - 1 / method.shard_frozen
+        sweeps = 2 * _cut(config, layout, method) - (parts[0] + parts[-1]) / layout.pipeline * method.weight_bytes
+        add("frozen weights", math.ceil(tokens / workload.micro_batch_tokens) * sweeps * share, method.shard_frozen)
     if method.offload:
         found["pcie"]["optimizer"] = _state_bytes(config, layout, method)
     if engines:
@@ -484,10 +520,11 @@ def _rollout_times(
 
 
 def _host_gib(config: K3Config, cluster: Cluster, layout: Layout, method: Method) -> float:
-    """GiB that the optimizer's state takes on one node, with offload."""
-    if not method.offload:
-        return 0.0
-    return _state_bytes(config, layout, method) * min(cluster.node, layout.devices) / GIB
+    """GiB on one node: the optimizer's state, with offload; or, if more, models before their frozen weights are cut."""
+    state = _state_bytes(config, layout, method) if method.offload else 0.0
+    held = _Held.of(config, layout, method)
+    whole = held.routed * (0.5 + 1 / 32) + held.rest * method.weight_bytes if method.shard_frozen > 1 else 0.0
+    return max(state, whole) * min(cluster.node, layout.devices) / GIB
 
 
 __all__ = [

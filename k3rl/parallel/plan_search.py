@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,8 +52,10 @@ def search(
         for rollout in _rollout_choices(config, cluster, workload):
             for layout in layouts(config, cluster.gpus - rollout, pipeline=pipeline):
                 for passes in _passes(workload, layout):
+                    stage = layout.devices // layout.pipeline
+                    way = dataclasses.replace(method, shard_frozen=math.gcd(method.shard_frozen, stage))
                     found = plan_layout(
-                        config, cluster, passes, method, layout, rollout_gpus=rollout, efficiency=efficiency
+                        config, cluster, passes, way, layout, rollout_gpus=rollout, efficiency=efficiency
                     )
                     if best is None or _rank(found) < _rank(best):
                         best = found
@@ -72,12 +75,23 @@ def search(
 
 
 def best_way(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> Plan:
-    """`search` with `method`; where that does not fit, layers are recomputed if that fits or misses by less."""
-    plain = search(config, cluster, workload, method)
-    if plain.fits or method.recompute == "layer":
-        return plain
-    leaner = search(config, cluster, workload, dataclasses.replace(method, recompute="layer"))
-    return min(plain, leaner, key=_rank)
+    """`search` with `method`; where that does not fit, layers are recomputed if that fits or misses by less.
+
+    Of LoRA, frozen weights are then cut over the ranks of a node too.
+    """
+    best = search(config, cluster, workload, method)
+    leaner = dataclasses.replace(method, recompute="layer")
+    for way in (leaner, cut_over_node(leaner, cluster)):
+        if not best.fits and way != method:
+            best = min(best, search(config, cluster, workload, way), key=_rank)
+    return best
+
+
+def cut_over_node(method: Method, cluster: Cluster) -> Method:
+    """The same with frozen weights cut over the ranks of a node, where there are any."""
+    if not method.lora_rank or method.shard_frozen > 1:
+        return method
+    return dataclasses.replace(method, shard_frozen=cluster.node)
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:
@@ -106,7 +120,7 @@ def _rollout_choices(config: K3Config, cluster: Cluster, workload: Workload) -> 
     return fitting or [0]  # too few for an engine: the learner is judged alone, and the plan says so
 
 
-def ways(method: Method) -> list[Method]:
+def ways(method: Method, cluster: Cluster) -> list[Method]:
     """Plain training, with less memory each time, and LoRA."""
     leaner = dataclasses.replace(method, recompute="layer")
     found = [method, leaner]
@@ -114,9 +128,8 @@ def ways(method: Method) -> list[Method]:
         if method.optimizer != "adamw":
             found.append(dataclasses.replace(leaner, momentum_bytes=2))
         found.append(dataclasses.replace(leaner, offload=True))
-    found.append(
-        dataclasses.replace(leaner, lora_rank=method.lora_rank or 32, momentum_bytes=4, offload=method.offload)
-    )
+    lora = dataclasses.replace(leaner, lora_rank=method.lora_rank or 32, momentum_bytes=4, offload=method.offload)
+    found += [lora, cut_over_node(lora, cluster)]
     return list(dict.fromkeys(found))
 
 
@@ -124,7 +137,7 @@ def here(config: K3Config, cluster: Cluster, workload: Workload, method: Method)
     """Each of `ways` on this very cluster, in the layout that suits it best."""
     return [
         {"method": way.words, "fits": plan.fits} | _about(plan)
-        for way in ways(method)
+        for way in ways(method, cluster)
         for plan in (search(config, cluster, workload, way),)
     ]
 
@@ -132,7 +145,7 @@ def here(config: K3Config, cluster: Cluster, workload: Workload, method: Method)
 def suggestions(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
     """For each of `ways` the fewest devices on which it fits, and on which it fits in a way that k3rl runs today."""
     found = []
-    for way in ways(method):
+    for way in ways(method, cluster):
         row: dict[str, Any] = {"method": way.words, "gpus": None, "gpus_today": None}
         for plan in _fitting(config, cluster, workload, way):
             count = plan.learner_gpus + plan.rollout_gpus
@@ -218,6 +231,15 @@ def _momentum(method: Method) -> str:
     return "moments 8" if method.optimizer == "adamw" else f"momentum {method.momentum_bytes} (AdamW's moments 8)"
 
 
+def _frozen(method: Method) -> str:
+    if method.shard_frozen == 1:
+        return "what is no expert is whole on every rank of a stage"
+    return (
+        f"what is no expert is cut over {method.shard_frozen} neighbouring ranks, gathered a part of a layer at a time "
+        "in each forward and backward, and whole in host memory while a model is loaded"
+    )
+
+
 def assumptions(cluster: Cluster, workload: Workload, method: Method, efficiency: Efficiency) -> list[str]:
     """What the figures take for granted, in sentences."""
     gpu = cluster.gpu
@@ -229,7 +251,7 @@ def assumptions(cluster: Cluster, workload: Workload, method: Method, efficiency
         f"weights take {method.weight_bytes} bytes a number, gradients {method.gradient_bytes}, masters 4, "
         + ("moments of adapters 8; frozen experts stay packed" if method.lora_rank else _momentum(method))
         + f"; masters and momentum are {'sharded over' if method.shard_optimizer else 'repeated on'} the ranks that "
-        "share a weight; what is no expert is whole on every rank of a stage",
+        "share a weight; " + _frozen(method),
         "activations are those of the torch code, KDA states at every 16 tokens included; experts get equal loads",
         "links and arithmetic do not overlap; sampling overlaps training, one step ahead",
     ]

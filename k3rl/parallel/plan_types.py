@@ -78,7 +78,8 @@ class Method:
 
     lora_rank 0 trains everything; adapters train with AdamW beside packed experts. momentum_bytes: of Muon. offload:
     masters and momentum live in host memory and visit the device in the step. recompute "layer" keeps the residual
-    stream only and runs a layer's forward again before its backward.
+    stream only and runs a layer's forward again before its backward. shard_frozen: neighbouring ranks that share the
+    frozen weights beside the experts (LoRA only).
     """
 
     lora_rank: int = 0
@@ -89,6 +90,7 @@ class Method:
     offload: bool = False
     recompute: Literal["none", "layer"] = "none"
     shard_optimizer: bool = True
+    shard_frozen: int = 1
 
     @property
     def words(self) -> str:
@@ -98,6 +100,7 @@ class Method:
             *(["momentum in bf16"] if self.momentum_bytes == 2 else []),
             *(["optimizer state on the host"] if self.offload else []),
             *(["recomputed layers"] if self.recompute == "layer" else []),
+            *([f"frozen weights over {self.shard_frozen} ranks"] if self.shard_frozen > 1 else []),
         ]
         return ", ".join([name, *extras])
 

@@ -40,6 +40,10 @@ class TrainerConfig(Config):
     """Ranks that share the routed experts; each still has sequences of its own."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share each sequence. Data parallelism is what is left of the learner's ranks."""
+    capture: Literal["auto", "on", "off"] = "auto"
+    """Whether a micro-batch runs as a program of fixed shapes, which a GPU captures as a CUDA graph and replays. With
+    `auto` where the kernels take a bf16 model on a GPU and no other rank takes part in a forward, and not with `exact`,
+    `lora` or the auxiliary loss. `on` also runs programs, uncaptured, on a CPU, and refuses what rules them out."""
     recompute: tuple[Literal["attention", "mlp"], ...] = ()
     """Parts of each layer that keep only their inputs and run their forward again before their backward."""
     shard_optimizer: bool = True
@@ -56,6 +60,9 @@ class TrainerConfig(Config):
     packed_experts: bool = True
     """With `lora`: frozen MXFP4 experts stay the bytes that a checkpoint stores and are decoded a layer at a time, to
     the same bits. False keeps them in the compute dtype, which is faster and takes four to eight times the memory."""
+    shard_frozen: int = Field(1, ge=1)
+    """With `lora`: so many ranks next to each other, those of one node for example, each keep a slice of the frozen
+    weights that are no routed experts, and gather a part of a layer's where it runs. 1 keeps all on every rank."""
     exact: bool = False
     """Logprobs have the values of the exact forward, bit-equal to those of an engine with `exact`, and the gradients of
     the usual one. Many times slower."""
@@ -82,12 +89,35 @@ class TrainerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _what_trains_is_not_frozen(self) -> TrainerConfig:
+        if self.shard_frozen > 1 and self.lora is None:
+            raise ValueError(
+                f"shard_frozen is {self.shard_frozen} and lora is not set, so no weight is frozen; set lora, or leave "
+                "shard_frozen 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routers_count_once(self) -> TrainerConfig:
         if self.recompute and self.balance_by == "auxiliary_loss":
             raise ValueError(
                 "recompute runs routers a second time, which the auxiliary loss on them would count twice; leave "
                 "recompute empty, or use another balance_by"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _programs_are_whole(self) -> TrainerConfig:
+        others = {
+            "exact": self.exact,
+            "lora": self.lora is not None,
+            "balance_by auxiliary_loss": self.balance_by == "auxiliary_loss",
+            "expert_parallel": self.expert_parallel > 1,
+            "context_parallel": self.context_parallel > 1,
+        }
+        if self.capture == "on" and any(others.values()):
+            found = ", ".join(name for name, there in others.items() if there)
+            raise ValueError(f"capture is on, and no program has {found}; set capture to auto, or leave that out")
         return self
 
     @model_validator(mode="after")

@@ -7,9 +7,11 @@ engines and what is exported, and the straight-through gradient needs no code.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,13 +22,13 @@ from k3rl.losses import LossInputs, LossOutput, target_logprobs
 from k3rl.model import K3ForCausalLM
 from k3rl.model.lora import prepare_adapter
 from k3rl.model.packed import pack_experts
-from k3rl.numerics import project, stored_dtype
-from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, fixed_step, qk_clip_, trained
-from k3rl.optim.buckets import master_dtype
+from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, qk_clip_, trained
+from k3rl.optim.shipped import shipped
 from k3rl.parallel.agree import agree_on_start, agree_on_step, check_layout
 from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
 from k3rl.parallel.exact import ValueOf, exact_target_logprobs
 from k3rl.parallel.expert import ExpertParallel
+from k3rl.parallel.frozen import FrozenSlices, parameter_bytes
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.nonfinite import (
     NonFiniteGradients,
@@ -37,31 +39,14 @@ from k3rl.parallel.nonfinite import (
     explain_loss,
     listed,
 )
+from k3rl.parallel.passes import Loss, passes_of
 from k3rl.parallel.settings import TrainerConfig
+from k3rl.parallel.statistics import Statistics, balance, fresh_tokens
 from k3rl.parallel.world import PeerFailed
 from k3rl.parallel.zero import Shards, gather_tensors
 from k3rl.run.metrics import Accumulator
 
-Loss = Callable[[LossInputs], LossOutput]
 _OPTIMIZER = "optimizer."
-
-
-class _Statistics:
-    """Collects what the model reports during a training forward (a `ForwardObserver`)."""
-
-    def __init__(self, model: K3ForCausalLM, balancer: QuantileBalancer) -> None:
-        self._biases = dict(model.router_biases())
-        self._index = {layer: i for i, layer in enumerate(self._biases)}
-        self._balancer = balancer
-        self.counted: torch.Tensor | None = None  # bool [rows] of the micro-batch: who counts in the load
-        self.max_logits: dict[int, torch.Tensor] = {}
-
-    def router(self, layer: int, scores: torch.Tensor, cutoff: torch.Tensor) -> None:
-        self._balancer.observe(self._index[layer], scores, cutoff, self._biases[layer], self.counted)
-
-    def attention_logits(self, layer: int, maximum: torch.Tensor) -> None:
-        seen = self.max_logits.get(layer)
-        self.max_logits[layer] = maximum if seen is None else torch.maximum(seen, maximum)
 
 
 class Trainer:
@@ -81,8 +66,7 @@ class Trainer:
             pack_experts(model)
 
         def ship(name: str, master: torch.Tensor) -> torch.Tensor:
-            stored = stored_dtype(name, quantization.weights)
-            return project(master, stored, quantization.scale_rule)
+            return shipped(name, master, quantization.weights, quantization.scale_rule)
 
         infos = trained(model.trained_parameters(), model.config, config.optimizer)
         self.shards = Shards(
@@ -99,17 +83,18 @@ class Trainer:
             project=ship,
             owned=self.shards.owned,
             rest=config.rest,
+            capture=config.capture != "off",
         )
         self.shards.share_parameters()
 
     def _begin(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh | None) -> None:
         """All but the optimizer."""
-        self.model = model
-        self.config = config
+        self.model, self.config = model, config
         self.mesh = Mesh.alone(model.device) if mesh is None else mesh
         prepare_adapter(model, config.lora)
         check_layout(self.mesh, model, config)
         agree_on_start(self.mesh, model, config)
+        self.frozen = FrozenSlices(model, self.mesh, config.shard_frozen)
         self.experts: ExpertParallel | None = None
         if self.mesh.expert.size > 1:
             self.experts = ExpertParallel(self.mesh, model.config.num_experts)
@@ -117,7 +102,7 @@ class Trainer:
         model.recompute(config.recompute)
         self.context = ContextParallel(self.mesh.context, self.mesh.world, pair=pair_cost(model.config))
         # Ranks that meet inside a forward take each micro-batch together.
-        self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1
+        self._in_step = self.mesh.expert.size > 1 or self.mesh.context.size > 1 or config.shard_frozen > 1
         for name, parameter in model.named_parameters():
             if name.startswith("vision_tower."):
                 parameter.requires_grad_(False)
@@ -127,6 +112,8 @@ class Trainer:
         self.auxiliary: AuxiliaryLoss | None = None
         if config.balance_by == "auxiliary_loss":
             self.auxiliary = AuxiliaryLoss(config.auxiliary_weight, model.config.num_experts_per_token)
+        self.statistics = Statistics(model, self.balancer)
+        self.passes = passes_of(model, config, self.statistics, alone=not self._in_step)
         self.steps = 0
         self.skipped = 0  # steps in a row that were left out
         self.notes: list[str] = []  # what a person should read
@@ -148,17 +135,18 @@ class Trainer:
         targets = torch.from_numpy(share.targets).to(device)
         rows = ids[share.tokens].repeat_interleave(torch.from_numpy(share.rows_per_token).to(device))
         routes = None if batch.routes is None else torch.from_numpy(batch.routes[share.rows])[None].to(device)
-        out = self.model.hidden(
-            rows[None],
-            cu_seqlens=torch.from_numpy(share.cu_seqlens),
-            routes=routes,
-            images=self._images(share),
-            context=share.communicator,
-        )
-        before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
-        head = self.model.language_model.lm_head.weight
-        kept = None if batch.kept is None else batch.kept.take(share.targets)
-        logprobs, entropy = target_logprobs(before, head, ids[targets], temperature, kept)
+        with self.frozen.saving():
+            out = self.model.hidden(
+                rows[None],
+                cu_seqlens=torch.from_numpy(share.cu_seqlens),
+                routes=routes,
+                images=self._images(share),
+                context=share.communicator,
+            )
+            before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
+            head = self.frozen.need(self.model.language_model.lm_head).weight
+            kept = None if batch.kept is None else batch.kept.take(share.targets)
+            logprobs, entropy = target_logprobs(before, head, ids[targets], temperature, kept)
         if self.config.exact:
             value = exact_target_logprobs(self.model, batch, temperature)
             logprobs = ValueOf.apply(logprobs, value.to(device))
@@ -246,12 +234,12 @@ class Trainer:
                 norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip)
             except NonFiniteGradient as error:
                 raise self._bad_gradient(error, batch, loss, temperature) from error
-            self.optimizer.step(lr_scale)
+            self.optimizer.step(lr_scale, checked=True)
             clipped = 0
             if self.config.lora is None:
                 clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
             self.shards.share_parameters()
-            self._balance(metrics, last_of_batch)
+            balance(self.model, self.balancer, self.config, self.mesh.world, metrics, last_of_batch)
         except (PeerFailed, NonFiniteStep):  # all ranks know
             self.balancer.clear()
             raise
@@ -275,20 +263,16 @@ class Trainer:
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank's device by part, named as in `k3rl plan`, and on a GPU the `peak` since the last call."""
-        own = [parameter for parameter in self.model.parameters() if not parameter.is_meta]
-        banks = sum(bank.nbytes for bank in self.model.packed_banks.values())
-        trained = self.shards.params.values()
-        found = {
-            "weights": banks + sum(parameter.nbytes for parameter in own),
-            "gradients": sum(p.numel() * master_dtype(p.dtype).itemsize for p in trained),
-            "optimizer": 0 if self.config.offload_optimizer else self.optimizer.nbytes,
-        }
-        if self.model.adapter is not None:
-            found["adapters"] = sum(parameter.nbytes for parameter in trained)
+        found = self._parameter_bytes | {"optimizer": 0 if self.config.offload_optimizer else self.optimizer.nbytes}
         if self.model.device.type == "cuda":
-            found["peak"] = torch.cuda.max_memory_allocated(self.model.device)
+            held = 0 if self.passes is None else self.passes.held
+            found["peak"] = torch.cuda.max_memory_allocated(self.model.device) + held
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return found
+
+    @cached_property
+    def _parameter_bytes(self) -> dict[str, int]:
+        return parameter_bytes(self.model, self.shards.params.values(), self.frozen)
 
     def _bad_gradient(
         self, error: NonFiniteGradient, batch: TrainBatch | None, loss: Loss, temperature: float
@@ -301,6 +285,7 @@ class Trainer:
         def gradients(micro: TrainBatch) -> dict[str, torch.Tensor]:
             self.shards.zero_grad()
             loss(self.target_inputs(micro, temperature)).loss.backward()
+            self.shards.collect_gradients()
             return {name: p.grad for name, p in self.shards.params.items() if p.grad is not None}
 
         micros = [] if batch is None else batch.split(self._budget)
@@ -321,15 +306,15 @@ class Trainer:
         Returns metrics and the largest attention logits [H] of each MLA layer. What routers saw waits in `balancer`.
         settings: what else belongs to the step and must be equal on all ranks. Raises as `train` does.
         """
-        statistics = _Statistics(self.model, self.balancer)
+        self.statistics.begin()
         try:
             micros, most = self._shares(batch, loss, {"temperature": temperature, **(settings or {})})
-            metrics = self._backward(micros, most, loss, temperature, statistics)
+            metrics = self._backward(micros, most, loss, temperature)
         except Exception:
             self.balancer.clear()  # what a failed step counted must not move the next update
             raise
         self._reduce_gradients()
-        return metrics, self._max_logits(statistics)
+        return metrics, self._max_logits()
 
     def _reduce_gradients(self) -> None:
         self.shards.reduce_gradients()
@@ -351,34 +336,30 @@ class Trainer:
             raise PeerFailed(f"another rank cannot start step {self.steps}; nothing was updated")
         return micros, most if self._in_step else len(micros)
 
-    def _max_logits(self, statistics: _Statistics) -> dict[int, torch.Tensor]:
-        """The largest attention logit of each head [H] over all ranks, by MLA layer; layers that saw no row are out."""
-        layers = self.model.config.mla_layers
-        if self.mesh.world.size == 1 or not layers:
-            return statistics.max_logits
-        kind = torch.promote_types(self.model.dtype, torch.float32)  # what attention computes its logits in
-        unseen = torch.full(
-            (self.model.config.num_attention_heads,), float("-inf"), dtype=kind, device=self.model.device
-        )
-        table = torch.stack([statistics.max_logits.get(layer, unseen) for layer in layers])
-        self.mesh.world.maximum(table)
-        return {n: row for n, row in zip(layers, table, strict=True) if bool(torch.isfinite(row).any())}
+    def _max_logits(self) -> dict[int, torch.Tensor]:
+        """The largest attention logit of each head [H] over all ranks, by MLA layer; layers that saw no row are out.
 
-    def _backward(
-        self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float, statistics: _Statistics
-    ) -> Accumulator:
+        They are on the host, read once: what follows looks at each of them.
+        """
+        if self.mesh.world.size > 1 and self.statistics.layers:
+            self.mesh.world.maximum(self.statistics.largest)
+        return self.statistics.max_logits()
+
+    def _backward(self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float) -> Accumulator:
         """Gradients of this rank's share, micro-batch by micro-batch; all ranks leave it, or fail, together."""
         metrics, failure = Accumulator(), None
         self.shards.zero_grad()
-        self.model.observer = statistics
-        self._watch_router(self.auxiliary)
+        if self.passes is not None:
+            self.passes.begin()
         try:
             for number in range(most):
                 micro = micros[number] if number < len(micros) else None
-                total, failure = self._micro_loss(micro, loss, temperature, statistics, metrics)
-                if not self._fine(failure):
+                if micro is not None and self._replayed(micro, loss, temperature, metrics):
+                    continue
+                fine, failure = self._pass(micro, loss, temperature, metrics)
+                if not fine:
                     break
-                total.backward()
+            failure = self._read_passes(temperature, metrics) or failure
         except PeerFailed:
             raise
         except Exception as error:
@@ -389,8 +370,44 @@ class Trainer:
         finally:
             self.model.observer = None
             self._watch_router(None)
+            self.frozen.release()
         self._raise_together(failure)
         return metrics
+
+    def _pass(
+        self, micro: TrainBatch | None, loss: Loss, temperature: float, metrics: Accumulator
+    ) -> tuple[bool, Exception | None]:
+        """Forward and backward of a micro-batch by the ordinary path; whether it is fine on all ranks, and why not."""
+        self.model.observer = self.statistics
+        self._watch_router(self.auxiliary)
+        total, failure = self._micro_loss(micro, loss, temperature, metrics)
+        fine = self._fine(failure)
+        if fine:
+            total.backward()
+        return fine, failure
+
+    def _replayed(self, micro: TrainBatch, loss: Loss, temperature: float, metrics: Accumulator) -> bool:
+        """Whether the micro-batch ran as a program (`k3rl.parallel.passes`); `_read_passes` knows how it went."""
+        if self.passes is None:
+            return False
+        counted = fresh_tokens(micro, self.config.balance)
+        ran = self.passes.run(micro, counted, loss, temperature)
+        if ran and not self.passes.capture:  # the ordinary path may go on, by expert
+            self.shards.collect_gradients()
+        if ran and counted is not None:
+            metrics.add("moe/fresh_tokens", float(counted.sum()), micro.tokens)
+        return ran
+
+    def _read_passes(self, temperature: float, metrics: Accumulator) -> Exception | None:
+        """Keeps the metrics of the micro-batches that were replayed; what is wrong with the first bad one."""
+        if self.passes is None:
+            return None
+        for micro, value, out in self.passes.read():
+            if not math.isfinite(value):
+                return self._bad_loss(value, micro, temperature)
+            _keep(metrics, out)
+        self.notes += self.passes.take_notes()
+        return None
 
     def _raise_together(self, failure: Exception | None) -> None:
         """When a rank failed, raises its error there and PeerFailed elsewhere; a NonFiniteLoss is raised by all."""
@@ -413,14 +430,13 @@ class Trainer:
         micro: TrainBatch | None,
         loss: Loss,
         temperature: float,
-        statistics: _Statistics,
         metrics: Accumulator,
     ) -> tuple[torch.Tensor, Exception | None]:
         """The loss to call backward on, and what is wrong with it. None: a micro-batch that only other ranks have."""
         if micro is None:
             return self.model.assist(), None
         share = self.share(micro)
-        statistics.counted = self._counted(micro, share, metrics)
+        self.statistics.count(micro, share, self.config.balance, metrics)
         inputs = self.target_inputs(micro, temperature, share)
         try:
             out = loss(inputs)
@@ -453,39 +469,6 @@ class Trainer:
         part, term = float(weights.sum()), self.auxiliary.take()
         metrics.add("moe/auxiliary_loss", float(term.detach()) * part, part)
         return term * part
-
-    def _counted(self, micro: TrainBatch, share: ContextShare, metrics: Accumulator) -> torch.Tensor | None:
-        """bool [rows]: rows that count in the load, those of fresh tokens with `balance` "fresh"; None for all."""
-        if self.config.balance != "fresh" and share.counted:
-            return None
-        tokens = len(share.rows_per_token)
-        fresh = np.ones(tokens, bool) if micro.fresh is None else micro.fresh[share.tokens]
-        if share.counted:
-            metrics.add("moe/fresh_tokens", float(fresh.sum()), tokens)
-        return torch.from_numpy(np.repeat(fresh & share.counted, share.rows_per_token)).to(self.model.device)
-
-    def _balance(self, metrics: Accumulator, last_of_batch: bool) -> None:
-        frozen = self.config.balance == "freeze" or self.config.balance_by in ("auxiliary_loss", "none")
-        frozen = frozen or self.config.lora is not None
-        due = not frozen and (self.config.balance == "step" or last_of_batch)
-        if due:
-            self.balancer.all_reduce(self.mesh.world.sum)
-        for violation in self.balancer.max_violation():  # one value a MoE layer
-            metrics.add("moe/max_vio/mean", violation)
-            metrics.maximum("moe/max_vio/max", violation)
-        if frozen:
-            self.balancer.clear()
-        elif due:
-            biases = [bias for _, bias in self.model.router_biases()]
-            for bias, new in zip(biases, self._next_biases(biases), strict=True):
-                bias.copy_(new)
-
-    def _next_biases(self, biases: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        if self.config.balance_by == "quantile":
-            return self.balancer.update(biases)
-        new = fixed_step(biases, self.balancer.loads, self.config.balance_rate)
-        self.balancer.clear()
-        return new
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch | None, temperature: float = 1.0) -> np.ndarray:
@@ -530,11 +513,13 @@ class Trainer:
         yield from micros
         for _ in range(int(most) - len(micros)):
             self.model.assist()
+        self.frozen.release()
 
     @contextmanager
     def whole(self) -> Iterator[K3ForCausalLM]:
-        """The model with its parameters in place, to save or publish it; a collective where a backend cuts them."""
-        yield self.model
+        """The model with its parameters in place, to save or publish it; a collective where they are cut over ranks."""
+        with self.frozen.whole():
+            yield self.model
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Everything a bit-equal continuation needs: optimizer state with masters, router biases, step count.

@@ -103,6 +103,7 @@ class Shards:
         for parameter in self.params.values():
             # What micro-batches add up to is kept wider than bf16, in which small ones would be lost beside the sum.
             parameter.grad_dtype = master_dtype(parameter.dtype)
+        self._keep_sums(model)
         shares = shares_of(model, infos, mesh)
         self.names = [share.name for share in shares]
         self.owners = assign_owners(shares, mesh.world.size)
@@ -119,10 +120,33 @@ class Shards:
             if group is not None and names
         ]
 
+    def _keep_sums(self, model: K3ForCausalLM) -> None:
+        """Lets each bank of experts that trains add up its own gradients."""
+        banks = [part.bank for part in model.moe_parts()]
+        trains = any(_EXPERT.search(name) for name in self.params)
+        counts = [bank.experts for bank in banks]
+        # One tensor for all banks, so that the host reads once.
+        self._rows = torch.zeros(sum(counts) if trains else 0, dtype=torch.int32, device=model.device)
+        for bank, rows in zip(banks, self._rows.split(counts) if trains else [None] * len(banks), strict=True):
+            bank.keep_sums(rows)
+        self._sums = [bank.sums for bank in banks if bank.sums is not None]
+        summed = {leaf for sums in self._sums for leaf in sums.leaves}
+        self._by_autograd = [parameter for parameter in self.params.values() if parameter not in summed]
+
     def zero_grad(self) -> None:
-        """Forgets every gradient."""
-        for parameter in self.params.values():
+        """Forgets every gradient. Sums at fixed addresses (`BankGradients`) are zero afterwards."""
+        for parameter in self._by_autograd:
             parameter.grad = None
+        for sums in self._sums:
+            sums.clear()
+
+    def collect_gradients(self) -> None:
+        """Gives the leaves of experts their `.grad` after backwards, where rows were counted on the device."""
+        if self._sums:
+            counts = self._rows.tolist()
+            for sums in self._sums:
+                sums.attach(counts[: len(sums.rows)])
+                del counts[: len(sums.rows)]
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -131,6 +155,7 @@ class Shards:
         A parameter that no rank has a gradient for keeps None. Sums are float32 or wider, in long messages: a model has
         hundreds of small tensors, and a collective costs more than their bytes.
         """
+        self.collect_gradients()
         for names, ranks, group in self._kinds:
             grads = [self.params[name].grad is not None for name in names]
             present = torch.tensor(grads, dtype=torch.int32, device=self._world.device)
@@ -179,12 +204,13 @@ class Shards:
 
     @torch.no_grad()
     def clip_grad_norm_(self, optimizer: PerHeadMuon, maximum: float) -> float:
-        """Scales reduced gradients so that their norm over all parameters is at most `maximum`; the norm before.
+        """Scales reduced gradients so that their norm over all parameters is at most `maximum`, at the latest as the
+        next step reads them; the norm before.
 
         Raises NonFiniteGradient on every rank, with the first such parameter in official order.
         """
         if self._world.size == 1:
-            return optimizer.clip_grad_norm_(maximum)
+            return optimizer.clip_grad_norm_(maximum, in_step=True)
         square = optimizer.grad_norm(self.counted) ** 2
         total = torch.tensor([square], dtype=torch.float64, device=self._world.device)
         self._world.sum(total)

@@ -1,12 +1,17 @@
-"""Publishing over a real Ray: deltas where the base is known, else, and after a refusal, the whole version."""
+"""Publishing over a real Ray: deltas where the base is known, else, and after a refusal, the whole version.
+
+Through the object store, and by a broadcast between the actors' processes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.rollout import RolloutActor
@@ -14,6 +19,7 @@ from k3rl.actors.weights import PublishError, WeightPublisher
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config
+from k3rl.model.lora import LoraConfig
 from k3rl.parallel import TrainerConfig
 from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
@@ -27,8 +33,11 @@ class Saboteur(LearnerActor):
 
     kinds: tuple[str, ...] = ()
 
-    def publish(self, served):
-        publication = super().publish(served)
+    def publish(self, served, stream=False):
+        publication = super().publish(served, stream)
+        if stream and next(iter(publication.forms.values())).kind in self.kinds:
+            key, messages = self._outgoing
+            self._outgoing = key, lambda: iter(list(messages())[:-1])
         forms = {
             known: dataclasses.replace(form, buckets=form.buckets[:-1]) if form.kind in self.kinds else form
             for known, form in publication.forms.items()
@@ -37,6 +46,20 @@ class Saboteur(LearnerActor):
 
     def lose(self, *kinds):
         self.kinds = kinds
+
+
+class Mortal(RolloutActor):
+    """An engine whose process can end in the middle of a version."""
+
+    mortal = False
+
+    async def arm(self):
+        self.mortal = True
+
+    def _take_bucket(self, kind, bucket):
+        if self.mortal:
+            os._exit(1)
+        super()._take_bucket(kind, bucket)
 
 
 def batch(seed: int) -> TrainBatch:
@@ -52,7 +75,7 @@ def fleet(ray_cluster, tmp_path_factory):
     """(learner, two rollout actors, publisher, checkpoint) of one small model."""
     folder = str(tmp_path_factory.mktemp("publish") / "start")
     learner = ray.remote(Saboteur).options(num_cpus=0.5).remote(1)
-    engines = [ray.remote(RolloutActor).options(num_cpus=0.5).remote(1, 8, i) for i in range(2)]
+    engines = [ray.remote(Mortal).options(num_cpus=0.5).remote(1, 8, i) for i in range(2)]
     ray.get(learner.create.remote(K3Config.named("k3-nano").to_dict(), TRAINER, 0))
     ray.get(learner.save_checkpoint.remote(folder, {}))
     publisher = WeightPublisher([learner], engines, PROMPT, 0.05, 60.0)
@@ -111,3 +134,93 @@ def test_when_the_whole_version_is_damaged_too_the_old_one_is_served(fleet):
     with pytest.raises(PublishError, match="tensors are missing"):
         publisher.publish()
     assert [version for version, _ in ray.get([engine.served.remote() for engine in engines])] == [0, 0]
+
+
+def by_broadcast(fleet, timeout_s: float = 30.0) -> WeightPublisher:
+    fresh(fleet)
+    learner, engines, _, _ = fleet
+    ray.get(learner.lose.remote())
+    return WeightPublisher([learner], engines, PROMPT, 0.05, 60.0, "broadcast", timeout_s)
+
+
+def served(engines) -> list[tuple[int, str]]:
+    return ray.get([engine.served.remote() for engine in engines])
+
+
+def test_a_broadcast_brings_the_bytes_that_the_object_store_brings(fleet):
+    learner, engines, by_store, folder = fleet
+    publisher = by_broadcast(fleet)
+    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
+    delta = publisher.publish()
+    assert (delta["deltas"], delta["refused"], delta["fell_back"]) == (2, 0, 0)
+    assert 0.001 < delta["bytes"] / delta["bytes_full"] < 0.2
+    assert 0 < delta["transfer_seconds"] < delta["seconds"]
+    ray.get(engines[1].load.remote(folder))  # it restarted, so there is no delta for both
+    ray.get(learner.train.remote([batch(2)], CrossEntropy()))
+    publisher._replays = True  # as on a GPU: with the experts that engines recorded
+    whole = publisher.publish()
+    assert (whole["deltas"], whole["version"], whole["fell_back"]) == (0, 2, 0)
+    assert whole["bytes"] > whole["bytes_full"]
+    assert max(delta["canary"], whole["canary"]) < 1e-4
+    one, two = served(engines)
+    assert one == two
+    by_store.publish()  # the same weights once more
+    assert [digest for _, digest in served(engines)] == [one[1], one[1]]
+    assert publisher.notes() == []
+
+
+def test_an_adapter_is_broadcast_alone(fleet):
+    learner, engines, _, folder = fleet
+    publisher = by_broadcast(fleet)
+    whole = publisher.publish()["bytes_full"]
+    config = TRAINER.replace(lora=LoraConfig(rank=2, alpha=4.0))
+    ray.get(learner.load.remote(folder, config))
+    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
+    done = publisher.publish()
+    assert done["canary"] < 1e-4, "the engine samples with the adapter"
+    assert done["fell_back"] == 0
+    assert done["bytes_full"] < done["bytes"] < 0.2 * whole
+    assert served(engines)[0][0] == 1, "the weights beside it are the same"
+
+
+def test_a_delta_that_lost_a_message_of_its_broadcast_is_sent_again_whole(fleet):
+    learner, engines, _, _ = fleet
+    publisher = by_broadcast(fleet)
+    ray.get(learner.lose.remote("delta"))
+    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
+    done = publisher.publish()
+    assert (done["refused"], done["deltas"], done["version"], done["fell_back"]) == (1, 0, 2, 0)
+    ray.get(learner.lose.remote("whole"))
+    ray.get(learner.set_version.remote(9))  # no engine serves that: no delta
+    with pytest.raises(PublishError, match="tensors are missing"):
+        publisher.publish()
+    assert [version for version, _ in served(engines)] == [2, 2]
+
+
+def test_a_broken_broadcast_is_left_for_the_object_store_and_that_is_said_once(fleet):
+    learner, engines, _, _ = fleet
+    publisher = by_broadcast(fleet)
+    publisher.publish()
+    ray.get(engines[1].close_transfer.remote())
+    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
+    done = publisher.publish()
+    assert (done["fell_back"], done["refused"], done["version"]) == (1, 0, 3)
+    (note,) = publisher.notes()
+    assert note.startswith("weights go through the object store from now on: ")
+    assert "broadcast" in note or "join_transfer" in note
+    assert publisher.publish()["fell_back"] == 0
+    assert publisher.notes() == []
+    assert [version for version, _ in served(engines)] == [4, 4]
+
+
+def test_an_engine_that_dies_in_a_broadcast_leaves_the_others_on_the_old_version(fleet):
+    learner, engines, _, _ = fleet  # of which one is gone afterwards: this test is the last
+    publisher = by_broadcast(fleet)
+    publisher.publish()
+    ray.get(engines[1].arm.remote())
+    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
+    with pytest.raises(RayActorError):  # asked what it serves, before the version goes out by the object store
+        publisher.publish()
+    (note,) = publisher.notes()
+    assert "through the object store" in note
+    assert [version for version, _ in served(engines[:1])] == [1]

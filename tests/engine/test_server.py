@@ -38,12 +38,15 @@ class Scripted(Engine):
 
     script: list[int] = []
 
-    def _sample(self, rows, logits):
+    def _sample(self, parts, drawn):
+        super()._sample([(rows, self._forced(rows, logits)) for rows, logits in parts], drawn)
+
+    def _forced(self, rows, logits):
         counts = self._table.count[rows]
         wanted = [self.script[count] if count < len(self.script) else 502 for count in counts.tolist()]
         forced = torch.zeros_like(logits)
         forced[range(len(rows)), wanted] = 100.0
-        super()._sample(rows, forced)
+        return forced
 
 
 def turn_ids(message: Message) -> list[int]:

@@ -17,16 +17,23 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+import k3rl.model.bank_gradients
 import k3rl.model.fused
 import k3rl.model.kda as kda_layer
 from k3rl.engine.paged import PagedCache
+from k3rl.kernels import attn_res, few_rows, gather_rows, latent_attention, mxfp8, rms_norm, route, situ
+from k3rl.kernels.add_groups import add_groups_reference
+from k3rl.losses import target_logprobs
 from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, flash, moe_grouped
-from k3rl.model.attn_res import _Mix
+from k3rl.model.attn_res import _KernelMix, _Mix
 from k3rl.model.cache import StepCache
 from k3rl.model.fuse import fusing
-from k3rl.model.layout import Layout
+from k3rl.model.layout import FixedLayout, Layout
+from k3rl.model.moe import _WideProduct
 from k3rl.model.norm import _RMSNorm
 from k3rl.model.situ import _SiTU
+from k3rl.optim import QuantileBalancer
+from k3rl.parallel.statistics import Statistics
 
 GPU = torch.device("cuda", 0)
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
@@ -88,6 +95,8 @@ def put(self: torch.Tensor, index: Any, value: Any) -> None:
         _set(self, index, value)
         return
     view, left = _indexed(self, index)
+    if not isinstance(value, torch.Tensor) and view.dim() == 0:
+        raise SystemExit("a number given to one element is copied from the host, which waits; use fill_")
     given = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=self.dtype, device=GPU)
     if all(item is None for item in left):
         torch.ops.aten.copy_.default(view, given)
@@ -115,7 +124,8 @@ def kda(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu
 
 
 def kda_decode(
-    q, k, v, gate, beta, out_gate, taps, A_log, dt_bias, norm, conv, state, read, write, gate_lower_bound, norm_eps
+    q, k, v, gate, beta, out_gate, taps, A_log, dt_bias, norm, conv, state, read, write, gate_lower_bound, norm_eps,
+    pending,
 ):  # fmt: skip
     assert conv.is_contiguous()
     assert state.is_contiguous()
@@ -173,6 +183,9 @@ class Context:
 
     needs_input_grad = (True,) * 1000
 
+    def set_materialize_grads(self, on: bool) -> None:
+        assert not on
+
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         self.saved_tensors = tensors
 
@@ -186,6 +199,11 @@ def training(model: K3ForCausalLM) -> None:
     out = _Mix.forward(context, zeros(32), zeros(1, 32), [zeros(6, 1, dtype=torch.float32)] * 3, *sources)
     assert len(_Mix.backward(context, out)) == 3 + len(sources)
     context = Context()
+    out, _, *bank = _KernelMix.forward(context, zeros(32), zeros(1, 32), 1e-5, out.to(torch.bfloat16), *sources)
+    assert all(given is row for given, row in zip(bank, sources, strict=True))
+    for more in ([None] * 4, [out, None, *sources[1:]]):
+        assert [g.shape for g in _KernelMix.backward(context, out, *more)[3:]] == [out.shape] * 4
+    context = Context()
     out = _SiTU.forward(context, zeros(6, 32), 4.0, 25.0)
     assert _SiTU.backward(context, out)[0].shape == (6, 32)
     context, bank = Context(), next(iter(model.moe_parts())).bank
@@ -195,9 +213,68 @@ def training(model: K3ForCausalLM) -> None:
     grads = moe_grouped.GroupedExperts.backward(context, out)
     assert [g.shape for g in grads[:2]] == [(6, width), (6, 2)]
     assert sum(grad is not None for grad in grads[4:]) == len(bank._leaves) - 3, "one expert has no rows"
+    bank.keep_sums(zeros(bank.experts, dtype=torch.int32))
+    context = Context()
+    context.needs_input_grad = (True,) * 5
+    out = moe_grouped.GroupedExperts.forward(context, zeros(6, width), weights, ids, bank, bank._leaves[0])
+    assert context.counts is None, "nothing is copied to the host"
+    assert moe_grouped.GroupedExperts.backward(context, out)[4:] == (None,)
+    assert {total.dtype for total in bank.gradients()} == {torch.bfloat16}
+    context, x = Context(), zeros(6, 32)
+    out = _WideProduct.forward(context, x, zeros(8, 32), torch.float32)
+    assert (out.shape, out.dtype) == ((6, 8), torch.float32)
+    assert [(g.shape, g.dtype) for g in _WideProduct.backward(context, out)[:2]] == [
+        ((6, 32), x.dtype),
+        ((8, 32), x.dtype),
+    ]
     layout, q = Layout([4, 5], GPU), zeros(9, 2, 192)
     assert flash.attention(q, q, zeros(9, 2, 128), layout, layout, 0.1).shape == (9, 2, 128)
     assert flash.largest_logits(q, q, layout, 0.1).shape == (2,)
+
+
+def fixed(model: K3ForCausalLM) -> None:
+    """The forward of training over rows whose documents only the device knows, with statistics and logprobs.
+
+    Nothing requires a gradient: a graph of autograd wants a real device.
+    """
+    model.requires_grad_(False)
+    statistics = Statistics(model, QuantileBalancer(8, 2, len(model.config.moe_layers), device=GPU))
+    statistics.counted = zeros(12, dtype=torch.bool)
+    layout = FixedLayout(zeros(5, dtype=torch.int32), 12, 8, zeros(12, dtype=torch.bool))
+    model.observer = statistics
+    routes = zeros(12, len(model.config.moe_layers), 2, dtype=torch.int16)
+    with torch.enable_grad():
+        hidden = model.rows(zeros(12, dtype=torch.int64), layout, routes)
+        head, targets = model.language_model.lm_head.weight, zeros(6, dtype=torch.int64)
+        logprobs, entropy = target_logprobs(hidden.index_select(0, targets), head, targets)
+    model.observer = None
+    assert logprobs.shape == entropy.shape == (6,)
+    assert statistics.largest.shape == (len(model.config.mla_layers), model.config.num_attention_heads)
+
+
+def mix(last, bank, norm, proj, eps, weight=None, norm_eps=0.0, save=False):
+    for row in bank:
+        assert (row.shape, row.dtype) == (last.shape, torch.float32)
+    out = attn_res.mix_reference(last, bank, norm, proj, eps)
+    if weight is not None:
+        out = rms_norm.rms_norm_reference(out, weight, norm_eps)[0]
+    return out, last.new_empty(2 * len(bank) + 4, len(last), dtype=torch.float32) if save else None
+
+
+def mix_gradient(grad, last, bank, norm, proj, state, added, added_bank):
+    assert (grad.shape, grad.dtype, len(state)) == (last.shape, last.dtype, 2 * len(bank) + 4)
+    assert added is None or (added.shape, added.dtype) == (last.shape, last.dtype)
+    for row in added_bank or ():
+        assert (row.shape, row.dtype) == (last.shape, torch.float32)
+    return norm * 2, proj * 2, last * 2, [row * 2 for row in bank]
+
+
+def elementwise() -> None:
+    """The functions that define the element-wise kernels in their place."""
+    attn_res.mix, attn_res.mix_gradient = mix, mix_gradient
+    mxfp8.mxfp8, gather_rows.gather_rows = mxfp8.mxfp8_reference, gather_rows.gather_rows_reference
+    rms_norm.rms_norm, rms_norm.rms_norm_gradient = rms_norm.rms_norm_reference, rms_norm.rms_norm_gradient_reference
+    situ.situ, situ.situ_gradient = situ.situ_reference, situ.situ_gradient_reference
 
 
 def control() -> None:
@@ -216,6 +293,12 @@ def main() -> None:
     kda_layer.short_conv, kda_layer.kda, kda_layer.kda_decode = short_conv, kda, kda_decode
     kda_layer.gated_norm = lambda x, gate, weight, eps: x * gate * weight.to(x.dtype)
     kda_layer.dispatch.use_kernel = lambda *_, **__: True
+    elementwise()
+    route.choose, route.sort_assignments = route.choose_reference, route.sort_reference
+    route.sum_choices, few_rows.product = route.sum_reference, few_rows.product_reference
+    latent_attention.attend = latent_attention.attend_reference
+    k3rl.model.bank_gradients.add_groups = add_groups_reference
+    flash.kernel.largest_logits = flash.kernel.largest_logits_reference
     moe_grouped._same_bits = lambda a, b: True
     moe_grouped._HostCounts.__init__ = lambda self, ends: None
     moe_grouped._HostCounts.read = lambda self: [1] * 7 + [0]
@@ -230,6 +313,7 @@ def main() -> None:
             "few tokens behind cached ones": lambda: prefill(model, [5, 6], 70),
             "many tokens behind cached ones": lambda: prefill(model, [50, 6], 70),
             "the pieces of training": lambda: training(model),
+            "training rows of fixed shapes": lambda: fixed(model),
         }
         for name, case in cases.items():
             with torch.inference_mode() if "training" not in name else torch.no_grad():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from k3rl.model import flash
-from k3rl.model.layout import Layout
+from k3rl.model.layout import FixedLayout, Layout
 
 LENGTHS = [17, 1, 40]
 
@@ -80,3 +82,26 @@ def test_the_definition_sees_nothing_later_and_no_other_segment():
     assert torch.allclose(out[1, 0], one)
     last = (k[5:7, 1] @ q[4, 1] * 0.3).softmax(0) @ v[5:7, 1]
     assert torch.allclose(out[4, 1], last)
+
+
+@pytest.mark.parametrize("longest", [40, 1200, 3000])
+def test_the_largest_logits_are_those_of_every_visible_pair_whatever_the_bound(longest):
+    """float64, one product each; the bound on lengths changes which rows are looked at, not what is found."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [17, 1, 40, 30] if longest == 40 else [1100, 17, 83]
+    ends = torch.tensor([0, *lengths, *[0] * 3]).cumsum(0).to(torch.int32)
+    ends[len(lengths) + 1 :] = sum(lengths) + 12
+    n = int(ends[-1])
+    q, k = (torch.randn(n, 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    q[-12:] *= 100  # padding
+    layout = FixedLayout(ends, n, longest, torch.arange(n) >= n - 12)
+    found = flash.largest_logits(q, k, layout, 0.5)
+    best = [
+        max(
+            float((q[i, h] @ k[start : i + 1, h].T).max())
+            for start, stop in pairwise(ends.tolist()[: len(lengths) + 1])
+            for i in range(start, stop)
+        )
+        for h in range(3)
+    ]
+    assert torch.allclose(found, torch.tensor(best, dtype=torch.float64) * 0.5, rtol=1e-14)

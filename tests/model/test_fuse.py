@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 
+from k3rl.kernels.route import choose
 from k3rl.model import attn_res, fuse, norm, situ
-from k3rl.model.moe import LatentMoE, chosen_weights, scored
+from k3rl.model.moe import LatentMoE
 from k3rl.model.moe_grouped import _rounded, _trial, _weighted, rounded
 from k3rl.numerics import mx
 
@@ -62,17 +63,21 @@ def test_a_read_of_the_stream_in_one_piece_is_the_read_of_the_cpu():
 
 
 @pytest.mark.parametrize(("renormalize", "scaling"), [(True, 1.0), (True, 2.5), (False, 1.0)])
-def test_routing_in_two_pieces_is_the_routing_of_the_cpu(nano, renormalize, scaling):
+def test_routing_without_gradients_is_the_routing_of_the_cpu(nano, renormalize, scaling):
     moe = next(module for module in nano().modules() if isinstance(module, LatentMoE))
     moe.renormalize, moe.scaling = renormalize, scaling
     x = rows(0)
     with torch.no_grad():
         moe.gate.e_score_correction_bias.copy_(0.1 * rows(1, 16))
         weights, ids = moe.route(x, None, None)
-        scores, biased = scored(torch.nn.functional.linear(x, moe.gate.weight), moe.gate.e_score_correction_bias)
-    chosen = torch.topk(biased, 2, dim=-1).indices
-    assert torch.equal(chosen, ids)
-    assert near(chosen_weights(scores, chosen, renormalize, scaling), weights)
+        logits, bias = torch.nn.functional.linear(x, moe.gate.weight), moe.gate.e_score_correction_bias
+        made = choose(logits, bias, 2, renormalize, scaling)
+        kept = choose(logits, bias, 2, renormalize, scaling, ids.to(torch.int16))
+    assert torch.equal(torch.topk(torch.sigmoid(logits) + bias, 2, dim=-1).indices, ids)
+    assert torch.equal(made[1], ids)
+    assert torch.equal(kept[1], ids)
+    assert near(made[0], weights)
+    assert torch.equal(kept[0], made[0])
 
 
 def test_the_unit_and_its_gradient_are_those_of_the_cpu():

@@ -34,6 +34,15 @@ def test_situ_has_the_published_values(gate, up, expected) -> None:
     assert situ(torch.tensor([[gate, up]], dtype=DOUBLE)).item() == pytest.approx(expected, abs=5e-9)  # 8 digits given
 
 
+@pytest.mark.parametrize("kind", [torch.float32, DOUBLE, torch.bfloat16])
+def test_situ_has_the_same_bits_with_and_without_a_backward(kind) -> None:
+    for shape in ((1, 2), (5, 7, 64), (3000, 768)):  # the last one goes in pieces
+        gate_up = (8 * normal(*shape, grad=False)).to(kind)
+        with torch.no_grad():
+            alone = situ(gate_up)
+        assert torch.equal(alone, situ(gate_up.requires_grad_()).detach())
+
+
 def test_situ_backward_equals_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda x: situ(3 * x), (normal(4, 6),))
 

@@ -437,7 +437,8 @@ def test_projection_is_called_with_stacks_of_one_storage_kind() -> None:
 
     optimizer(parameters(NANO), project=watch)
     experts = [shape for name, shape in seen if ".experts." in name]
-    assert experts == [(64, 64, 64)] * 3  # w1, w2, w3: 4 layers of 16 experts, one call each
+    # 4 layers of 16 experts: w2, and w1 with w3, which lie side by side in a bank and are stored alike, one call each
+    assert sorted(experts) == [(64, 64, 64), (128, 64, 64)]
 
 
 def test_buckets_stay_within_their_limit_and_keep_the_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -142,6 +143,32 @@ def test_more_devices_are_never_slower_in_arithmetic_and_lora_publishes_less() -
     full = plan._traffic(K3, Cluster(64), Workload(), Method(), Layout(expert=64), 1)["network"]
     lora = plan._traffic(K3, Cluster(64), Workload(), Method(lora_rank=32), Layout(expert=64), 1)["network"]
     assert lora["weights to engines"] < full["weights to engines"] / 10
+
+
+def test_frozen_weights_over_ranks_divide_what_is_cut_and_move_every_part_twice() -> None:
+    lora, layout, workload = Method(lora_rank=8), Layout(data=2, expert=4), Workload("sft", 16, 1, 1024, 0)
+    cut, mix = dataclasses.replace(lora, shard_frozen=4), plan._mix(workload, lora)
+    parts, ends = costs.frozen_parts(SMALL), SMALL.vocab_size * SMALL.hidden_size
+    assert parts[0] == parts[-1] == ends
+    whole, sliced = (plan.learner_memory(SMALL, layout, method, mix) for method in (lora, cut))
+    assert whole["weights"] - sliced["weights"] == pytest.approx(2 * sum(parts) * 3 / 4)
+    assert sliced["gathered"] == 2 * max(one + other for one, other in itertools.pairwise(parts))
+    moved = plan._traffic(SMALL, Cluster(8, node=2), workload, cut, layout, 0)
+    once = 2 * (2 * sum(parts) - 2 * ends) * 3 / 4  # 2,048 tokens a rank are one pass
+    assert moved["nvlink"]["frozen weights"] == pytest.approx(once / 3)  # 1 of 3 others is on the node
+    assert moved["network"]["frozen weights"] == pytest.approx(once * 2 / 3)
+    with pytest.raises(PlanError, match="3 ranks do not divide the 8"):
+        plan.plan_layout(SMALL, Cluster(8), workload, dataclasses.replace(lora, shard_frozen=3), layout, rollout_gpus=0)
+    with pytest.raises(PlanError, match="--lora-rank"):
+        plan.plan_layout(SMALL, Cluster(8), workload, Method(shard_frozen=2), layout, rollout_gpus=0)
+
+
+def test_the_full_model_is_post_trained_on_few_nodes_with_frozen_weights_cut() -> None:
+    found = plan_search.best_way(K3, Cluster(48), Workload(smaller_passes=True), Method(lora_rank=32))
+    assert found.fits
+    assert not found.not_yet
+    assert found.method.shard_frozen == 8
+    assert found.learner_gpus <= 32
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ expert_parallel = 2
 [distill]
 steps = 2
 batch_size = 8
+[distill.trainer]
+shard_frozen = 2
 [distill.trainer.lora]
 rank = 4
 [evaluation]

@@ -1,0 +1,75 @@
+"""Gradients of a bank of experts that outlive a step: one tensor for each joined matrix, written in place.
+
+A backward adds to whole matrices instead of handing autograd a gradient for each expert, of which a model has
+thousands. The `.grad` of a leaf is a view. Experts without rows since `clear` have none, and zeros here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from k3rl.kernels.add_groups import add_groups
+
+
+class BankGradients:
+    """gate_up [E, 2I, Z] and down [E, Z, I], the sums of all backwards since `clear`, at fixed addresses.
+
+    leaves: w1, w3, w2 of each expert in turn. rows int32 [E], on the device: rows of each expert in the backwards that
+    left the leaves' `.grad` to `attach`, as those whose host does not know the counts do.
+    """
+
+    def __init__(self, leaves: Sequence[nn.Parameter], shapes: Sequence[torch.Size], rows: Tensor) -> None:
+        device, dtype = leaves[0].device, leaves[0].grad_dtype or leaves[0].dtype
+        self.gate_up, self.down = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+        self.rows = rows
+        self.leaves = list(leaves)
+        self._views: list[Tensor] = []
+        self._added: set[int] = set()  # experts that are known on the host to have rows since `clear`
+        for both, second in zip(self.gate_up.unbind(), self.down.unbind(), strict=True):
+            self._views += [*both.chunk(2), second]
+
+    def clear(self) -> None:
+        """Zeros everywhere. Leaves whose `.grad` is a view keep it, zero, until `attach` says who has rows."""
+        for leaf, view in zip(self.leaves, self._views, strict=True):
+            grad = leaf.grad  # to set one costs several times as much as to look at it, and there are thousands
+            if grad is not None and grad is not view:
+                leaf.grad = None
+        self._added.clear()
+        self.gate_up.zero_()
+        self.down.zero_()
+        self.rows.zero_()
+
+    def add(self, gate_up: Tensor, down: Tensor, ends: Tensor) -> None:
+        """Adds gradients whose values for experts without rows mean nothing; ends int32 [E] of each expert's rows.
+
+        The host waits for nothing and sets no `.grad`, so it can be captured in a CUDA graph.
+        """
+        add_groups(self.gate_up, gate_up.contiguous(), ends, self.rows)
+        add_groups(self.down, down.contiguous(), ends)
+
+    def add_expert(self, number: int, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:
+        """Adds a' b of the pairs (a, b) to one expert, and gives its leaves their `.grad`."""
+        for total, (left, right) in ((self.gate_up[number], gate_up), (self.down[number], down)):
+            if number in self._added and self.leaves[3 * number].grad is not None:  # or somebody has forgotten it
+                total += left.t() @ right
+            elif total.dtype == left.dtype:
+                torch.mm(left.t(), right, out=total)
+            else:
+                total.copy_(left.t() @ right)
+        self._added.add(number)
+        self._attach(number, True)
+
+    def attach(self, rows: Sequence[int]) -> None:
+        """`.grad` for the leaves of experts that have rows, none for others; `rows` is what the tensor held."""
+        self._added.update(number for number, count in enumerate(rows) if count)
+        for number in range(len(rows)):
+            self._attach(number, number in self._added)
+
+    def _attach(self, number: int, there: bool) -> None:
+        for place in range(3 * number, 3 * number + 3):
+            leaf, view = self.leaves[place], self._views[place]
+            if leaf.grad is not (view if there else None):
+                leaf.grad = view if there else None

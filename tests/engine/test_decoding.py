@@ -1,0 +1,193 @@
+"""Steps that are started before the last one's tokens are read, against an engine that waits for every token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from k3rl.checkpoint.hf import official_tensors
+from k3rl.engine import Engine, PrefixCache
+from k3rl.engine.cache import state_bytes
+from k3rl.engine.weights import manifest_of
+from k3rl.types import SamplingParams
+
+TOLERANCE = 1e-9  # float64: only the order of summation differs
+PROMPTS = [[1], [5, 9, 2], [7, 7, 7, 7, 3, 30, 11, 2, 18]]
+PAGE, CONTEXT = 4, 32
+
+
+def engine_of(model, deferred: bool = False, **options) -> Engine:
+    """deferred: recurrent states are written once in 16 tokens, as on a GPU for many rows."""
+    options = {"max_running": 4, "max_context": CONTEXT, "page_tokens": PAGE, "poison": True, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("k3rl.engine.cache.defers", lambda *_: deferred)
+        engine = Engine(model, static_decode=True, **options)
+    assert (engine._pool.paged._store.late is not None) == deferred
+    return engine
+
+
+def memory_of(model, rows: int, pages: int, deferred: bool) -> int:
+    slot, token = state_bytes(model, deferred)
+    return (rows + 1) * slot + pages * PAGE * token
+
+
+def update(engine: Engine, other, version: int) -> None:
+    tensors = dict(official_tensors(other))
+    engine.start_weight_update(version, manifest_of(tensors.items()))
+    engine.update_weights(tensors.items())
+    engine.finish_weight_update(version)
+
+
+def played(engine: Engine, schedule, others) -> tuple[list, list]:
+    """What every action gave, and what `sampled` said of the live requests behind it."""
+    outcomes, seen, asked = [], [], []
+    for action, a, b in schedule:
+        live = [number for number in asked if number in engine._requests]
+        if action == "submit":
+            asked.append(engine.submit(PROMPTS[a], b))
+        elif action == "step":
+            outcomes += [engine.step() for _ in range(a)]
+        elif action == "update":
+            update(engine, others[engine.version % 2], engine.version + 1)
+        elif live:
+            engine.abort(live[a % len(live)])
+        seen.append([engine.sampled(number)[0] for number in asked if number in engine._requests])
+    return [*outcomes, engine.drain()], seen
+
+
+own_params = st.builds(
+    lambda **given: SamplingParams(**given),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 0, 0, 5]),
+    max_tokens=st.sampled_from([1, 4, 9, 20]),
+    seed=st.sampled_from([0, 1, 2]),
+    stop_ids=st.sampled_from([(), tuple(range(0, 64, 5))]),
+    return_routes=st.booleans(),
+)
+actions = st.one_of(
+    st.tuples(st.just("submit"), st.integers(0, 2), own_params),
+    st.tuples(st.just("step"), st.integers(1, 6), st.none()),
+    st.tuples(st.just("abort"), st.integers(0, 5), st.none()),
+    st.tuples(st.just("update"), st.none(), st.none()),
+)
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(schedule=st.lists(actions, min_size=4, max_size=12), bounded=st.booleans(), deferred=st.booleans())
+def test_an_engine_that_runs_ahead_gives_what_one_that_waits_gives(build_model, schedule, bounded, deferred):
+    """At the same steps: tokens, logprobs, routes, reasons and versions; with little memory, cancels and updates; and
+    with states that are written now and then against states that are written at every token."""
+    model, others = build_model(), [build_model(seed=8), build_model(seed=9)]
+    engines = []
+    for overlap, late in ((True, deferred), (False, False)):
+        bound = {"memory_bytes": memory_of(model, 4, CONTEXT // PAGE + 2, late)} if bounded else {}
+        engines.append(engine_of(model, late, overlap=overlap, **bound))
+    ahead, waiting = engines
+    (got, got_seen), (expected, expected_seen) = (played(engine, schedule, others) for engine in (ahead, waiting))
+    assert got_seen == expected_seen
+    for one, other in zip(got, expected, strict=True):
+        assert [number for number, _ in one] == [number for number, _ in other]
+        for (_, a), (_, b) in zip(one, other, strict=True):
+            assert (a.token_ids, a.stop_reason) == (b.token_ids, b.stop_reason)
+            assert (a.weight_version, a.first_version) == (b.weight_version, b.first_version)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE, rtol=0)
+            assert (a.routes is None) == (b.routes is None)
+            assert a.routes is None or np.array_equal(np.sort(a.routes, -1), np.sort(b.routes, -1))
+    assert ahead.counters.sampled_tokens == waiting.counters.sampled_tokens
+
+
+def launches(engine: Engine) -> list[int]:
+    """Rows of every step that the engine starts from now on."""
+    started, program = [], engine.program
+    start = program.start
+
+    def counted(model, rows, *given):
+        started.append(len(rows))
+        return start(model, rows, *given)
+
+    program.start = counted
+    return started
+
+
+def test_the_next_step_is_started_before_this_one_is_read(model):
+    engine = engine_of(model)
+    started = launches(engine)
+    for seed in range(3):
+        engine.submit(PROMPTS[1], SamplingParams(max_tokens=10, seed=seed))
+    engine.step()  # the prompts
+    for steps in range(1, 9):
+        engine.step()
+        assert len(started) == min(steps + 1, 9)
+    engine.drain()
+    assert len(started) == 9, "no step is started for rows that all end by their limit"
+
+
+def test_what_waits_beside_a_state_goes_where_the_state_goes(model):
+    """Groups forked off a spare row, prefix-cache checkpoints and their restoration, rows that close holes."""
+    given = [PROMPTS[2]] * 5 + [PROMPTS[1], PROMPTS[2] + [3, 4]]
+    own = [SamplingParams(max_tokens=3 + 4 * seed % 19, seed=seed) for seed in range(len(given))]
+    results = []
+    for deferred in (False, True):
+        engine = engine_of(model, deferred, prefix_cache=PrefixCache.of_bytes(200_000, block=4))
+        first = engine.generate(given, own)
+        again = [[*prompt, *done.token_ids] for prompt, done in zip(given, first, strict=True)]
+        again = [ids for ids in again if len(ids) < CONTEXT - 4]
+        results.append((first, engine.generate(again, SamplingParams(max_tokens=4, seed=3))))
+        assert any(done.cached_tokens for done in results[-1][1])
+    for plain, late in zip(*results, strict=True):
+        for a, b in zip(plain, late, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.cached_tokens == b.cached_tokens
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE, rtol=0)
+
+
+def test_the_memory_of_a_row_is_what_its_tensors_take(model):
+    for deferred in (False, True):
+        engine = engine_of(model, deferred)
+        store = engine._pool.paged._store
+        tensors = [*store.recurrent.values(), *store.conv.values()]
+        if deferred:
+            for pending in store.late.pending.values():
+                tensors += [pending.keys, pending.updates, pending.decay, pending.span]
+        assert sum(tensor.nbytes for tensor in tensors) == 5 * state_bytes(model, deferred)[0]
+
+
+@pytest.mark.parametrize("asked", [{"top_p": 0.9}, {"logit_bias": ((3, 1.0),)}, {"top_k": 3}])
+def test_rows_that_need_their_logits_wait_for_their_tokens(model, asked):
+    engine = engine_of(model)
+    started = launches(engine)
+    engine.generate(PROMPTS, SamplingParams(max_tokens=5, seed=0, **asked))
+    assert not started
+
+
+@pytest.mark.parametrize("options", [{"in_flight": "carry"}, {"prefix_cache": True}, {"overlap": False}])
+def test_no_step_is_started_early_where_states_must_stand_as_the_tokens_do(model, options):
+    if "prefix_cache" in options:
+        options = {"prefix_cache": PrefixCache.of_bytes(100_000)}
+    engine = engine_of(model, **options)
+    started = launches(engine)
+    engine.submit(PROMPTS[1], SamplingParams(max_tokens=5, seed=0))
+    engine.step()
+    for step in range(1, 4):
+        engine.step()
+        assert len(started) == step
+
+
+def test_a_row_with_broken_logits_ends_alone_while_others_run_ahead(build_model):
+    model = build_model()
+    engine = engine_of(model)
+    numbers = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=4)) for prompt in PROMPTS]
+    for _ in range(4):
+        engine.step()
+    row = engine._scheduler.row_of[numbers[1]]
+    with torch.inference_mode():
+        for layer in model.config.kda_layers:
+            engine._pool.paged._store.recurrent[layer][row] = float("nan")
+    outcomes = dict(engine.drain())
+    assert type(outcomes[numbers[1]]).__name__ == "NonFiniteLogits"
+    expected = engine_of(model, overlap=False).generate(PROMPTS, SamplingParams(max_tokens=12, seed=4))
+    for place in (0, 2):
+        assert outcomes[numbers[place]].token_ids == expected[place].token_ids

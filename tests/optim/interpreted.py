@@ -1,0 +1,78 @@
+"""Kernels of the optimizer and of banks of experts under Triton's interpreter, against their references.
+
+TRITON_INTERPRET=1 python tests/optim/interpreted.py
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from k3rl.kernels import add_groups_kernels, muon, muon_kernels
+from k3rl.kernels.add_groups import add_groups_reference
+from k3rl.numerics import project
+
+
+def near(what: str, found: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
+    if not bool(found.isfinite().all()) or float((found.double() - wanted.double()).abs().max()) > bound:
+        raise SystemExit(f"{what}: {found} is not {wanted}")
+
+
+def muon_step() -> None:
+    """Blocks of uneven sizes, some of zeros, some near the ends of float32. Sums of float32 in another order change the
+    norm by 1e-6, which moves a bf16 value of at most 1 by one rounding, 2^-8, where it was near a tie."""
+    cases = [
+        ((3, 16, 48), True, 1.0),
+        ((2, 48, 16), False, 1e-25),
+        ((2, 48, 16), True, 1e25),
+        ((4, 100, 70), True, 1.0),
+    ]
+    for shape, nesterov, scale in cases:
+        gradient, momentum = torch.randn(shape) * scale, torch.randn(shape) * scale
+        gradient[0], momentum[0] = 0, 0
+        wanted, factor = momentum.clone(), torch.tensor(0.7)
+        x = muon_kernels.start(gradient, momentum, factor, 0.95, nesterov)
+        x2 = muon.start_reference(gradient, wanted, factor, 0.95, nesterov)
+        near("momentum", momentum / scale, wanted / scale, 1e-6)
+        near("direction", x, x2, 2.0**-8)
+        if x[0].any():
+            raise SystemExit("a block of zeros must stay one")
+    master, update = torch.randn(3, 50, 70), torch.randn(3, 50, 70).bfloat16()
+    wanted = master.clone()
+    lr = torch.tensor(0.1)
+    muon_kernels.finish(master, update, lr, 0.1, 3.0)
+    muon.finish_reference(wanted, update, lr, 0.1, 3.0)
+    near("master", master, wanted, 1e-6)
+
+
+def projection() -> None:
+    """The values that each device is tried with: the same bits but for NaN's."""
+    x = muon.trial(torch.device("cpu"))
+    found, wanted = muon_kernels.mxfp4(x), project(x, "mxfp4", "ceil")
+    wrong = muon.unequal(found, wanted)
+    if bool(wrong.any()) or not bool(muon.unequal(found * 2, wanted).any()):
+        raise SystemExit(f"mxfp4: {x[wrong]} became {found[wrong]} instead of {wanted[wrong]}")
+
+
+def groups() -> None:
+    """What lies in a group without rows, NaN here, must not be read."""
+    for size in (70, 5000):
+        total, part = torch.randn(4, size), torch.randn(4, size).bfloat16()
+        part[1] = float("nan")
+        ends, rows = torch.tensor([3, 3, 4, 9], dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+        wanted, wanted_rows = total.clone(), rows.clone()
+        add_groups_kernels.add_groups(total, part, ends, rows)
+        add_groups_reference(wanted, part, ends, wanted_rows)
+        near("sum", total, wanted, 0)
+        near("rows", rows, wanted_rows, 0)
+        add_groups_kernels.add_groups(total, part, ends, None)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    muon_step()
+    projection()
+    groups()

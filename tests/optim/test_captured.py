@@ -1,0 +1,147 @@
+"""Steps that are replayed: what a graph holds fast must not be what changes from step to step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from k3rl.model.config import K3Config
+from k3rl.numerics import project, stored_dtype
+from k3rl.optim import PerHeadMuon
+from k3rl.optim.captured import Program
+
+NANO = K3Config.named("k3-nano")
+AT = "language_model.model.layers.1."
+SHAPES = {f"{AT}block_sparse_moe.experts.{e}.w{n}.weight": (32, 64) for e in range(3) for n in (1, 3)}
+SHAPES |= {f"{AT}input_layernorm.weight": (64,), f"{AT}self_attn.b_proj.weight": (2, 64), f"{AT}self_attn.A_log": (2,)}
+
+
+class Recorded(TorchDispatchMode):
+    """What a CUDA graph keeps of a run: operations with the numbers and the memory that they had, and no Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        """Runs them again; results lie where they lay."""
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(_tensors(out), _tensors(again), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else [v for v in value or () if isinstance(v, torch.Tensor)]
+
+
+def captures(optimizer: PerHeadMuon, seen: list[int]) -> Callable:
+    """Like `k3rl.optim.captured.capture`: the run itself must leave nothing behind."""
+
+    def capture(run):
+        held = [*optimizer.params.values(), *(p.grad for p in optimizer.params.values() if p.grad is not None)]
+        held += [t for b in optimizer._muon for t in (b.master, b.momentum)] + [optimizer._norm, optimizer._factor]
+        held += [t for b in optimizer._adam for t in (b.master, b.first, b.second)]
+        before = [tensor.detach().clone() for tensor in held]
+        with Recorded() as recorded:
+            run()
+        for tensor, value in zip(held, before, strict=True):
+            tensor.detach().copy_(value)
+        seen.append(len(recorded.calls))
+
+        @torch.no_grad()
+        def replay() -> None:
+            recorded.replay()
+
+        return replay
+
+    return capture
+
+
+def trained(captured: bool, seen: list[int], in_step: bool = False) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    params = {n: torch.nn.Parameter(torch.randn(shape, generator=generator)) for n, shape in SHAPES.items()}
+    ship = lambda name, master: project(master, stored_dtype(name))  # noqa: E731
+    optimizer = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.01, project=ship)
+    assert not optimizer.captures, "there is no GPU here"
+    if captured:
+        optimizer.captures = True
+        optimizer._step_program = Program("step", captures(optimizer, seen))
+        optimizer._clip_program = Program("norm", captures(optimizer, seen))
+    buffers = {name: torch.zeros_like(param) for name, param in params.items()}
+    norms = []
+    for step in range(7):
+        for name, param in params.items():
+            buffers[name].copy_(torch.randn(param.shape, generator=generator) * (1 + step))
+            param.grad = None if step == 4 and ("experts.1" in name or "b_proj" in name) else buffers[name]
+        norms.append(optimizer.clip_grad_norm_(25.0, in_step=in_step))  # some steps are scaled
+        optimizer.step(1 / (1 + step), checked=True)
+    return optimizer.state_tensors() | params | {"norms": torch.tensor(norms)}
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_replayed_steps_are_the_steps(in_step: bool) -> None:
+    """Learning rates, corrections and who has a gradient change. Norms add up in another order and rates are float32,
+    so masters agree to a few roundings; a shipped value is on a grid, where one rounding can be a whole step."""
+    seen: list[int] = []
+    found, wanted = trained(True, seen, in_step), trained(False, seen)
+    assert len(seen) == 4, (
+        "norm and step are captured once, and again after the step that fewer parameters took part in"
+    )
+    for key, value in wanted.items():
+        if key.endswith(("/master", "/momentum", "/first", "/second", "/steps", "norms")):
+            torch.testing.assert_close(
+                found[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+            )
+        else:
+            stored = project(found[f"{key}/master"], stored_dtype(key))
+            assert torch.equal(found[key], stored)
+
+
+def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once() -> None:
+    def refuse(run: Callable[[], object]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    ran: list[int] = []
+    program = Program("a run", refuse)
+    program("key", lambda: ran.append(1))
+    with pytest.warns(UserWarning, match=r"a run is not captured .* not permitted"):
+        program("key", lambda: ran.append(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program("key", lambda: ran.append(3))
+    assert ran == [1, 2, 3]
+
+
+def test_keys_that_rarely_last_are_seldom_captured() -> None:
+    captured: list[int] = []
+
+    def capture(run: Callable[[], object]) -> Callable[[], None]:
+        captured.append(1)
+
+        def replay() -> None:
+            run()
+
+        return replay
+
+    ran: list[int] = []
+    program = Program("a run", capture)
+    for number in range(40):
+        program(number // 2, lambda: ran.append(1))
+    assert len(ran) == 40
+    assert len(captured) == 3
+    for _ in range(40):
+        program("lasting", lambda: ran.append(1))
+    assert len(ran) == 80

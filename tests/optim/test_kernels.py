@@ -1,0 +1,47 @@
+"""The optimizer's kernels under the interpreter, in a process of its own, and the steps on blocks that they start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from k3rl.numerics import project
+from k3rl.optim.newton_schulz import iterated, newton_schulz
+from k3rl.optim.shipped import shipped
+
+HERE = Path(__file__).parent
+
+
+def test_kernels_agree_with_their_references() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    run = subprocess.run(
+        [sys.executable, HERE / "interpreted.py"], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (2, 8, 8)])
+def test_steps_on_normalized_blocks_need_no_transposed_copy(shape: tuple[int, int, int]) -> None:
+    """In float64, so that only the order of sums is left."""
+    blocks = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    unit = blocks / torch.linalg.vector_norm(blocks, dim=(-2, -1), keepdim=True)
+    torch.testing.assert_close(iterated(unit), newton_schulz(blocks), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "none"])
+def test_shipped_values_are_the_projection(weights: str) -> None:
+    master = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    expert = "bf16" if weights == "none" else "mxfp4"
+    for name, stored in (
+        ("language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight", expert),
+        ("language_model.model.layers.1.self_attn.o_proj.weight", "bf16"),
+        ("language_model.model.layers.1.self_attn.A_log", "fp32"),
+    ):
+        for value in (master, master.double()):
+            found = shipped(name, value, weights, "ceil")
+            assert torch.equal(found.to(value.dtype), project(value, stored, "ceil")), name
