@@ -121,14 +121,17 @@ class Validator:
     async def __call__(self, task: Task, answer: str) -> Validation:
         """Its reward on the visible shapes, and why it is not valid. Raises SandboxDied for the machine."""
         rubric = KernelRubric(self._provider, measured=self._measured)
+        said, shown = "", practice(task)
         try:
-            score = await rubric.score(practice(task), answer)
+            score = await rubric.score(shown, answer)
+            if isinstance(score, Scored) and not score.parts.get("right") and task.data["language"] != "c":
+                said = await rubric.explain(shown, answer)
         finally:
             rubric.close()
         match score:
             case Scored(worth, parts):
-                right = bool(parts.get("right"))
-                return Validation(right, worth, "" if right else "it is not right on the visible shapes")
+                wrong = "it does not compile or run: " + said if said else "it is not right on the visible shapes"
+                return Validation(True, worth, "") if parts.get("right") else Validation(False, worth, wrong)
             case Invalid(hack, evidence):
                 return Validation(False, 0.0, f"refused ({hack}): {evidence}")
             case Failed(reason):

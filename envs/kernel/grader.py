@@ -87,6 +87,26 @@ class KernelRubric(Rubric):
         _check(self._provider, task)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._score(task, answer), self._loop))
 
+    async def explain(self, task: Task, answer: str) -> str:
+        """Why a kernel in Python or CUDA does not compile or does not run, as its tools say it; empty where it does.
+
+        For shapes that the agent may know (`practice`): what is said can name them.
+        """
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._explain(task, answer), self._loop))
+
+    async def _explain(self, task: Task, answer: str) -> str:
+        files = files_of(answer, task.data["file"])
+        if files is None:
+            return f"there is no {task.data['file']} with text in it"
+        calls = calls_of(task, operator_of(task))
+        async with self._free:
+            if task.data["device"] != "cuda":
+                ran = await python.run(self._provider, task.data["language"], files, calls)
+                return ran if isinstance(ran, str) else ""
+            device = await gpu.describe()
+            made = await gpu.compiled(self._provider, task.data["language"], files, calls, device["capability"])
+        return made if isinstance(made, str) else ""
+
     def close(self) -> None:
         """End the grader's thread. Idempotent."""
         if self._thread.is_alive():
@@ -217,7 +237,7 @@ async def _score_python(provider: SandboxProvider, task: Task, files: Mapping[st
     operator = operator_of(task)
     calls = calls_of(task, operator)
     ran = await python.run(provider, task.data["language"], files, calls)
-    if ran is None:
+    if isinstance(ran, str):
         return Scored(0.0, WRONG)
     judged = python.interpreted(operator, task.data["language"])
     outputs, without = ran

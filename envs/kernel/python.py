@@ -109,8 +109,8 @@ async def script(
 
 async def run(
     provider: SandboxProvider, language: str, files: Mapping[str, str], calls: Sequence[Call]
-) -> tuple[list[Arrays], list[Arrays]] | None:
-    """(outputs of every call as stored, for Triton those without its kernels too), None when the submission failed.
+) -> tuple[list[Arrays], list[Arrays]] | str:
+    """(outputs of every call as stored, for Triton those without its kernels too), or why the submission failed.
 
     Raises Refused for changed inputs.
     """
@@ -121,20 +121,21 @@ async def run(
             for name, array in call.inputs.items():
                 await sandbox.write(f"{number}.{name}", array.tobytes())
         environment = {"TRITON_INTERPRET": "1", "HOME": "/tmp"}
-        if await script(provider, sandbox, "python_worker.py", environment) is not None:
-            return None
+        failed = await script(provider, sandbox, "python_worker.py", environment)
+        if failed is not None:
+            return failed
         found: tuple[list[Arrays], list[Arrays]] = ([], [])
         for number, call in enumerate(calls):
             after = await _tensors(sandbox, number, call.operator.inputs, call, ".after")
             if after is None:
-                return None
+                return f"the inputs of call {number} are gone"
             for name, array in after.items():
                 if array.tobytes() != call.inputs[name].tobytes():
                     raise Refused("writes_outside", f"the input {name} was changed")
             for kept, ending in zip(found, ("", ".ghost") if language == "triton" else ("",), strict=False):
                 outputs = await _tensors(sandbox, number, call.operator.outputs, call, ending)
                 if outputs is None:
-                    return None
+                    return f"outputs of call {number} are not complete"
                 kept.append(outputs)
         return found
 

@@ -20,6 +20,7 @@ from k3rl.config import MissingResource
 from k3rl.envs import make
 from k3rl.envs.compiler.toolchain import Refused
 from k3rl.envs.kernel import KernelRubric, driver, gpu
+from k3rl.envs.kernel.env import Validator
 from k3rl.envs.kernel.gpu import Compiled, Timing, WrongOutput
 from k3rl.envs.kernel.operators import BY_FAMILY
 from k3rl.envs.sandbox import SandboxDied, provider_named
@@ -264,6 +265,17 @@ def test_the_expert_is_compiled_for_hopper_without_a_gpu() -> None:
     assert (launch["name"], launch["grid"], launch["threads"], launch["scratch"]) == ("attn_res", [3, 1, 1], 256, 2)
     assert launch["args"][-3:] == [("int", 2), ("int", 3), ("int", 40)]
     assert made.cubins["0.cubin"].startswith(b"\x7fELF")
+
+
+def test_an_agent_is_told_why_its_kernel_does_not_compile(library, monkeypatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    monkeypatch.setattr(gpu, "LIBRARY", str(library / "libcuda.so.1"))
+    task = make("kernel", language="triton", device="cuda").source.get("train", 0, family="softmax")
+    text = OPERATOR.gpu_expert.replace("tl.load(", "tl.loads(", 1)
+    found = asyncio.run(Validator()(task, json.dumps({"files": {"kernel.py": text}})))
+    assert not found.valid
+    assert "does not compile or run" in found.message
+    assert "loads" in found.message
 
 
 ATTN_RES = r"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ from k3rl.config import ConfigError, MissingResource
 from k3rl.envs import make
 from k3rl.envs.kernel import Collection
 from k3rl.envs.kernel.collection import BadCollection, missing
+from k3rl.envs.kernel.env import Validator
 from k3rl.types import Invalid, Scored
 
 tricks = import_module("k3rl.envs.kernel.hacks")
@@ -77,6 +79,17 @@ def test_a_triton_kernel_in_the_interpreter_is_right_or_not(grader) -> None:
     assert honest == Scored(environment.oracle_expected, {"right": 1.0}) == Scored(0.25, {"right": 1.0})
     assert isinstance(hack, Invalid)
     assert hack.hack == "no_kernel_of_its_own"
+
+
+def test_an_agent_is_told_why_its_kernel_does_not_run_and_nothing_more_of_one_that_is_wrong() -> None:
+    task = make("kernel", language="triton").source.get("train", 0, family="softmax")
+    broken, wrong = (
+        asyncio.run(Validator()(task, tricks.answer("kernel.py", text)))
+        for text in ("def launches(dim):\n    return dim['none']\n", "def launches(dim):\n    return []\n")
+    )
+    assert (broken.valid, wrong.valid) == (False, False)
+    assert "KeyError: 'none'" in broken.message
+    assert wrong.message == "it is not right on the visible shapes"
 
 
 def test_a_language_whose_package_is_not_here_is_refused_with_the_remedy(grader) -> None:
