@@ -13,10 +13,10 @@ time that is not the new tokens' own, by cached token, `fresh_token_us` the cold
 ratio. `prefix_cache` row: single-turn groups with the cache on against off. `turns` row: a conversation of 20 turns
 with the cache on against off, in float64; `prefilled_per_new` is prompt tokens computed by new prompt token,
 `logprob_gap` the largest difference of a sampled token's logprob. `memory` rows: bytes that one request owns in an
-engine's pool after so many tokens, no time. `exact` row: the exact mode against the usual one. Contenders take turns; a
-figure is the fastest of the repeats; `cpu_ratio` is of processor time, which a busy machine changes less (with several
-threads it counts those that spin). Floor of a decode step: parameters read once, KDA states read and written, latents
-read, at the rate of a copy timed here. k3-30m is defined here.
+engine's pool after so many tokens, no time. `exact` row: the exact mode against the usual one. Contenders take turns,
+in another order at each repeat of `decode`; a figure is the fastest of the repeats; `cpu_ratio` is of processor time,
+which a busy machine changes less (with several threads it counts those that spin). Floor of a decode step: parameters
+read once, KDA states read and written, latents read, at the rate of a copy timed here. k3-30m is defined here.
 """
 
 from __future__ import annotations
@@ -164,6 +164,12 @@ def dense_peer(active: int, vocabulary: int) -> Any | None:
     return LlamaForCausalLM(config).eval()
 
 
+def peer_run(peer: Any, given: list[list[int]], sampled: int) -> None:
+    """So many tokens for each prompt, sampled from everything."""
+    options = {"max_new_tokens": sampled, "min_new_tokens": sampled, "do_sample": True, "pad_token_id": 0, "top_k": 0}
+    peer.generate(torch.tensor(given), **options)
+
+
 def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> list[dict[str, Any]]:
     rows, rate = [], copy_rate()
     models = {kind: build(name, kind) for kind in ("none", "mxfp8")}
@@ -179,24 +185,18 @@ def decode_rows(name: str, batches: list[int], sampled: int, repeats: int) -> li
         whole: dict[str, list[float]] = {kind: [] for kind in (*models, "peer")}
         busy: dict[str, list[float]] = {kind: [] for kind in whole}
         step: dict[str, list[float]] = {kind: [] for kind in models}
-        for _ in range(repeats):
-            for kind, model in models.items():
-                engine, began = Engine(model, max_running=batch), time.process_time()
-                whole[kind].append(seconds(engine.generate, given, own))
-                busy[kind].append(time.process_time() - began)
-                step[kind].append(engine.counters.decode_s / max(engine.counters.steps - 1, 1))
-            if peer is not None:
-                ids = torch.tensor(given)
-                options = {
-                    "max_new_tokens": sampled,
-                    "min_new_tokens": sampled,
-                    "do_sample": True,
-                    "pad_token_id": 0,
-                    "top_k": 0,
-                }
+        contenders = [*models, *([] if peer is None else ["peer"])]
+        for turn in range(repeats):  # in another order each time: what ran before leaves its traces in the caches
+            at = turn % len(contenders)
+            for kind in contenders[at:] + contenders[:at]:
                 began = time.process_time()
-                whole["peer"].append(seconds(peer.generate, ids, **options))
-                busy["peer"].append(time.process_time() - began)
+                if kind == "peer":
+                    whole[kind].append(seconds(peer_run, peer, given, sampled))
+                else:
+                    engine = Engine(models[kind], max_running=batch)
+                    whole[kind].append(seconds(engine.generate, given, own))
+                    step[kind].append(engine.counters.decode_s / max(engine.counters.steps - 1, 1))
+                busy[kind].append(time.process_time() - began)
         for kind, model in models.items():
             took, theirs = min(whole[kind]), min(whole["peer"], default=None)
             entry = row(
