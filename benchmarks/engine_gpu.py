@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from k3rl.checkpoint.hf import load_checkpoint
 from k3rl.engine import Engine, PrefixCache, SamplingParams
 from k3rl.engine.decode_graph import padded_batch
 from k3rl.engine.device_sampler import sample_uncut
-from k3rl.kernels import dispatch, few_rows, latent_attention, route
+from k3rl.kernels import few_rows, latent_attention, route
 from k3rl.kernels.draw import draw
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.attn_res import ResidualStream
@@ -73,17 +73,6 @@ class Setting:
 
     def model(self, config: K3Config, seed: int = 0) -> K3ForCausalLM:
         return gpu.filled(config, self.device, self.dtype, seed)
-
-
-@contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    """Every layer on its torch path, on a GPU too."""
-    before = dispatch.use_kernel
-    dispatch.use_kernel = lambda *_, **__: False
-    try:
-        yield
-    finally:
-        dispatch.use_kernel = before
 
 
 def prompts(config: K3Config, count: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -173,19 +162,25 @@ def check_quantizer(report: Any, setting: Setting) -> None:
         )
 
 
+def in_float32(model: K3ForCausalLM) -> K3ForCausalLM:
+    """The same weights in float32 on the CPU."""
+    wide = K3ForCausalLM(model.config, dtype=torch.float32)
+    with torch.no_grad():
+        for own, other in zip(wide.parameters(), model.parameters(), strict=True):
+            own.copy_(other.cpu())
+    return wide
+
+
 def check_forward(report: Any, setting: Setting) -> None:
     """Teacher-forced logprobs on the GPU, kernels on and off, against the same weights in float32 on the CPU."""
     config = checked_config(setting)
     model = setting.model(config)
-    wide = K3ForCausalLM(config, dtype=torch.float32)
-    with torch.no_grad():
-        for own, other in zip(wide.parameters(), model.parameters(), strict=True):
-            own.copy_(other.cpu())
+    wide = in_float32(model)
     (ids,) = prompts(config, 1, 40 if setting.dry else 300)
     with torch.no_grad():
         routes = wide.hidden(torch.tensor([ids])).routes[0].numpy()
     reference = logprobs_of(wide, ids, routes)
-    for name, context in (("kernels", contextlib.nullcontext()), ("torch path", without_kernels())):
+    for name, context in (("kernels", contextlib.nullcontext()), ("torch path", gpu.without_kernels())):
         with context:
             gap = (logprobs_of(model, ids, routes) - reference).abs()
         report.check(f"forward in bf16, {name}, against float32", ok=float(gap.mean()) < 0.05,
@@ -196,10 +191,7 @@ def check_gradients(report: Any, setting: Setting) -> None:
     """Gradients of packed documents on the device in bf16 against float32 on the CPU, relative, by part."""
     config = checked_config(setting)
     model = setting.model(config)
-    wide = K3ForCausalLM(config, dtype=torch.float32)
-    with torch.no_grad():
-        for own, other in zip(wide.parameters(), model.parameters(), strict=True):
-            own.copy_(other.cpu())
+    wide = in_float32(model)
     (ids,) = prompts(config, 1, 50 if setting.dry else 250)
     ends = torch.tensor([0, 20, 21, len(ids)])
     up = torch.randn(1, len(ids), config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -274,7 +266,7 @@ def check_trained(report: Any, setting: Setting) -> None:
     given = [[model.config.bos_token_id]] * (4 if setting.dry else 32)
     tokens = min(16 if setting.dry else 256, model.config.max_position_embeddings - 1)
     own = [SamplingParams(max_tokens=tokens, seed=seed, return_routes=True) for seed in range(len(given))]
-    for name, context in (("kernels", contextlib.nullcontext()), ("torch path", without_kernels())):
+    for name, context in (("kernels", contextlib.nullcontext()), ("torch path", gpu.without_kernels())):
         with context:
             engine = Engine(model, max_running=len(given), static_decode=True if setting.dry else None)
             done = engine.generate(given, own)
@@ -346,7 +338,7 @@ def decode_row(report: Any, setting: Setting, model: K3ForCausalLM, name: str, b
     context: Any = contextlib.ExitStack()
     with context:
         if variant == "kernels off":
-            context.enter_context(without_kernels())
+            context.enter_context(gpu.without_kernels())
         if variant == "fusing off":
             context.enter_context(fusing(False))
         own: dict[str, Any] = {"static_decode": True} if setting.dry else {}

@@ -91,7 +91,7 @@ def main() -> None:
     while steps < (3 if setting.dry else arguments.steps) and time.perf_counter() - began < arguments.seconds:
         trainer.train(chain.batch(steps, count, length), CrossEntropy())
         steps += 1
-    for name, context in (("kernels", contextlib.nullcontext()), ("torch path", engine_gpu.without_kernels())):
+    for name, context in (("kernels", contextlib.nullcontext()), ("torch path", engine_gpu.gpu.without_kernels())):
         with context:
             check(report, setting, model, chain, f"after {steps} steps, {name}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -9,13 +10,13 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from k3rl.kernels import ptxas
+from k3rl.kernels import dispatch, ptxas
 from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, QuantizationConfig
 from k3rl.numerics import project, stored_dtype
 
@@ -35,6 +36,17 @@ def beside(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Every layer on its torch path, on a GPU too."""
+    before = dispatch.use_kernel
+    dispatch.use_kernel = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        dispatch.use_kernel = before
 
 
 class Report:

@@ -189,7 +189,7 @@ def step(report: Any, setting: Any) -> None:
     ours = moved(trainer, given)
     del trainer
     trainer = learner_gpu.trainer_of(setting)
-    with learner_gpu.without_kernels():
+    with learner_gpu.gpu.without_kernels():
         plain = moved(trainer, given)
     apart = {n: relative(ours[n], plain[n]) for n in ours}
     worst = max(apart, key=lambda n: apart[n])

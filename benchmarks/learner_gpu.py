@@ -24,12 +24,11 @@ optimizer's state on the host, where the trainer has those settings.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ import numpy as np
 import torch
 
 from k3rl.data.batch import TrainBatch, TrainSequence
-from k3rl.kernels import dispatch
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.attn_res import ResidualStream
@@ -106,16 +104,6 @@ def forward_work(model: K3ForCausalLM, length: int) -> float:
     return 2 * matrices + kda + mla
 
 
-@contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    before = dispatch.use_kernel
-    dispatch.use_kernel = lambda *_, **__: False
-    try:
-        yield
-    finally:
-        dispatch.use_kernel = before
-
-
 def peak(setting: Setting, call: Callable[[], object], trainer: Trainer | None = None) -> float | None:
     """GiB at the peak of a call, what was there before and a trainer's graphs included; None on a CPU."""
     if setting.device.type != "cuda":
@@ -163,7 +151,7 @@ def step(report: Any, setting: Setting) -> None:
     replaying, trainer.passes = trainer.passes, None
     took = gpu.wall(passes, setting.device, setting.repeats, 1)
     add("step without optimizer, not captured", took, peak(setting, passes))
-    for name, context in (("fusing off", fusing(False)), ("kernels off", without_kernels())):
+    for name, context in (("fusing off", fusing(False)), ("kernels off", gpu.without_kernels())):
         if report.time_left(f"step without optimizer, {name}"):
             with context:
                 took = gpu.wall(passes, setting.device, 1, 1)
