@@ -1,14 +1,14 @@
 """The learner's step on one GPU: share of the matrix rate, memory and time against plain eager code, the real width.
 
-    python benchmarks/learner_gpu.py --out FILE [--parts step capture split eager wide] [--budget-s 400]
+    python benchmarks/learner_gpu.py --out FILE [--parts step wide eager capture split plain] [--budget-s 400]
     python benchmarks/learner_gpu.py --dry         # the same control flow on a CPU with a tiny model
 
 k3-small in bf16 with float32 masters, 8,192 packed tokens in documents of 2,048, MXFP4 experts, MXFP8 activations.
-`step` rows: a whole step, and the passes alone; variants without kernels and without fusing. `share_of_peak` is the
-work over the time over 989 TFLOP/s, the datasheet's dense bf16 rate; the floor is the work at 790, what a large product
-reaches. The passes of `step` are captured where the trainer captures; `capture` checks that they equal the ordinary
-ones, beside what those differ by from run to run. Work, counted for forward and twice that for backward (recomputation
-is not counted):
+`step` rows: a whole step, and the passes alone; `plain` rows: the passes not captured, without fusing, without kernels.
+`share_of_peak` is the work over the time over 989 TFLOP/s, the datasheet's dense bf16 rate; the floor is the work at
+790, what a large product reaches. The passes of `step` are captured where the trainer captures; `capture` checks that
+they equal the ordinary ones, beside what those differ by from run to run. Work, counted for forward and twice that for
+backward (recomputation is not counted):
 
     2 x parameters of all matrices but the embedding, routed experts by k / E of them, a token
     KDA   h (10 C D + 6 D^2 + 2 C^2) a token and layer, C = 32 tokens a chunk, D head width, h heads
@@ -24,6 +24,7 @@ optimizer's state on the host, where the trainer has those settings.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import sys
@@ -53,7 +54,7 @@ if "gpu" not in sys.modules:
     _spec.loader.exec_module(sys.modules["gpu"])
 gpu = sys.modules["gpu"]
 
-PARTS = ("step", "capture", "split", "eager", "wide")
+PARTS = ("step", "wide", "eager", "capture", "split", "plain")
 PEAK = 989e12  # the datasheet's dense bf16 rate
 CHUNK = 32
 GIB = 2.0**30
@@ -131,32 +132,44 @@ def trainer_of(setting: Setting, **options: Any) -> Trainer:
     return Trainer(setting.model(setting.small), TrainerConfig(micro_batch_tokens=setting.tokens, **options))
 
 
-def step(report: Any, setting: Setting) -> None:
-    trainer, batch = trainer_of(setting), batch_of(setting.small, setting.tokens, setting.length)
-    work = 3 * forward_work(trainer.model, setting.length) * setting.tokens
-    shape = f"k3-small, {setting.tokens} tokens in documents of {setting.length}"
+class _Steps:
+    """A trainer of k3-small, its batch, and rows of what they take."""
 
-    def add(name: str, took: float, gib: float | None) -> None:
-        report.row(
-            name, shape, took, floor_s=work / gpu.MATRIX_RATE, share_of_peak=round(work / took / PEAK, 4),
-            tokens_per_s=round(setting.tokens / took), tera_operations=round(work / 1e12, 3), peak_gib=gib,
+    def __init__(self, report: Any, setting: Setting) -> None:
+        self.report, self.setting = report, setting
+        self.trainer, self.batch = trainer_of(setting), batch_of(setting.small, setting.tokens, setting.length)
+        self.work = 3 * forward_work(self.trainer.model, setting.length) * setting.tokens
+        self.shape = f"k3-small, {setting.tokens} tokens in documents of {setting.length}"
+        self.passes = passes_of(self.trainer, self.batch)
+
+    def row(self, name: str, took: float, gib: float | None) -> None:
+        self.report.row(
+            name, self.shape, took, floor_s=self.work / gpu.MATRIX_RATE,
+            share_of_peak=round(self.work / took / PEAK, 4), tokens_per_s=round(self.setting.tokens / took),
+            tera_operations=round(self.work / 1e12, 3), peak_gib=gib,
         )  # fmt: skip
 
-    passes = passes_of(trainer, batch)
-    whole = lambda: trainer.train(batch, CrossEntropy())  # noqa: E731
-    for name, call in (("step without optimizer", passes), ("step", whole)):
+
+def step(report: Any, setting: Setting) -> None:
+    """A step as it is."""
+    own = _Steps(report, setting)
+    whole = lambda: own.trainer.train(own.batch, CrossEntropy())  # noqa: E731
+    for name, call in (("step without optimizer", own.passes), ("step", whole)):
         took = gpu.wall(call, setting.device, setting.repeats, 1 if setting.dry else 3)
-        add(name, took, peak(setting, call, trainer))
-    part_rows(report, setting, trainer, batch, shape)
-    replaying, trainer.passes = trainer.passes, None
-    took = gpu.wall(passes, setting.device, setting.repeats, 1)
-    add("step without optimizer, not captured", took, peak(setting, passes))
-    for name, context in (("fusing off", fusing(False)), ("kernels off", gpu.without_kernels())):
+        own.row(name, took, peak(setting, call, own.trainer))
+    part_rows(report, setting, own.trainer, own.batch, own.shape)
+
+
+def plain(report: Any, setting: Setting) -> None:
+    """The passes without capture, without fusing, and without kernels: the last take minutes to compile and run."""
+    own = _Steps(report, setting)
+    own.trainer.passes = None
+    contexts = {"not captured": contextlib.nullcontext(), "fusing off": fusing(False)}
+    for name, context in (contexts | {"kernels off": gpu.without_kernels()}).items():
         if report.time_left(f"step without optimizer, {name}"):
             with context:
-                took = gpu.wall(passes, setting.device, 1, 1)
-                add(f"step without optimizer, {name}", took, peak(setting, passes))
-    trainer.passes = replaying
+                took = gpu.wall(own.passes, setting.device, 1 if "off" in name else setting.repeats, 1)
+                own.row(f"step without optimizer, {name}", took, peak(setting, own.passes))
 
 
 def capture(report: Any, setting: Setting) -> None:
@@ -344,7 +357,7 @@ def wide_row(
 
 
 def measured(report: Any, setting: Setting, parts: tuple[str, ...]) -> None:
-    run = {"step": step, "capture": capture, "split": split, "eager": eager, "wide": wide}
+    run = {"step": step, "wide": wide, "eager": eager, "capture": capture, "split": split, "plain": plain}
     for part in parts:
         if not report.time_left(part):
             continue
