@@ -13,7 +13,9 @@ TORCH_INDEX ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+# pip would compile 20,000 files on one core; this uses all cores. Packages hold templates that do not compile.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # `kernels`, `actors`, ... must never be imported by the accident of the working directory.
 export PYTHONSAFEPATH := 1
@@ -31,11 +33,12 @@ install-dev: $(VENV)/.installed-dev
 quickstart: install
 	$(BIN)/k3rl rl quickstart $(ARGS)
 
-# One thread a process: the tests start many, and spinning threads starve each other on two cores. A file stays with
-# one of the two workers, because what is costly to set up (a Ray, a finished run) is set up once a file.
+# One thread a process: the tests start many, and spinning threads starve each other on two cores. Three workers for two
+# cores, because many tests wait: for the time limit of a sandbox, for a Ray to start. A file stays with one worker,
+# because what is costly to set up (a finished run) is set up once a file; tests/conftest.py says which files go together.
 test: install-dev
 	@PYTHON="$(PYTHON)" .ci/debian-packages all
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -61,10 +64,12 @@ $(VENV)/.torch: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch | system
 	$(PIP) --editable .
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch | system
 	$(PIP) --editable '.[dev]'
+	@$(COMPILE)
 	@touch $(VENV)/.installed $@
 
 clean:

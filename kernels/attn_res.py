@@ -2,8 +2,8 @@
 
     mix = sum_i p_i V_i,  p = softmax_i(r_i V_i . q),  r_i = 1 / sqrt(mean(V_i^2) + eps),  q = w_norm * w_proj
 
-`mix_reference` is the definition; autograd gives its gradients. `mix` and `mix_gradient` run the Triton kernels and are
-called where `takes` says so. Source: k3 architecture section 6.
+`mix_reference` is the definition; autograd gives its gradients. `mix`, `mix_sum` and `mix_gradient` run the Triton
+kernels and are called where `takes` says so. Source: k3 architecture section 6.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from collections.abc import Sequence
 import torch
 
 from k3rl.kernels import dispatch
+from k3rl.kernels.thin import Parts
 
 MOST_BANK_ROWS = 8
 WIDEST = 8192
 
 
 def takes(last: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, proj: torch.Tensor) -> bool:
-    """Whether the kernels take the running sum [N, H], block sums [N, H] in float32, w_norm [H] and w_proj [1, H]."""
+    """Whether the kernels take the running sum [N, H], block sums [N, H], w_norm [H] and w_proj [1, H].
+
+    Block sums are float32, or for a mix without gradients in the dtype of the running sum.
+    """
     fits = 0 < len(bank) <= MOST_BANK_ROWS and last.shape[-1] <= WIDEST and last.numel() > 0
-    fits = fits and all(row.dtype == torch.float32 for row in bank)
+    fits = fits and all(row.dtype in (torch.float32, last.dtype) for row in bank)
     return fits and dispatch.use_kernel("attn_res", last, norm, proj)
 
 
@@ -41,13 +45,32 @@ def mix(
     last: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, proj: torch.Tensor, eps: float,
     weight: torch.Tensor | None = None, norm_eps: float = 0.0, save: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Running sum [N, H], block sums [N, H] float32 -> mix [N, H] and, with `save`, what `mix_gradient` needs.
+    """Running sum [N, H], block sums [N, H] -> mix [N, H] and, with `save`, what `mix_gradient` needs.
 
     weight [H]: the result is `rms_norm` of the mix with this weight and norm_eps instead.
     """
     from k3rl.kernels import attn_res_kernels
 
     return attn_res_kernels.mix(last, bank, norm, proj, eps, weight, norm_eps, save)
+
+
+def mix_sum(
+    last: torch.Tensor | None, added: torch.Tensor | Parts, bank: Sequence[torch.Tensor], norm: torch.Tensor,
+    proj: torch.Tensor, eps: float, weight: torch.Tensor | None = None, norm_eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`mix` of the running sum last + added, rounded to their dtype, and that sum [N, H]; the bits of two calls.
+
+    last: None is a running sum of nothing yet.
+    """
+    from k3rl.kernels import attn_res_kernels
+
+    base, sums = (added.base, added.sums) if isinstance(added, Parts) else (added, None)
+    like = bank[0].new_empty(bank[0].shape, dtype=added.dtype) if last is None else last
+    out, running = attn_res_kernels.mix(
+        like, bank, norm, proj, eps, weight, norm_eps, False, base, sums, fresh=last is None
+    )
+    assert running is not None
+    return out, running
 
 
 def mix_gradient(

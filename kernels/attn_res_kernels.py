@@ -1,9 +1,10 @@
 """Triton kernels of `attn_res`: one launch each way, one read of memory for each source.
 
 A program has whole rows. Forward keeps a running softmax over the sources, so that two rows are in registers however
-many sources there are; the next source is asked for before the last one is summed. Backward asks for all sources of a
-row before it sums, and keeps them; too many it reads again, through the cache. The query's gradient leaves one row per
-program; `column_sums` adds them.
+many sources there are; the next source is asked for before the last one is summed. The running sum may come in two
+parts, so that a decode step has no launch for their sum. Backward asks for all sources of a row before it sums, and
+keeps them; too many it reads again, through the cache. The query's gradient leaves one row per program; `column_sums`
+adds them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from k3rl.kernels.mxfp8_kernels import keep, through
 from k3rl.kernels.rms_norm_kernels import column_sums
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2
+from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2, now, to_bf16_rne, widen
 
 PER_WARP = 256
 MOST_WARPS = (16, 8)  # forward, backward
@@ -38,15 +39,6 @@ def _two_sums(a, b):
         return tl.sum(a, axis=0), tl.sum(b, axis=0)
     else:
         return tl.reduce((a, b), 0, _plus2)
-
-
-@triton.jit
-def _now(x):
-    """x, made before anything that follows: else sums over sources wait in registers for the last source."""
-    if INTERPRET:
-        return x
-    else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -81,21 +73,36 @@ def _query(norm, proj, column, valid, BF16: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def mix_kernel(
-    last, b0, b1, b2, b3, b4, b5, b6, b7, norm, proj, gain, y, state, n, eps, norm_eps,
+    last, b0, b1, b2, b3, b4, b5, b6, b7, norm, proj, gain, y, state, added, sums, running, n, eps, norm_eps,
     SOURCES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, SAVE: tl.constexpr,
-    BF16: tl.constexpr,
+    ADD: tl.constexpr, PARTS: tl.constexpr, FRESH: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
+    """ADD or PARTS: the last source is last (FRESH: nothing) and an addend, and goes to `running` too.
+
+    The addend is `added` (ADD) and the PARTS rows of sums [PARTS, n, WIDTH], if any, rounded.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     valid = column < WIDTH
-    at = row * WIDTH + column
+    line = row * WIDTH
     query = _query(norm, proj, column, valid, BF16)
-    following = tl.load(b0 + at, mask=valid, other=0.0).to(tl.float32)
+    following = tl.load(b0 + line + column, mask=valid, other=0.0).to(tl.float32)
+    if ADD or PARTS:
+        more = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(PARTS):
+            more += tl.load(sums + i * n * WIDTH + line + column, mask=valid, other=0.0)
+        if ADD:
+            more += tl.load(added + line + column, mask=valid, other=0.0).to(tl.float32)
+        if PARTS:
+            more = through(more, BF16)
     for i in tl.static_range(SOURCES):
         value = following
+        if (ADD or PARTS) and i + 1 == SOURCES:
+            value = more if FRESH else through(value + more, BF16)
+            keep(running + line + column, value, valid, BF16)
         if i + 1 < SOURCES:
             pointer = _source(i + 1, SOURCES, last, b0, b1, b2, b3, b4, b5, b6, b7)
-            following = tl.load(pointer + at, mask=valid, other=0.0).to(tl.float32)
+            following = tl.load(pointer + line + column, mask=valid, other=0.0).to(tl.float32)
         square, along = _two_sums(value * value, value * query)
         inverse = tl.rsqrt(square / WIDTH + eps)
         score = along * inverse * LOG2E
@@ -106,7 +113,7 @@ def mix_kernel(
             most = tl.maximum(before, score)
             shrink, share = exp2(before - most), exp2(score - most)
             total = total * shrink + share
-            mix = _now(mix * shrink + value * share)
+            mix = now(mix * shrink + value * share)
         if SAVE:
             tl.store(state + i * n + row, score)
             tl.store(state + (SOURCES + i) * n + row, inverse)
@@ -119,7 +126,7 @@ def mix_kernel(
         mix = through(mix, BF16)
         weight = tl.load(gain + column, mask=valid, other=0.0).to(tl.float32)
         mix = through(mix * tl.rsqrt(tl.sum(mix * mix, axis=0) / WIDTH + norm_eps), BF16) * weight
-    keep(y + at, mix, valid, BF16)
+    keep(y + line + column, mix, valid, BF16)
 
 
 @triton.jit(do_not_specialize=["n", "steps"])
@@ -132,6 +139,8 @@ def mix_gradient_kernel(
     column = tl.arange(0, BLOCK)
     valid = column < WIDTH
     query = _query(norm, proj, column, valid, BF16)
+    NARROW: tl.constexpr = BF16 and not HOLD  # rows that do not fit in registers: the query waits there in 16 bits
+    query = to_bf16_rne(query) if NARROW else query
     d_query = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * steps
     for row in tl.range(first, tl.minimum(first + steps, n)):
@@ -158,6 +167,7 @@ def mix_gradient_kernel(
                 pointer = _source(i, SOURCES, last, b0, b1, b2, b3, b4, b5, b6, b7)
                 value = tl.load(pointer + at, mask=valid, other=0.0).to(tl.float32)
             along = tl.sum(g * value, axis=0)
+            along = along if HOLD else now(along)
             mean += exp2(tl.load(state + i * n + row) - most) * whole * along
             alongs = alongs + (along,)  # noqa: RUF005
         for i in tl.static_range(SOURCES):
@@ -172,8 +182,8 @@ def mix_gradient_kernel(
             pull = (alongs[i] - mean) * share * inverse
             # Scores are in log2 units.
             shrink = score * inverse * pull * (-1.0 / (LOG2E * WIDTH))
-            d_query = _now(d_query + value * pull)
-            d = g * share + query * pull + value * shrink
+            d_query = now(d_query + value * pull)
+            d = g * share + (widen(query) if NARROW else query) * pull + value * shrink
             target = _source(i, SOURCES, d_last, d0, d1, d2, d3, d4, d5, d6, d7)
             if EARLY:
                 d += addends[i]
@@ -199,20 +209,29 @@ def _shape(last: torch.Tensor, most_warps: int) -> dict[str, int]:
 
 def mix(
     last: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, proj: torch.Tensor, eps: float,
-    weight: torch.Tensor | None, norm_eps: float, save: bool,
+    weight: torch.Tensor | None, norm_eps: float, save: bool, added: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None, fresh: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """`k3rl.kernels.attn_res.mix`. Saved in fp32: scores [S, N] in units of log 2, inverse RMS [S, N], the largest
-    score [1, N], and one over the sum of the exponentials of scores less that [1, N]."""
+    """`k3rl.kernels.attn_res.mix`, and with `added` or sums [P, N, H] of `mix_sum`, whose running sum comes second.
+
+    fresh: nothing but the shape of `last` counts.
+
+    Saved in fp32: scores [S, N] in units of log 2, inverse RMS [S, N], the largest score [1, N], and one over the sum
+    of the exponentials of scores less that [1, N].
+    """
     last, bank = last.contiguous(), [row.contiguous() for row in bank]
     n, sources = last.shape[0], len(bank) + 1
     y = torch.empty_like(last)
     state = torch.empty(2 * sources + 2, n, dtype=torch.float32, device=last.device) if save else None
+    running = None if added is None and sums is None else torch.empty_like(last)
     mix_kernel[(n,)](
         last, *_eight(bank, bank[0]), norm, proj, norm if weight is None else weight, y, bank[0] if state is None
-        else state, n, eps, norm_eps, SOURCES=sources, NORMED=weight is not None, SAVE=save,
+        else state, last if added is None else added.contiguous(), bank[0] if sums is None else sums,
+        y if running is None else running, n, eps, norm_eps, SOURCES=sources, NORMED=weight is not None, SAVE=save,
+        ADD=added is not None, PARTS=0 if sums is None else len(sums), FRESH=fresh,
         BF16=last.dtype == torch.bfloat16, **_shape(last, MOST_WARPS[0]),
     )  # fmt: skip
-    return y, state
+    return y, state if running is None else running
 
 
 def mix_gradient(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from k3rl.kernels import kda_backward, kda_forward
+from k3rl.kernels import kda_backward, kda_forward, packed_ends
 
 CHUNK = kda_forward.CHUNK
 BLOCK = 16
@@ -37,6 +37,7 @@ class Chunks:
     sequence: torch.Tensor | None = None
     rest: torch.Tensor | None = None
     none_empty: bool = False  # known on the host: every sequence has tokens
+    lasting: bool = False  # lives as long as what was made of it, in a capture too
 
     _segments: dict = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
@@ -52,7 +53,7 @@ class Chunks:
         total = self.offset[-1:]
         bounds = torch.cat([torch.where(segments.length > 0, segments.start, total), total])
         found = segments, bounds, (segments.offset[1:] - 1).clamp(min=0).long()
-        if not capturing(total.device):
+        if self.lasting or not capturing(total.device):
             self._segments[size] = found
         return found
 
@@ -109,8 +110,13 @@ def capturing(device: torch.device) -> bool:
 def packed_chunks(cu_seqlens: torch.Tensor, tokens: int, C: int = CHUNK, where: bool = False) -> Chunks:
     """Chunks of packed sequences, computed on the device: no host synchronisation, an upper bound of chunks.
 
-    where: also fill `sequence` and `rest`.
+    where: also fill `sequence` and `rest`. Made once for ends that are marked (`packed_ends`).
     """
+    key = ("chunks", tokens, C, where)
+    return packed_ends.table(cu_seqlens, key, lambda: _packed_chunks(cu_seqlens, tokens, C, where))
+
+
+def _packed_chunks(cu_seqlens: torch.Tensor, tokens: int, C: int, where: bool) -> Chunks:
     n = cu_seqlens.numel() - 1
     most = min(tokens, tokens // C + n)
     start, length, *places = (
@@ -123,12 +129,12 @@ def packed_chunks(cu_seqlens: torch.Tensor, tokens: int, C: int = CHUNK, where: 
     kda_forward.chunk_table_kernel[grid](
         cu_seqlens, start, length, offset, *(places or (start, start)), n, most, C, WHERE=where, N=size, CHUNKS=block
     )
-    return Chunks(start, length, offset, *places)
+    return dataclasses.replace(Chunks(start, length, offset, *places), lasting=hasattr(cu_seqlens, packed_ends.MARK))
 
 
 def zero_tail(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     """x [1, T, ...] contiguous, with the rows past cu_seqlens[-1] set to 0: they belong to no sequence."""
-    if cu_seqlens is not None and x.numel():
+    if cu_seqlens is not None and not packed_ends.covers(cu_seqlens) and x.numel():
         tokens = x.shape[1]
         row = x[0, 0].numel()
         width = min(1024, triton.next_power_of_2(row))
@@ -306,6 +312,7 @@ class _KDA(torch.autograd.Function):
         p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks, save)
         o = zero_tail(v.new_empty(v.shape), cu_seqlens)
         final, states, updates = scan(p, flat[3], o.flatten(0, 1), initial_state, chunks, save=save)
+        ctx.set_materialize_grads(False)  # nobody asks for the final state in training: no zeros for it
         if save:
             ctx.save_for_backward(q, k, v, gate, beta, A_log, dt_bias, o)
             ctx.tiles, ctx.chunks = [p, states, updates], chunks
@@ -326,7 +333,8 @@ class _KDA(torch.autograd.Function):
             zero_tail(torch.empty_like(x, memory_format=torch.contiguous_format), ctx.ends) for x in (q, k, gate, v)
         )
         # An expanded gradient (of a sum) has strides of 0; the kernels step through states as they lie.
-        do, dfinal = rows(do), dfinal.contiguous()
+        do = torch.zeros_like(o) if do is None else do
+        do, dfinal = rows(do), None if dfinal is None else dfinal.contiguous()
         dS0, dstates = reverse_scan(p, do, dv.flatten(0, 1), dfinal, ctx.chunks)
         decay, norms, p = p.decay, p.norms, None
         dbeta, dA_log, dbias = gradients(

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.kda_forward import block_vectors, flatten, load_rows, split_pairs, tile_offsets
-from k3rl.kernels.triton_ops import LOG2E, dot, exp2, exp_rate, prefetch, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import LOG2E, dot, exp2, exp_rate, now, prefetch, sigmoid, to_bf16_rne
 
 
 @triton.jit
@@ -220,7 +220,6 @@ def input_gradients_kernel(
     g = sigmoid(z * rate) * (lower_bound * LOG2E)
     inside = tl.cumsum(g, axis=2)
     total = tl.sum(g, axis=2)
-    before, after, _, _ = block_vectors(total, C, BLOCK)
     in_block = tl.arange(0, C // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     q_norm = tl.load(norms + tile * 2 * C + in_block)[:, None, :]
     k_norm = tl.load(norms + tile * 2 * C + C + in_block)[:, None, :]
@@ -232,6 +231,9 @@ def input_gradients_kernel(
 
     _, flat = tile_offsets(K, KB, C, BLOCK)
     flat += tile * C * K + first
+    # Registers: sums are made now, and what the end needs is asked for again there, not held.
+    dq_n, dk_n, dG = now(dq_n), now(dk_n), now(dG)
+    before, after, _, _ = block_vectors(total, C, BLOCK)
     since_start = exp2(inside + before[:, :, None])
     from_state = tl.load(dq_in + flat).to(tl.float32) * since_start
     dq_n += from_state
@@ -251,6 +253,8 @@ def input_gradients_kernel(
     dg = (block_sum + later + ending[None, :])[:, :, None] - tl.cumsum(dG, axis=2) + dG
     # 1 - s from the other side: near saturation the difference would keep no digit.
     dz = dg * (lower_bound * rate) * sigmoid(z * rate) * sigmoid(-z * rate)
+    t0, n = tl.load(chunk_start + chunk), tl.load(chunk_len + chunk)
+    columns = (part + (n >> 31)) * KB + tl.arange(0, KB)  # n is not negative: the same columns, formed again
     row, to = tile_offsets(H * K, KB, C, BLOCK)
     to += t0.to(tl.int64) * H * K + head * K + first
     tl.store(dgate + to, to_bf16_rne(dz), mask=row < n)
@@ -258,10 +262,11 @@ def input_gradients_kernel(
     tl.store(drate_rows + tile * K + columns, tl.sum(tl.sum(tl.where(row < n, dz * z, 0.0), axis=2), axis=0))
     tl.store(dbias_rows + tile * K + columns, tl.sum(tl.sum(dz, axis=2), axis=0))
 
-    diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], dA.to(tl.float32), 0.0), axis=1)
-    diagonal = tl.reshape(diagonal, [C // BLOCK, BLOCK])[:, None, :]
+    diagonal = tl.load(dA_in + tile * C * C + in_block * (C + 1)).to(tl.float32)[:, None, :]
     dq_n += diagonal * kn
     dk_n += diagonal * qn
+    q_norm = tl.load(norms + tile * 2 * C + in_block)[:, None, :]
+    k_norm = tl.load(norms + tile * 2 * C + C + in_block)[:, None, :]
     along_q = tl.load(along + tile * 2 * C + in_block)[:, None, :] / scale
     along_k = tl.load(along + tile * 2 * C + C + in_block)[:, None, :]
     # x -> y = norm x has dx = norm (dy - y (y . dy)); q also carries the scale, which cancels in y (y . dy).

@@ -26,8 +26,9 @@ from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2, exp_rate, sigmoid, t
 # With pending rows: from this many rows x heads on writes are deferred. With fewer programs the time is a program's own
 # chain of waits, which the read of the rows makes longer (measured at 768 and 1,536).
 DEFERRED_FROM = 1536
-# PARTS programs work on a head as long as all of them are no more than the multiprocessors.
-PARTS = 4
+# Programs a head: the first of PARTS with which all programs are no more than the multiprocessors, else one (measured
+# at 12 to 96 heads and 1 to 16 rows: more than a multiprocessor's worth of programs is slower every time).
+PARTS = (8, 4)
 SPLIT_PROGRAMS = 132
 TILE = 64
 
@@ -316,6 +317,9 @@ def step_kernel(
                 S, updates[i], u, new_key, fade, new, row_keys, row_updates, source, target, first, count,
                 i * BV + value, waits, keep, moved, D, ROWS,
             )  # fmt: skip
+            if i == 0:  # asked for at the start, these two would not fit in registers beside all tiles
+                out_gate_row = tl.load(out_gate + row * z_t + channel + column)
+                norm_row = tl.load(norm_weight + column)
         else:
             tl.store(new + i * BV + square, S + kn[:, None] * u[None, :], mask=keep & (square >= 0))
     finish(outs, out, out_gate_row, norm_row, eps, D, TILES, BF16)
@@ -373,13 +377,19 @@ def kda_decode(
     deferred = pending is not None and programs >= DEFERRED_FROM
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
     args += (read_index, write_index, lower_bound, eps, pending)
-    if not deferred and PARTS > 1 and programs * PARTS <= SPLIT_PROGRAMS:
+    parts = 1 if deferred else parts_of_a_head(programs)
+    if parts > 1:
         from k3rl.kernels import kda_decode_split
 
         arrivals = kda_decode_split.counters(q.device, programs)
         if arrivals is not None:
-            return kda_decode_split.step(*args, arrivals, PARTS)
+            return kda_decode_split.step(*args, arrivals, parts)
     return step(*args, deferred)
+
+
+def parts_of_a_head(programs: int) -> int:
+    """How many programs work on a head when `programs` rows x heads are read and written."""
+    return next((parts for parts in PARTS if programs * parts <= SPLIT_PROGRAMS), 1)
 
 
 def arguments(

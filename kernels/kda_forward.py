@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, dot, exp2, exp_rate, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import INTERPRET, LOG2E, dot, exp2, exp_rate, now, sigmoid, to_bf16_rne
 
 CHUNK = 32
 
@@ -115,8 +115,9 @@ def pair_products(q, k, inside, total, middle, K: tl.constexpr, C: tl.constexpr,
     rise = exp2(inside)
     columns = tl.trans(flatten(to_bf16_rne(k * exp2(-inside)), K, C, BLOCK))
     same = i // BLOCK == j // BLOCK
-    A = tl.where(same & (j <= i), dot(flatten(to_bf16_rne(q * rise), K, C, BLOCK), columns), A)
+    # In this order, and with `now` in `prepare_kernel`, everything fits in 168 registers.
     P = tl.where(same & (j < i), dot(flatten(to_bf16_rne(k * rise), K, C, BLOCK), columns), P)
+    A = tl.where(same & (j <= i), dot(flatten(to_bf16_rne(q * rise), K, C, BLOCK), columns), A)
     if C == 4 * BLOCK:
         across = exp2(tl.where(block >= 2, inside, to_end) + middle[:, :, None])
         columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
@@ -238,6 +239,8 @@ def prepare_kernel(
     q_tile *= (q_norm * scale)[:, None, :]
     tl.store(q_in + tile * C * K + flat, to_bf16_rne(q_tile * since_start))
 
+    if SAVE:
+        q_tile = now(q_tile)
     A, P = pair_products(q_tile, k_tile, inside, total, middle, K, C, BLOCK)
     square = tile * C * C + i * C + j
     tl.store(A_out + square, to_bf16_rne(A))

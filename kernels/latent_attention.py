@@ -32,12 +32,18 @@ def attend(
             f"attend: q_r {tuple(q_r.shape)}, pages {tuple(pages.shape)}, table {tuple(table.shape)} and past "
             f"{tuple(past.shape)} do not fit absorbed {tuple(absorbed.shape)}"
         )
-    powers = all(n >= 16 and n & (n - 1) == 0 for n in (z, r)) and z <= 512
-    if powers and pages.shape[1] % 16 == 0 and dispatch.use_kernel("latents", absorbed, q_r, pages, float32_rows=False):
+    if takes(pages, r):
         from k3rl.kernels import latent_attention_kernels
 
         return latent_attention_kernels.attend(absorbed, q_r, pages, table, past, scale)
     return attend_reference(absorbed, q_r, pages, table, past, scale)
+
+
+def takes(pages: torch.Tensor, r: int) -> bool:
+    """Whether the kernels read pages [P, page, Z + r] like these; never on a CPU."""
+    z = pages.shape[2] - r
+    powers = all(n >= 16 and n & (n - 1) == 0 for n in (z, r)) and z <= 512
+    return powers and pages.shape[1] % 16 == 0 and dispatch.use_kernel("latents", pages, float32_rows=False)
 
 
 def attend_reference(

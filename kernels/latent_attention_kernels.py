@@ -82,8 +82,15 @@ def merge_kernel(parts, sums, out, heads, rows, Z: tl.constexpr, SPLITS: tl.cons
     tl.store(out + (head * rows + row) * Z + channel, to_bf16_rne(total / whole))
 
 
-def attend(absorbed, q_r, pages, table, past, scale: float, *, splits: int | None = None, num_warps: int | None = None):
-    """`k3rl.kernels.latent_attention.attend` by the kernels: bf16, Z and r powers of two, pages of whole blocks."""
+def attend(
+    absorbed, q_r, pages, table, past, scale: float, *, splits: int | None = None, num_warps: int | None = None,
+    most_parts: int = 0,
+):  # fmt: skip
+    """`k3rl.kernels.latent_attention.attend` by the kernels: bf16, Z and r powers of two, pages of whole blocks.
+
+    With most_parts: (result, parts, sums), and where there are no more parts than that they are not added up, the
+    result is not filled; else they are None.
+    """
     (h, rows, z), r = absorbed.shape, q_r.shape[-1]
     absorbed, q_r = (x if x.stride(-1) == 1 else x.contiguous() for x in (absorbed, q_r))
     page = pages.shape[1]
@@ -103,8 +110,10 @@ def attend(absorbed, q_r, pages, table, past, scale: float, *, splits: int | Non
         Z=z, ROPE=r, HEADS=heads, TOKENS=tokens, PAGE=page, SPLITS=splits, STAGES=2,
         num_warps=num_warps or (4 if heads * z <= 4096 else 8),
     )  # fmt: skip
+    if 1 < splits <= most_parts:
+        return out, parts, sums
     if splits > 1:
         merge_kernel[(rows, h)](
             parts, sums, out, h, rows, Z=z, SPLITS=splits, LANES=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
-    return out
+    return (out, None, None) if most_parts else out

@@ -43,8 +43,11 @@ def keep(pointer, value, mask, BF16: tl.constexpr):
 
 @triton.jit
 def rounded_blocks(x, CARRY: tl.constexpr, CLAMP: tl.constexpr):
-    """fp32 [blocks, 32] -> MXFP8 values in fp32, NaN where a block has an inf or NaN. Scaled by half, as in mx.py."""
-    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
+    """fp32 [blocks, 32] -> MXFP8 values in fp32, NaN where a block has an inf or NaN. Scaled by half, as in mx.py.
+
+    Or [blocks, 32, n], blocks along the second axis.
+    """
+    most = tl.expand_dims(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), 1)
     double = tl.minimum(tl.maximum(most + (CARRY - 0x3800000), 0x800000), 0x7F000000) & 0x7F800000
     half = x * (0x7F000000 - double).to(tl.float32, bitcast=True)
     # The power of two of each value, 2^-7 at least; 1.5 * 2^20 of them make the adder round to its third mantissa bit.

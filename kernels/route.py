@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from k3rl.kernels import dispatch
+from k3rl.kernels.thin import added_up
 
 MOST_EXPERTS = 1024
 MOST_CHOICES = 16
@@ -45,12 +46,13 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [N, E] and bias [E], float32 -> weights [N, k] of the chosen experts and their ids int64 [N, k].
 
+    logits [P, N, E] are to be added up over P, in their order.
     Chosen are the k largest sigmoid(logit) + bias, the largest first, the lowest id among equals, NaN before others.
     Weights are the scores without the bias, divided by their sum where `renormalize`, times `scaling`. recorded [N, k]:
     a choice to keep; its weights are bit-equal to those it had when it was made from these logits.
     """
     _check(logits, bias, k)
-    fits = logits.shape[1] <= MOST_EXPERTS and k <= MOST_CHOICES
+    fits = logits.shape[-1] <= MOST_EXPERTS and k <= MOST_CHOICES
     if fits and dispatch.use_kernel("route", logits, bias):
         from k3rl.kernels import route_kernels
 
@@ -59,9 +61,9 @@ def choose(
 
 
 def _check(logits: torch.Tensor, bias: torch.Tensor, k: int) -> None:
-    if logits.dim() != 2 or bias.shape != logits.shape[1:] or not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"choose: logits must be [N, E], bias [E] and k in 1..E; got {tuple(logits.shape)}, "
-                         f"{tuple(bias.shape)} and k = {k}")  # fmt: skip
+    if logits.dim() not in (2, 3) or bias.shape != logits.shape[-1:] or not 1 <= k <= logits.shape[-1]:
+        raise ValueError(f"choose: logits must be [N, E] or [P, N, E], bias [E] and k in 1..E; got "
+                         f"{tuple(logits.shape)}, {tuple(bias.shape)} and k = {k}")  # fmt: skip
 
 
 def choose_reference(
@@ -73,6 +75,8 @@ def choose_reference(
     recorded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`choose` in plain torch."""
+    if logits.dim() == 3:
+        logits = added_up(logits)
     scores = torch.sigmoid(logits)
     if recorded is None:
         ids = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :k]

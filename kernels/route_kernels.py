@@ -1,8 +1,9 @@
 """Triton kernels of `route`: one program a token, one an expert, and one a token and run of columns.
 
-The choice takes the largest key k times; a key is the biased score as a sortable integer with the expert's number below
-it, so that one reduction finds value and place and equal scores go by number. The order by expert is a counting sort
-without shared counts: the program of an expert reads all ids, counts the smaller ones and ranks its own.
+The choice takes the largest key k times, or ranks few keys by comparing each with all; a key is the biased score as a
+sortable integer with the expert's number below it, so that one reduction finds value and place and equal scores go by
+number. The order by expert is a counting sort without shared counts: the program of an expert reads all ids, counts the
+smaller ones and ranks its own.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ import triton.language as tl
 from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
 
 EXPERTS_A_WARP = 256
+RANKED, RANKED_WARPS = tl.constexpr(128), 4  # up to so many experts are ranked by comparing all with all
 SORT_WARPS = (4, 8)  # up to 1,024 assignments, and for more
 COLUMNS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_size"])
 def choose_kernel(
-    logits, bias, weights, ids, experts, logits_t, scaling,
+    logits, bias, weights, ids, experts, logits_t, part_size, scaling,
     E: tl.constexpr, CHOICES: tl.constexpr, LANES: tl.constexpr, RENORMALIZE: tl.constexpr, RECORDED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """E and LANES: experts and choices rounded up to powers of two; RECORDED: ids are given."""
+    """E and LANES: experts and choices rounded up to powers of two; RECORDED: ids are given.
+
+    Logits are the sum of PARTS, part_size elements apart.
+    """
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * logits_t
     choice = tl.arange(0, LANES)
@@ -32,30 +38,43 @@ def choose_kernel(
     if RECORDED:
         chosen = tl.load(ids + to, mask=here, other=0)
     else:
-        chosen = largest(row, bias, experts, choice, E, CHOICES)
+        expert = tl.arange(0, E)
+        biased = sigmoid(added_up(row + expert, expert < experts, part_size, PARTS))
+        biased += tl.load(bias + expert, mask=expert < experts, other=0.0)
+        chosen = largest(biased, expert, experts, choice, E, CHOICES)
         tl.store(ids + to, chosen, mask=here)
-    score = tl.where(here, sigmoid(tl.load(row + chosen, mask=here, other=0.0)), 0.0)
+    score = tl.where(here, sigmoid(added_up(row + chosen, here, part_size, PARTS)), 0.0)
     if RENORMALIZE:
         score = score / (tl.sum(score, axis=0) + 1e-20)
     tl.store(weights + to, score * scaling, mask=here)
 
 
 @triton.jit
-def largest(row, bias, experts, choice, E: tl.constexpr, CHOICES: tl.constexpr):
-    """The experts of the largest biased scores of one row of logits, at the places of `choice`."""
-    expert = tl.arange(0, E)
-    biased = sigmoid(tl.load(row + expert, mask=expert < experts, other=0.0))
-    biased += tl.load(bias + expert, mask=expert < experts, other=0.0)
+def added_up(pointer, mask, part_size, PARTS: tl.constexpr):
+    total = tl.load(pointer, mask=mask, other=0.0)
+    for i in tl.static_range(1, PARTS):
+        total += tl.load(pointer + i * part_size, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def largest(biased, expert, experts, choice, E: tl.constexpr, CHOICES: tl.constexpr):
+    """The experts of the largest biased scores [E], at the places of `choice`."""
     bits = biased.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     bits = tl.where(biased == biased, bits, 0x7FFFFFFF)
     taken = -(2**62)
     key = tl.where(expert < experts, bits.to(tl.int64) * E + (E - 1 - expert), taken)
     chosen = tl.zeros_like(choice).to(tl.int64)
-    for i in tl.static_range(CHOICES):
-        best = tl.max(key, axis=0)
-        chosen = tl.where(choice == i, (E - 1) - (best & (E - 1)), chosen)
-        key = tl.where(key == best, taken, key)
+    if E <= RANKED:  # few enough to compare each with all others
+        rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
+        mine = rank[:, None] == choice[None, :]
+        chosen = tl.sum(tl.where(mine, expert[:, None], 0), axis=0).to(tl.int64)
+    else:
+        for i in tl.static_range(CHOICES):
+            best = tl.max(key, axis=0)
+            chosen = tl.where(choice == i, (E - 1) - (best & (E - 1)), chosen)
+            key = tl.where(key == best, taken, key)
     return chosen
 
 
@@ -103,9 +122,10 @@ def sum_kernel(
 
 def choose(logits, bias, k: int, renormalize: bool, scaling: float, recorded=None):
     """`k3rl.kernels.route.choose` by the kernel; float32."""
-    n, experts = logits.shape
-    if logits.stride(1) != 1:
+    n, experts = logits.shape[-2:]
+    if logits.stride(-1) != 1:
         logits = logits.contiguous()
+    parts = logits.unsqueeze(0) if logits.dim() == 2 else logits
     weights = torch.empty(n, k, dtype=torch.float32, device=logits.device)
     if recorded is None:
         ids = torch.empty(n, k, dtype=torch.int64, device=logits.device)
@@ -114,10 +134,10 @@ def choose(logits, bias, k: int, renormalize: bool, scaling: float, recorded=Non
     if n:
         size = triton.next_power_of_2(experts)
         choose_kernel[(n,)](
-            logits, bias.contiguous(), weights, ids, experts, logits.stride(0), float(scaling),
+            logits, bias.contiguous(), weights, ids, experts, parts.stride(1), parts.stride(0), float(scaling),
             E=size, CHOICES=k, LANES=triton.next_power_of_2(k), RENORMALIZE=renormalize,
-            RECORDED=recorded is not None,
-            num_warps=max(1, size // EXPERTS_A_WARP),
+            RECORDED=recorded is not None, PARTS=len(parts),
+            num_warps=RANKED_WARPS if size <= RANKED.value else max(1, size // EXPERTS_A_WARP),
         )  # fmt: skip
     return weights, ids
 

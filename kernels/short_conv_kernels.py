@@ -264,14 +264,15 @@ class _ShortConv(torch.autograd.Function):
         ys = [zero_tail(torch.empty(B, T, C, dtype=x.dtype, device=x.device), cu_seqlens) for x in xs]
         table = strips(B, T, cu_seqlens, xs[0].device, FORWARD["strip"])
         launch_forward(rows, stride, weights, ys, history, table, **FORWARD)
-        ctx.save_for_backward(history, cu_seqlens, *xs, *weights)
-        ctx.count = count
+        ctx.save_for_backward(history, *xs, *weights)
+        ctx.count, ctx.ends = count, cu_seqlens
         return tuple(ys)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *dys):
-        history, cu_seqlens, *tensors = ctx.saved_tensors
+        history, *tensors = ctx.saved_tensors
+        cu_seqlens = ctx.ends
         xs, weights = tensors[: ctx.count], tensors[ctx.count :]
         rows, stride = _rows(xs)
         table = strips(*xs[0].shape[:2], cu_seqlens, xs[0].device, BACKWARD["strip"])
@@ -307,7 +308,7 @@ def launch_backward(
         HAS_HISTORY=history is not None, COLUMNS=columns, BF16=rows[0].dtype == torch.bfloat16,
         STAGES=stages, num_warps=num_warps,
     )  # fmt: skip
-    return [parts[:, s].sum(0).t().contiguous() for s in range(len(rows))]
+    return list(parts.sum(0).transpose(1, 2).contiguous().unbind())
 
 
 def short_conv(xs, weights, history, cu_seqlens):

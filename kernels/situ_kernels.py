@@ -44,6 +44,15 @@ def _over(x, e):
     return tl.where(x2 < 0.09, x * series * (1.0 + e), 1.0 - e)
 
 
+@triton.jit
+def situ_value(gate, up, inverse_beta, inverse_linear, scale):
+    """The unit of fp32 values; scale: beta * linear_beta."""
+    t, v = gate * inverse_beta, up * inverse_linear
+    e, f = _decay(t), _decay(v)
+    both = _over(t, e) * _over(v, f) * _reciprocal((1.0 + e) * (1.0 + f))
+    return both * sigmoid(gate) * scale
+
+
 @triton.jit(do_not_specialize=["groups"])
 def situ_kernel(
     gate_up, y, groups, inverse_beta, inverse_linear, scale,
@@ -55,10 +64,7 @@ def situ_kernel(
     there = at + (group // (WIDTH // 32)).to(tl.int64) * WIDTH
     gate = tl.load(gate_up + there, mask=group < groups, other=0.0).to(tl.float32)
     up = tl.load(gate_up + there + WIDTH, mask=group < groups, other=0.0).to(tl.float32)
-    t, v = gate * inverse_beta, up * inverse_linear
-    e, f = _decay(t), _decay(v)
-    both = _over(t, e) * _over(v, f) * _reciprocal((1.0 + e) * (1.0 + f))
-    value = both * sigmoid(gate) * scale
+    value = situ_value(gate, up, inverse_beta, inverse_linear, scale)
     if ROUND:
         value = rounded_blocks(through(value, BF16), CARRY, CLAMP)
     keep(y + at, value, group < groups, BF16)

@@ -41,6 +41,31 @@ def to_bf16_rne(x):
 
 
 @triton.jit
+def now(x):
+    """fp32 x, made before what follows: the compiler would let it wait, and what it is made of stay in registers."""
+    if INTERPRET:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def widen(x):
+    """bf16 as fp32, made here: the compiler would make it once and keep twice the registers."""
+    if INTERPRET:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=2,
+        )
+
+
+@triton.jit
 def prefetch(pointer, SIZE: tl.constexpr):
     """Start to bring the SIZE bytes behind a scalar pointer (both multiples of 16) into the L2 cache."""
     if not INTERPRET:

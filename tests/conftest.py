@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,20 +15,62 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-# Files whose fixtures are long runs start first, so that no worker waits for the other at the end.
+# Tests of several folders run scripts under Triton's interpreter, and test folders are no packages.
+_spec = importlib.util.spec_from_file_location("interpreting", Path(__file__).parent / "kernels" / "interpreting.py")
+sys.modules["interpreting"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules["interpreting"])
+
+# Files that take long start first, so that no worker waits for the others at the end: those that keep both cores busy
+# by turns with those that wait for time limits.
 LONG = (
     "parallel/test_deepspeed.py",
     "pipelines/test_interrupts.py",
-    "pipelines/test_quickstart.py",
-    "pipelines/test_restart.py",
-    "checkpoint/test_kill_and_resume.py",
-    "kernels/test_interpreter.py",
     "pipelines/test_submit.py",
     "envs/compiler/test_compiler_hacks.py",
+    "pipelines/test_quickstart.py",
+    "envs/sandbox/test_sandbox_contract.py",
+    "pipelines/test_restart.py",
+    "actors",
+    "checkpoint/test_kill_and_resume.py",
+    "parallel",
+    "kernels/test_interpreter.py",
+    "model/test_kernels.py",
 )
+# Files that share what is costly to make stay with one worker.
+TOGETHER = {
+    "tests/pipelines/test_interrupts.py": "a run as a job",
+    "tests/pipelines/test_submit.py": "a run as a job",
+    "tests/structure/test_files.py": "syntax trees",
+    "tests/structure/test_imports.py": "syntax trees",
+    **{
+        f"tests/actors/test_{name}.py": "a Ray for actors"
+        for name in ("broken_environment", "learner_ranks", "placement", "publish", "reward_places")
+    },
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    items.sort(key=lambda item: min(places.get(path, len(places)) for path in (item.path, item.path.parent)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays with one worker, and so do the files of `TOGETHER`."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = super()._split_scope(nodeid)
+            return TOGETHER.get(name, name)
+
+    return ByFile(config, log)

@@ -1,4 +1,4 @@
-"""One real local Ray for the actor tests."""
+"""One real local Ray for the actor tests that a worker has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from k3rl.actors.cluster import ClusterConfig, cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_cluster():
     config = ClusterConfig(cpus=4, object_store_mb=200, learner_threads=1, rollout_threads=1, placement_deadline_s=30)
     with cluster(config):

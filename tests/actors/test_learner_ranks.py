@@ -69,10 +69,25 @@ def saved(learner: Learner, directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def story(ray_cluster, tmp_path_factory):
+def learners():
+    """A function that makes two ranks; all are ended with the fixture, for other files share their Ray."""
+    made: list[Learner] = []
+
+    def make() -> Learner:
+        made.append(ranks())
+        return made[-1]
+
+    yield make
+    for learner in made:
+        for actor in learner.actors:
+            ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def story(ray_cluster, learners, tmp_path_factory):
     """What the survivor said, what the run said, how long it took, and the states with and without the accident."""
     folder = tmp_path_factory.mktemp("ranks")
-    first = ranks()
+    first = learners()
     step(first, 1)
     saved(first, folder / "step_1")
     step(first, 2)
@@ -94,12 +109,10 @@ def story(ray_cluster, tmp_path_factory):
     for actor in first.actors:
         ray.kill(actor)
 
-    second = ranks()
+    second = learners()
     second.load_state(str(folder / "step_1"))
     step(second, 2)
     again = saved(second, folder / "again")
-    for actor in second.actors:
-        ray.kill(actor)
     return survivor.value.cause, str(run.value), took, straight, again
 
 

@@ -50,17 +50,37 @@ class ScriptedRollout:
         return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)
 
 
-@pytest.mark.parametrize("place", [0, 3, 7])
-def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(ray_cluster, place):
-    task = TaskRef("train", 5, 0, level=2, family="list")
+PLACES = (0, 3, 7)
+TASK = TaskRef("train", 5, 0, level=2, family="list")
+
+
+def _seed(place: int, sample: int) -> int:
+    return 1000 + 100 * place + sample
+
+
+@pytest.fixture(scope="module")
+def good() -> str:
     environment = make(ENV)
-    good = environment.oracle(environment.source.get("train", 5, 0, level=2, family="list"))
-    answers = [*BAD[:place], good, *BAD[place:]]
-    jobs = [EpisodeJob(f"g-{i}", "g", task, 1000 + i) for i in range(8)]
-    engine = ray.remote(ScriptedRollout).options(num_cpus=0).remote({1000 + i: a for i, a in enumerate(answers)})
+    return environment.oracle(environment.source.get("train", 5, 0, level=2, family="list"))
+
+
+@pytest.fixture(scope="module")
+def rollouts(ray_cluster, good):
+    """One engine, player and judge; the engine gives the good program at a place of its group."""
+    groups = {place: [*BAD[:place], good, *BAD[place:]] for place in PLACES}
+    answers = {_seed(place, i): text for place, texts in groups.items() for i, text in enumerate(texts)}
+    engine = ray.remote(ScriptedRollout).options(num_cpus=0).remote(answers)
     player = ray.remote(EnvironmentActor).options(num_cpus=0).remote(ENV, {}, "bwrap", engine)
     judge = ray.remote(RewardActor).options(num_cpus=0).remote(ENV, {}, "bwrap")
-    [group] = Rollouts(ray_cluster, [engine], [player], [judge]).play(jobs, SamplingParams(max_tokens=48))
+    yield Rollouts(ray_cluster, [engine], [player], [judge])
+    for actor in (engine, player, judge):
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(rollouts, good, place):
+    jobs = [EpisodeJob(f"g{place}-{i}", f"g{place}", TASK, _seed(place, i)) for i in range(8)]
+    [group] = rollouts.play(jobs, SamplingParams(max_tokens=48))
 
     assert [episode.id for episode in group.episodes] == [job.episode_id for job in jobs]
     assert [episode.score for episode in group.episodes if not isinstance(episode.score, Scored)] == []
@@ -73,5 +93,3 @@ def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(
         text = tokenizer.decode(ids.tolist(), skip_special=True)
         expected = 7 / 8 if good in text else -1 / 8
         np.testing.assert_allclose(batch.advantages[start:stop][batch.loss_mask[start:stop]], expected, rtol=1e-6)
-    for actor in (engine, player, judge):
-        ray.kill(actor)

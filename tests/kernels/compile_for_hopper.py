@@ -22,24 +22,33 @@ from triton.compiler import ASTSource
 
 from k3rl.kernels import (
     add_groups_kernels,
+    add_many_kernels,
     attn_res_kernels,
     draw_kernels,
     few_rows_kernels,
+    few_rows_packed_kernels,
     gated_norm_kernels,
     gather_rows_kernels,
+    heads_kernels,
     kda_backward,
     kda_decode_kernels,
     kda_decode_split,
     kda_forward,
     largest_logits_kernels,
     latent_attention_kernels,
+    latent_chunks_kernels,
+    latent_step_kernels,
+    load_counts_kernels,
     muon_kernels,
     mxfp8_kernels,
     ptxas,
     rms_norm_kernels,
     route_kernels,
+    routing_kernels,
     short_conv_kernels,
     situ_kernels,
+    symmetric_kernels,
+    thin_kernels,
 )
 
 INTEGERS = {"chunk_start", "chunk_len", "chunk_offset", "segment_offset", "read_index", "write_index", "index", "span"}
@@ -57,14 +66,14 @@ INTEGERS |= {
 FLOAT32 = {"A_log", "dt_bias", "decay", "decay_out", "S0", "S_end", "starts", "norms", "norm_weight", "state_pool"}
 FLOAT32 |= {"dS_end", "dS0", "dbeta", "dbias_rows", "drate_rows", "fading", "along", "wq", "wk", "wv"}
 FLOAT32 |= {"row_keys", "row_updates", "row_decay", "w_a", "w_b", "w_c", "wa", "wb", "wc", "weight", "dweight_rows"}
-FLOAT32 |= {"total", "gradient", "momentum", "largest", "squares", "master", "parts_of_o"}
+FLOAT32 |= {"sums", "total", "gradient", "momentum", "largest", "squares", "master", "parts_of_o", "dnorm_rows"}
 FLOAT32 |= {f"{kind}{number}" for kind in "bad" for number in range(8)} | {"state", "parts", "routed", "dots"}
 SCALARS = {"lower_bound", "scale", "eps", "norm_eps", "gate_cap", "up_cap", "inverse_beta", "inverse_linear"}
-SCALARS |= {"rate", "scaling"}
+SCALARS |= {"rate", "scaling", "alpha", "gamma", "q_eps", "c_eps"}
 COUNTS = re.compile(
-    r".*(_t|_h|_stride)$|H|n|most|C|tokens|row|rows|channels|width|steps|size|groups|count|experts|outputs|heads"
+    r".*(_t|_h|_stride|_size)$|H|n|most|C|tokens|row|rows|channels|width|steps|size|groups|count|experts|outputs|heads|blocks"
 )
-INTEGERS |= {"first_key"}
+INTEGERS |= {"first_key", "counts", "totals"}
 # Types that a name has in one kernel only.
 OWN_TYPES = {("finish_kernel", "decay"): "fp32", ("merge_kernel", "ends"): "*fp32", ("normed_kernel", "r"): "*fp32"}
 OWN_TYPES |= {("normed_gradient_kernel", "r"): "*fp32", ("add_groups_kernel", "rows"): "*i32"}
@@ -72,19 +81,38 @@ OWN_TYPES |= {("momentum_kernel", "parts"): "i32", ("unit_kernel", "parts"): "i3
 OWN_TYPES |= {("choose_kernel", name): "*fp32" for name in ("logits", "bias", "weights")}
 OWN_TYPES |= {("sort_kernel", name): "*i64" for name in ("ids", "token", "inverse")}
 OWN_TYPES |= {("product_kernel", "rows"): "*bf16", ("product_kernel", "token"): "*i64"}
+OWN_TYPES |= {("packed_product_kernel", "token"): "*i64"}
+OWN_TYPES |= {(kernel, "codes"): "*i16" for kernel in ("packed_product_kernel", "decode_kernel")}
+OWN_TYPES |= {(kernel, "scales"): "*i32" for kernel in ("packed_product_kernel", "decode_kernel")}
+OWN_TYPES |= {("packed_product_kernel", "rows"): "*bf16"}
 OWN_TYPES |= {("attend_kernel", name): "*i64" for name in ("table", "past")}
 OWN_TYPES |= {(kernel, name): "*fp32" for kernel in ("attend_kernel", "merge_kernel") for name in ("parts", "sums")}
+OWN_TYPES |= {("query_kernel", "place"): "*i64"} | {("values_kernel", name): "*fp32" for name in ("parts", "sums")}
 OWN_TYPES |= {("sum_kernel", "rows"): "*bf16", ("largest_kernel", "tiles"): "*fp32"}
 OWN_TYPES |= {("draw_kernel", "logits"): "*fp32", ("draw_kernel", "tokens"): "i32"}
 OWN_TYPES |= {("draw_kernel", name): "*fp64" for name in ("temperature", "uniform", "out")}
 OWN_TYPES |= {("choose_kernel", "ids"): "*i64", ("sum_kernel", "inverse"): "*i64", ("sum_kernel", "weights"): "*fp32"}
+OWN_TYPES |= {("add_many_kernel", "table"): "*i64"}
+MANY = ("choose_many_kernel", "choose_gradient_kernel", "places_kernel", "block_counts_kernel")
+OWN_TYPES |= {(kernel, name): "*i64" for kernel in MANY for name in ("ids", "order", "inverse", "token")}
+OWN_TYPES |= {(kernel, name): "*fp32" for kernel in MANY[:2] for name in ("logits", "bias", "grad", "scores", "cutoff")}
+OWN_TYPES |= {(kernel, "starts"): "*i32" for kernel in ("expert_ends_kernel", "places_kernel")}
+OWN_TYPES |= {("places_kernel", name): "*fp32" for name in ("weights", "routed")}
+OWN_TYPES |= {("choose_many_kernel", "weights"): "*fp32", ("load_counts_kernel", "loads"): "*i64"}
+OWN_TYPES |= {("load_counts_kernel", name): "*fp32" for name in ("scores", "cutoff", "bias", "kept")}
+OWN_TYPES |= {("load_counts_kernel", name): "*u8" for name in ("valid", "seen", "changed", "nan")}
+OWN_TYPES |= {("symmetric_kernel", name): "i32" for name in ("r", "k", "p_n", "p_r", "p_k")}
+OWN_TYPES |= {("symmetric_kernel", "beta"): "fp32"}
 OWN_TYPES |= {("gather_kernel", "index"): "*i64", ("gather_kernel", "rows"): "*bf16"}
+OWN_TYPES |= {("attend_chunks_kernel", name): "*i64" for name in ("table", "past")}
+OWN_TYPES |= {("attend_chunks_kernel", name): "*fp32" for name in ("parts", "sums")}
 
 K, C = {"K": 128}, {"C": kda_forward.CHUNK}
 SCAN = K | C | {"HAS_S0": True, "SAVE": False, "TRANSITION": False, "V": 128, "BV": 64, "STAGES": 3}
 GRADIENTS = K | C | {"KB": 64, "BLOCK": 16, "EARLY": True}
 STEP = {"D": 128, "BV": 64, "ROWS": 16, "BF16": True, "POOL_BF16": True, "PENDING": False, "DEFERRED": False}
-SPLIT = {name: value for name, value in STEP.items() if name != "DEFERRED"} | {"BV": 128 // kda_decode_kernels.PARTS}
+SPLIT = {name: value for name, value in STEP.items() if name != "DEFERRED"}
+EIGHT, FOUR = ({"BV": 128 // parts} for parts in kda_decode_kernels.PARTS)
 CONV = {"HAS_HISTORY": True, "BF16": True}
 NORM = {"D": 128, "BF16": True}
 MUON = {"NESTEROV": True, "CHUNK": muon_kernels.CHUNK}
@@ -92,8 +120,14 @@ ROUNDING = {"CARRY": mxfp8_kernels.CARRY["ceil"], "CLAMP": False, "GROUPS": 32, 
 SITU = {"WIDTH": 3072, "COLUMNS": 512, "ROWS": 2, "BF16": True}
 GROWING = {"ADDED": True, "ADDED_LAST": True, "HOLD": True, "EARLY": False}
 WIDE, WIDEST = ({"WIDTH": width, "BLOCK": block, "BF16": True} for width, block in ((1024, 1024), (7168, 8192)))
-CHOOSE = {"RENORMALIZE": True, "RECORDED": False}
+WHOLE, GROWN = ({"ADD": parts > 0, "PARTS": parts, "FRESH": False} for parts in (0, 8))
+CHOOSE = {"RENORMALIZE": True, "RECORDED": False, "PARTS": 1}
 LATENTS = {"Z": 256, "ROPE": 64, "HEADS": 16, "TOKENS": 64, "PAGE": 64, "STAGES": 2}
+CHUNKS = {"Z": 512, "ROPE": 64, "TILE": latent_chunks_kernels.TILE, "TOKENS": 32, "PAGE": 64, "STAGES": 2}
+SYMMETRIC = {"EVEN": True, "TILE": 128, "DEPTH": symmetric_kernels.DEPTH, "p_k": 1}
+HEADS = {"NOPE": 128, "ROPE": 64, "VALUE": 128}
+QUERIES = {"RANK": 384, "BLOCK": 512, "DEPTH": 128, "Z": 256, "NOPE": 128, "ROPE": 64, "ROWS": 16, "STAGES": 3}
+VALUES = {"Z": 256, "V": 128, "COLUMNS": latent_step_kernels.COLUMNS, "ROWS": 16, "SPLITS": 4, "DEPTH": 64}
 FEW = {"STRIP": few_rows_kernels.STRIP, "DEPTH": 128, "BF16": True}
 
 
@@ -106,6 +140,20 @@ def _options(launch: dict, **names: str) -> tuple[dict, dict]:
 def _conv(kernel, launch: dict):
     constants, options = _options(launch, columns="COLUMNS", stages="STAGES")
     return kernel, CONV | constants, options
+
+
+def _few_rows_packed(rows: int, width: int, unit: bool):
+    names = {"rows": "ROWS", "extra": "EXTRA", "rest": "REST", "strip": "STRIP", "stages": "STAGES", "blocks": "BLOCKS"}
+    constants, options = _options(few_rows_packed_kernels.LAUNCHES[rows], **names)
+    own = {
+        "WIDTH": width,
+        "GATHER": unit,
+        "UNIT": unit,
+        "ROUND": unit,
+        "CARRY": mxfp8_kernels.CARRY["ceil"],
+        "CLAMP": False,
+    }
+    return few_rows_packed_kernels.packed_product_kernel, constants | own, options
 
 
 LARGEST = _options(largest_logits_kernels.LAUNCH, rows="ROWS", keys="KEYS", stages="STAGES")
@@ -130,8 +178,10 @@ CONFIGURATIONS = {
     "decode": (kda_decode_kernels.step_kernel, STEP, {}),
     "decode-pending": (kda_decode_kernels.step_kernel, STEP | {"PENDING": True}, {}),
     "decode-deferred": (kda_decode_kernels.step_kernel, STEP | {"PENDING": True, "DEFERRED": True}, {}),
-    "decode-split": (kda_decode_split.split_kernel, SPLIT, {}),
-    "decode-split-pending": (kda_decode_split.split_kernel, SPLIT | {"PENDING": True}, {}),
+    "decode-split": (kda_decode_split.split_kernel, SPLIT | FOUR, {}),
+    "decode-split-pending": (kda_decode_split.split_kernel, SPLIT | FOUR | {"PENDING": True}, {}),
+    "decode-split-eight": (kda_decode_split.split_kernel, SPLIT | EIGHT, {}),
+    "decode-split-eight-pending": (kda_decode_split.split_kernel, SPLIT | EIGHT | {"PENDING": True}, {}),
     "flush": (kda_decode_kernels.flush_kernel, {"D": 128, "BV": 64, "ROWS": 16}, {}),
     "conv": _conv(short_conv_kernels.forward_kernel, short_conv_kernels.FORWARD),
     "conv-backward": _conv(short_conv_kernels.backward_kernel, short_conv_kernels.BACKWARD),
@@ -141,10 +191,28 @@ CONFIGURATIONS = {
         {},
     ),
     "choose-1024": (route_kernels.choose_kernel, CHOOSE | {"E": 1024, "CHOICES": 16, "LANES": 16}, {"num_warps": 4}),
+    "choose-64": (
+        route_kernels.choose_kernel, CHOOSE | {"E": 64, "CHOICES": 8, "LANES": 8, "PARTS": 8}, {"num_warps": 4},
+    ),
     "sort-4096": (route_kernels.sort_kernel, {"CHOICES": 16, "ROWS": 4096}, {"num_warps": route_kernels.SORT_WARPS[1]}),
     "sum-choices": (route_kernels.sum_kernel, {"CHOICES": 16, "COLUMNS": 4096, "BF16": True, "NORM": True}, {}),
+    "choose-many-1024": (
+        routing_kernels.choose_many_kernel, CHOOSE | {"E": 1024, "TOKENS": 2, "CHOICES": 16, "LANES": 16}, {},
+    ),
+    "choose-gradient": (
+        routing_kernels.choose_gradient_kernel,
+        {"E": 64, "TOKENS": 32, "CHOICES": 8, "RENORMALIZE": True, "BF16": True}, {},
+    ),
+    "places": (routing_kernels.places_kernel, {"CHOICES": 8, "BLOCK": routing_kernels.BLOCK} | {"WEIGHTED": True}, {}),
+    "load-counts": (load_counts_kernels.load_counts_kernel, {"E": 64, "TOKENS": 32, "BINS": 1000, "VALID": True}, {}),
     "few-rows-16": (few_rows_kernels.product_kernel, FEW | {"ROWS": 16, "STAGES": 2, "GATHER": True}, {}),
     "few-rows-64": (few_rows_kernels.product_kernel, FEW | {"ROWS": 64, "STAGES": 3, "GATHER": False}, {}),
+    "latents-chunks": (
+        latent_chunks_kernels.attend_chunks_kernel, CHUNKS | {"HEADS": 12, "SPLITS": 4}, latent_chunks_kernels.LAUNCH,
+    ),
+    "few-rows-packed-16": _few_rows_packed(16, 512, unit=True),
+    "few-rows-packed-96": _few_rows_packed(96, 3584, unit=False),
+    "few-rows-decode": (few_rows_packed_kernels.decode_kernel, {"WIDTH": 3584, "STRIP": 64}, {}),
     "draw-4096": (draw_kernels.draw_kernel, {"V": 4096}, {"num_warps": 8}),
     "latents": (latent_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 1}, {}),
     "latents-wide": (
@@ -152,10 +220,16 @@ CONFIGURATIONS = {
         {"num_warps": 8},
     ),
     "latents-merge": (latent_attention_kernels.merge_kernel, {"Z": 512, "SPLITS": 32, "LANES": 32}, {}),
+    "latent-queries": (latent_step_kernels.query_kernel, QUERIES, {"num_warps": latent_step_kernels.WARPS}),
+    "latent-values": (latent_step_kernels.values_kernel, VALUES, {}),
+    "thin": (
+        thin_kernels.thin_kernel, {"ROWS": 64, "STRIP": thin_kernels.LAUNCH["strip"], "DEPTH": thin_kernels.DEPTH}, {},
+    ),
     "norm": (gated_norm_kernels.forward_kernel, NORM | {"ROWS": gated_norm_kernels.ROWS_FORWARD}, {}),
     "norm-backward": (
         gated_norm_kernels.backward_kernel, NORM | {"ROWS": 64, "STAGES": 3}, {"num_warps": 16},
     ),
+    "add-many": (add_many_kernels.add_many_kernel, {"STEP": 8, "BLOCK": 8192, "BF16": True}, {"num_warps": 8}),
     "add-groups": (
         add_groups_kernels.add_groups_kernel, {"COUNTS": True, "BLOCK": add_groups_kernels.BLOCK}, {"num_warps": 8},
     ),
@@ -173,6 +247,14 @@ CONFIGURATIONS = {
         {"num_warps": 8},
     ),
     "muon-finish": (muon_kernels.finish_kernel, {"CHUNK": muon_kernels.CHUNK}, {"num_warps": 8}),
+    "symmetric": (
+        symmetric_kernels.symmetric_kernel, SYMMETRIC | {"GROWS": False},
+        symmetric_kernels.LAUNCH[128],
+    ),
+    "symmetric-grown": (
+        symmetric_kernels.symmetric_kernel, SYMMETRIC | {"GROWS": True},
+        symmetric_kernels.LAUNCH[128],
+    ),
     "mxfp4": (muon_kernels.mxfp4_kernel, {"ROWS": muon_kernels.ROWS}, {}),
     "rounding": (mxfp8_kernels.rounding_kernel, ROUNDING, {}),
     "situ": (situ_kernels.situ_kernel, ROUNDING | {"WIDTH": 256, "ROUND": False}, {}),
@@ -182,6 +264,9 @@ CONFIGURATIONS = {
     "gather": (
         gather_rows_kernels.gather_kernel,
         {"WIDTH": 512, "COLUMNS": 512, "ROWS": 4, "WEIGHTED": True, "BF16": True}, {},
+    ),
+    "heads-collect": (
+        heads_kernels.collect_kernel, HEADS | {"COLUMNS": 256, "LAST": 64, "ROWS": 8, "BF16": True}, {},
     ),
     "normed": (rms_norm_kernels.normed_kernel, WIDE | {"ROWS": 1}, {"num_warps": 2}),
     "normed-gradient": (
@@ -194,10 +279,11 @@ CONFIGURATIONS = {
         rms_norm_kernels.column_sums_kernel,
         {"WIDTH": 1024, "ROWS": 256, "COLUMNS": 16, "PRODUCTS": True, "BF16": True}, {},
     ),
-    "mix": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": False, "SAVE": True}, {}),
-    "mix-normed": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": True, "SAVE": False}, {}),
+    "mix": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": False, "SAVE": True} | WHOLE, {}),
+    "mix-normed": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": True, "SAVE": False} | GROWN, {}),
     "mix-7168": (
-        attn_res_kernels.mix_kernel, WIDEST | {"SOURCES": 9, "NORMED": False, "SAVE": True}, {"num_warps": 16},
+        attn_res_kernels.mix_kernel, WIDEST | {"SOURCES": 9, "NORMED": False, "SAVE": True} | WHOLE,
+        {"num_warps": 16},
     ),
     "mix-gradient-two": (attn_res_kernels.mix_gradient_kernel, WIDE | GROWING | {"SOURCES": 2, "EARLY": True}, {}),
     "mix-gradient": (attn_res_kernels.mix_gradient_kernel, WIDE | GROWING | {"SOURCES": 5}, {}),

@@ -19,6 +19,8 @@ from k3rl.kernels import draw as draw_reference
 from k3rl.kernels import (
     draw_kernels,
     few_rows_kernels,
+    few_rows_packed,
+    few_rows_packed_kernels,
     gated_norm,
     gated_norm_kernels,
     kda_autograd,
@@ -27,6 +29,7 @@ from k3rl.kernels import (
     latent_attention_kernels,
     route_kernels,
     short_conv_kernels,
+    situ_kernels,
 )
 from k3rl.kernels import few_rows as few_rows_reference
 from k3rl.kernels import kda as kda_reference
@@ -34,6 +37,7 @@ from k3rl.kernels import kda_decode as decode_reference
 from k3rl.kernels import latent_attention as latent_reference
 from k3rl.kernels import route as route_reference
 from k3rl.kernels import short_conv as conv_reference
+from k3rl.numerics import mx
 
 # Relative Frobenius error of bf16 kernels against float64 on the same inputs, see docs/kernels.md. The caps are for
 # K = V = 128: roundings average less over fewer channels, so cases with slow channels take K = 64. dA_log is one number
@@ -415,6 +419,34 @@ def few_rows() -> None:
             )
 
 
+def few_rows_of_packed() -> None:
+    """Every code beside every scale to the bit; products with the bits of the bf16 kernel, in one pass and in two."""
+    packed = torch.arange(256).to(torch.uint8).view(1, 4, 64).repeat(1, 64, 1)
+    scale = torch.arange(256).clamp(max=few_rows_packed.MOST_SCALE).to(torch.uint8).view(1, 256, 1).repeat(1, 1, 4)
+    for turn in range(4):  # a chunk of four rows holds each byte once
+        tiles = few_rows_packed.tiled(packed.roll(turn, 1), scale)
+        want = mx.dequantize_mxfp4(packed.roll(turn, 1), scale, torch.bfloat16)
+        got = few_rows_packed_kernels.decode(*tiles)
+        require_equal("decoded", [got.view(torch.int16)], [want.view(torch.int16)])
+    launch = few_rows_packed_kernels.LAUNCHES[16]
+    for counts, width, outputs, own in (
+        ([0, 1, 20], 256, 64, launch),
+        ([35, 0, 7], 128, 128, launch | {"extra": 16, "rest": 16, "strip": 128, "blocks": 1}),
+    ):  # fmt: skip
+        ends, token = torch.tensor(counts).cumsum(0).to(torch.int32), torch.randint(0, 9, (sum(counts),))
+        packed = torch.randint(0, 256, (len(counts), outputs, width // 2), dtype=torch.uint8)
+        scale = torch.randint(110, 124, (len(counts), outputs, width // 32), dtype=torch.uint8)
+        matrices, x = mx.dequantize_mxfp4(packed, scale, torch.bfloat16), bf16(9, width)
+        tiles = few_rows_packed.tiled(packed, scale)
+        for rows, at in ((x, token), (x[token], None)):
+            got = few_rows_packed_kernels.product(rows, at, *tiles, ends, own)
+            want = few_rows_kernels.product(rows, at, matrices, ends)
+            require_equal("packed product", [got.view(torch.int16)], [want.view(torch.int16)])
+            for rule in (None, "ceil"):
+                got = few_rows_packed_kernels.product(rows, at, *tiles, ends, own, (4.0, 25.0, rule))
+                require_equal("packed unit", [got], [situ_kernels.situ(want, 4.0, 25.0, rule)])
+
+
 def latents() -> None:
     """Rows of one token, of a full page and of more, pages in any order, one split and several, strided queries."""
     for h, z, r, page, splits in ((3, 64, 16, 16, 1), (2, 32, 16, 32, 3), (20, 64, 32, 64, 2), (40, 32, 16, 16, 1)):
@@ -463,7 +495,7 @@ CASES = {
     "splits": splits,
     "conv": conv,
     "norm": norm,
-    "decode-parts": lambda: (route(), few_rows(), latents(), draw()),
+    "decode-parts": lambda: (route(), few_rows(), few_rows_of_packed(), latents(), draw()),
 }
 
 if __name__ == "__main__":

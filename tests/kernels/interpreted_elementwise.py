@@ -21,6 +21,7 @@ from k3rl.kernels import (
     rms_norm,
     rms_norm_kernels,
     situ_kernels,
+    thin,
 )
 from k3rl.kernels import situ as situ_reference
 from k3rl.model.attn_res import ResidualStream
@@ -128,6 +129,17 @@ def mixes() -> None:
         require("mix", y, want, 3e-3)
         normed, _ = attn_res_kernels.mix(last, bank, norm, proj, 1e-5, weight, 1e-6, False)
         require("normed mix", normed, rms_norm.rms_norm_reference(y, weight, 1e-6)[0], 1e-3)
+        rough = [row.bfloat16() for row in bank]
+        pairs = [attn_res_kernels.mix(last + y, rows, norm, proj, 1e-5, weight, 1e-6, False)[0]
+                 for rows in ([row.float() for row in rough], rough)]  # fmt: skip
+        summed = attn_res_kernels.mix(last, rough, norm, proj, 1e-5, weight, 1e-6, False, y)
+        require_equal("mix of a sum, and of block sums in bf16", [*pairs, last + y], [pairs[1], *summed])
+        in_parts = thin.Parts(torch.randn(3, n, width), y, torch.bfloat16)
+        for given, before, base in ((last, last, y), (None, last * 0, None)):
+            in_parts = in_parts._replace(base=base)
+            summed = attn_res.mix_sum(given, in_parts, rough, norm, proj, 1e-5, weight, 1e-6)
+            at_once = attn_res_kernels.mix(before + in_parts.total(), rough, norm, proj, 1e-5, weight, 1e-6, False)[0]
+            require_equal("mix of parts", [at_once, before + in_parts.total()], summed)
         grad, more = bf16(n, 2 * width)[:, ::2], [torch.randn(n, width) for _ in bank]
         d_q, d_last, *d_bank = torch.autograd.grad(want, [q, *leaves], grad.double())
         for added in (None, more):

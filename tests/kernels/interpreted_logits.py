@@ -1,4 +1,4 @@
-"""The largest logits by their kernel under Triton's interpreter, against every visible pair in float64.
+"""The largest logits under the interpreter, against every visible pair.
 
 TRITON_INTERPRET=1 python tests/kernels/interpreted_logits.py
 """

@@ -15,16 +15,25 @@ compiling = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(compiling)
 
 SHARED_MEMORY = 227 * 1024
-# Bytes of spill stores, where they are not 0: `prepare` trades a few for a third program on a multiprocessor,
-# `input-gradients` and `decode-deferred` hold more tiles than there are registers (docs/kernels.md). `mix-gradient` of
-# K3's width keeps addresses of 28 rows, made once a program.
-SPILLS = {"prepare": 16, "prepare-save": 16, "input-gradients": 120, "mix-gradient-7168": 112, "mix-7168": 8}
-SPILLS["decode-deferred"] = 4
+# Bytes of spill stores, where they are not 0: `mix-gradient` of K3's width works on 28 elements a thread of each row.
+SPILLS = {"mix-gradient-7168": 16}
 # Matrix instructions that must be there. The inverse in `prepare` must not use WGMMA: from registers it came out NaN.
 INSTRUCTIONS = {"prepare": "mma.sync", "prepare-save": "mma.sync"}
+INSTRUCTIONS |= dict.fromkeys(("few-rows-packed-16", "few-rows-packed-96"), "wgmma")
 INSTRUCTIONS |= dict.fromkeys(
-    ("largest-logits", "scan", "scan-save", "scan-transition", "merge", "reverse-scan", "state-gradients"), "wgmma"
+    (
+        "largest-logits",
+        "latents-chunks",
+        "scan",
+        "scan-save",
+        "scan-transition",
+        "merge",
+        "reverse-scan",
+        "state-gradients",
+    ),
+    "wgmma",
 )
+INSTRUCTIONS |= dict.fromkeys(("own-attention", "symmetric", "symmetric-grown"), "wgmma")
 INSTRUCTIONS["input-gradients"] = "mma.sync"
 
 
@@ -47,8 +56,19 @@ def test_the_convolution_backward_carries_every_row_that_it_reaches_back_to():
     assert carried.count("xf32") == 10, loop
 
 
+def test_packed_experts_are_decoded_into_registers_that_no_matrix_instruction_still_reads():
+    """Triton 3.6 lets the last ones of a pass run on while the next pass writes those registers, unless the sum is
+    asked for; the order in a pass is its own, each product with registers of its own."""
+    kernel = compiling.compiled(*compiling.CONFIGURATIONS["few-rows-packed-16"])
+    lines = [line for line in kernel.asm["ttgir"].splitlines() if "warp_group_dot" in line or "inline_asm" in line]
+    last = max(number for number, line in enumerate(lines) if "warp_group_dot " in line)
+    assert "warp_group_dot_wait" in lines[last + 1], lines
+    assert "pendings = 0" in lines[last + 1], lines
+    assert any("mov.b32" in line for line in lines[last + 2 :]), lines
+
+
 def test_the_number_of_compiled_variants_is_bounded():
     """Per model: each configuration, times with and without states given and saved where that is a constant."""
     flags = ("HAS_S0", "SAVE", "HAS_DS", "HAS_HISTORY", "PACKED", "EARLY", "TRANSITION", "WHERE")
     kernels = {kernel: constants for kernel, constants, _ in compiling.CONFIGURATIONS.values()}
-    assert sum(2 ** sum(flag in constants for flag in flags) for constants in kernels.values()) <= 64
+    assert sum(2 ** sum(flag in constants for flag in flags) for constants in kernels.values()) <= 88

@@ -1,12 +1,10 @@
-"""Every Triton kernel under the interpreter, each case in its own process (`interpreted.py`)."""
+"""Every Triton kernel under the interpreter, each case in its own process (`interpreting.py`)."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import interpreting
 import pytest
 
 HERE = Path(__file__).parent
@@ -16,20 +14,8 @@ CASES += ("decode", "decode-deferred", "conv", "norm")
 CASES += ("decode-parts",)
 
 
-def interpret(*arguments: str) -> None:
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{HERE.parents[1]}:{HERE}",
-    }
-    run = subprocess.run(
-        [sys.executable, HERE / arguments[0], *arguments[1:]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+def interpret(*words: str) -> None:
+    interpreting.interpret(HERE / words[0], *words[1:])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -42,5 +28,17 @@ def test_element_wise_kernels_agree_with_their_references(case):
     interpret("interpreted_elementwise.py", case)
 
 
+def test_kernels_of_a_decode_step_agree_with_their_references():
+    interpret("interpreted_step.py")
+
+
 def test_the_largest_logits_are_those_of_every_visible_pair():
     interpret("interpreted_logits.py")
+
+
+def test_attention_over_latents_of_several_tokens_is_that_of_each():
+    interpret("interpreted_latents.py")
+
+
+def test_many_tokens_are_routed_ordered_and_counted_as_by_plain_torch():
+    interpret("interpreted_routing.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from k3rl.kernels import packed_ends
 from k3rl.kernels.gated_norm import gated_norm
 from k3rl.kernels.kda import kda
 from k3rl.kernels.kda_decode import kda_decode
@@ -116,3 +117,17 @@ def test_decode_forks_and_leaves_padding_and_other_slots_alone():
         alone = kda_decode(*(x[row : row + 1] for x in rows), *shared, *one, index, index)
         torch.testing.assert_close(y[row : row + 1], alone)
         torch.testing.assert_close(pool[int(write[row])], one[1][0])
+
+
+def test_tables_of_marked_ends_are_made_once_and_others_at_each_call():
+    ends, made = torch.tensor([0, 3], dtype=torch.int32), []
+    for _ in range(2):
+        packed_ends.table(ends, "a", lambda: made.append(1))
+    assert len(made) == 2
+    assert not packed_ends.covers(ends)
+    assert packed_ends.covers(packed_ends.covering(ends))
+    first = packed_ends.table(ends, "a", object)
+    packed_ends.table(ends, "b", object)
+    assert packed_ends.table(ends, "a", object) is first
+    assert packed_ends.covers(ends.contiguous()), "what is no copy is marked too"
+    assert not packed_ends.covers(ends.clone())

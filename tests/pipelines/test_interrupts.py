@@ -14,15 +14,11 @@ from k3rl.checkpoint.train_state import TrainState, latest_train_state
 
 pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
 
-WORDS = ("--max-steps", "8", "--decay-steps", "0", "--batch-size", "16", "--demonstrations", "200")
-ACTORS = ("--cluster.rollout-actors", "1", "--cluster.environment-actors", "1", "--cluster.reward-actors", "1")
-MORE = (*ACTORS, "--heldout-examples", "8", "--check-every", "4", "--evaluation.n", "4", "--evaluation.n-family", "0")
-
 
 @pytest.fixture(scope="module")
-def interrupted(command, descendants):
+def interrupted(command, small_sft, descendants):
     """(run directory, processes that lived during the run) of an SFT run that got SIGINT after its second step."""
-    process = command.start("sft", *WORDS, *MORE, "--out", "stopped")
+    process = command.start(*small_sft, "--out", "stopped")
     run = command.folder / "stopped"
     deadline = time.monotonic() + 100
     while not (run / "metrics.jsonl").is_file() or (run / "metrics.jsonl").read_text().count('"sft"') < 2:
@@ -56,20 +52,16 @@ def test_no_process_of_ray_is_left(interrupted):
 
 
 @pytest.fixture(scope="module")
-def resumed(interrupted, command):
+def resumed(interrupted, command, small_sft):
     """The interrupted run, continued to its end."""
-    command.run("sft", *WORDS, *MORE, "--out", "stopped", "--resume")
+    command.run(*small_sft, "--out", "stopped", "--resume")
     return interrupted[0]
 
 
-@pytest.fixture(scope="module")
-def straight(command):
-    """The same run without an interruption."""
-    command.run("sft", *WORDS, *MORE, "--out", "straight")
-    return command.folder / "straight"
-
-
-def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(resumed, straight):
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(resumed, submitted):
+    """The other one is a job on a cluster that was up (`test_submit.py`)."""
+    done, straight = submitted
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     one, two = (TrainState(latest_train_state(run / "checkpoints" / "sft")).tensors() for run in (resumed, straight))
     assert one.keys() == two.keys()
     assert [name for name in one if not torch.equal(one[name], two[name])] == []

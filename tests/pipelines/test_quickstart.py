@@ -7,6 +7,7 @@ import json
 import pytest
 
 from k3rl.checkpoint import load_checkpoint, official_tensors, weights_of
+from k3rl.cli import main
 from k3rl.data.trajectories import read_all
 from k3rl.pipelines.batches import reward_of
 from k3rl.run.metrics import read_metrics
@@ -98,8 +99,15 @@ def test_the_stream_shows_the_same_episodes_and_tail_prints_them(finished, comma
     assert "list:" in out
 
 
-def test_a_used_name_is_refused_with_the_two_ways_on(finished, command, small):
-    _, error = command.run("rl", "quickstart", "@", str(small), "--seed", "3", "--out", "quick", code=2)
+def _refused(capsys, *words: str) -> str:
+    """The error of a command line that must be refused, in this process: nothing is started."""
+    assert main(words) == 2
+    return capsys.readouterr().err
+
+
+def test_a_used_name_is_refused_with_the_two_ways_on(finished, small, monkeypatch, capsys):
+    monkeypatch.chdir(finished[1].parent)
+    error = _refused(capsys, "rl", "quickstart", "@", str(small), "--seed", "3", "--out", "quick")
     assert "--resume" in error
     assert "--clean" in error
 
@@ -118,6 +126,7 @@ def test_a_finished_run_resumes_to_the_same_figures(finished, again):
     ]
 
 
-def test_rl_refuses_to_start_from_random_weights(command):
-    _, error = command.run("rl", "--out", "random", code=2)
+def test_rl_refuses_to_start_from_random_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    error = _refused(capsys, "rl", "--out", "random")
     assert "k3rl sft" in error

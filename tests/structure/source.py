@@ -61,24 +61,34 @@ def module_names() -> frozenset[str]:
     return frozenset(names | {name.rpartition(".")[0] for name in names if "." in name})
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement below a node; expressions, which hold none, are not looked into."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        below = getattr(node, field, ())
+        for inner in below if isinstance(below, list) else ():
+            yield inner
+            yield from statements(inner)
+
+
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
     """Every import of a file, relative ones resolved, `from a import b` as a.b where that is a module."""
-    tree = tree_of(path)
+    every = list(statements(tree_of(path)))
     type_only = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and _is_type_checking(node)
-        for inner in ast.walk(node)
+        inner for node in every if isinstance(node, ast.If) and _is_type_checking(node) for inner in statements(node)
     }
-    for node in ast.walk(tree):
+    found = []
+    for node in every:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(path, node.lineno, alias.name, node in type_only)
+                found.append(Import(path, node.lineno, alias.name, node in type_only))
         elif isinstance(node, ast.ImportFrom):
             base = _base_of(path, node)
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                yield Import(path, node.lineno, inner if inner in module_names() else base, node in type_only)
+                name = inner if inner in module_names() else base
+                found.append(Import(path, node.lineno, name, node in type_only))
+    return tuple(found)
 
 
 def _base_of(path: Path, node: ast.ImportFrom) -> str:
