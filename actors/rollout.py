@@ -69,8 +69,8 @@ class RolloutActor:
         if self._server is not None:
             return self._load_into_server(*self._server, Path(checkpoint))
         device, kind = place_of(self._device)
-        model = load_checkpoint(checkpoint, dtype=getattr(torch, dtype) if dtype else kind, device=device)
-        config = self._config
+        kind, config = getattr(torch, dtype) if dtype else kind, self._config
+        model = load_checkpoint(checkpoint, kind, device, packed=not config.exact and "served")
         self._engine = Engine(
             model,
             max_running=self._max_running,

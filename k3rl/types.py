@@ -462,6 +462,11 @@ class Exchange(Protocol):
         """Rows of each expert that this rank holds; they sum to R."""
         ...
 
+    @property
+    def ends(self) -> Any:
+        """Their running sum, int32 [experts of this rank] where the rows are."""
+        ...
+
     def dispatch(self, rows: Any) -> Any:
         """Rows [N, C] -> [R, C], the row of each assignment to this rank's experts, in expert order."""
         ...

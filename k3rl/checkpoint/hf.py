@@ -12,9 +12,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,7 @@ from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside, scr
 from k3rl.checkpoint.sharded import bank_of, collected_tensors
 from k3rl.data.images import ImageConfig
 from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig, VisionConfig
-from k3rl.model.packed import assign
+from k3rl.model.packed import assign, serves_packed, stored_bytes
 from k3rl.numerics import mx, stored_dtype
 from k3rl.parallel.mesh import Mesh
 from k3rl.tokens import TOKENIZER_FILES
@@ -77,9 +77,11 @@ def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator
     """
     quantization = model.config.quantization
     weights = (quantization.shipped() if shipped else quantization).weights
-    for bank, members in itertools.groupby(model.official_parameters(), key=lambda item: bank_of(item[0])):
+    listed = model.official_parameters(decoded=False)
+    for bank, members in itertools.groupby(listed, key=lambda item: bank_of(item[0])):
         if bank is not None and weights == "mxfp4":
-            yield from _packed_bank(model, list(members))
+            own = list(members)
+            yield from _kept_bank(model, own) if model.packed else _packed_bank(model, own)
             continue
         for name, parameter in members:
             value = parameter.detach()
@@ -87,6 +89,15 @@ def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator
             if name.endswith(".A_log"):
                 value = nn.functional.pad(value, (0, _padding(model.config)))
             yield name, value.to(kind, copy=True)
+
+
+def _kept_bank(model: K3ForCausalLM, members: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors of routed experts that are kept packed."""
+    for name, _ in members:
+        kept = stored_bytes(model, name)
+        assert kept is not None
+        yield f"{name}_packed", kept[0].clone()
+        yield f"{name}_scale", kept[1].clone()
 
 
 def _packed_bank(model: K3ForCausalLM, members: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
@@ -317,12 +328,13 @@ def load_checkpoint(
     device: torch.device | str = "cpu",
     *,
     mesh: Mesh | None = None,
-    packed: bool = False,
+    packed: bool | Literal["served"] = False,
 ) -> K3ForCausalLM:
     """The model of a checkpoint directory in the official layout; on a mesh with this rank's run of experts only.
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
-    are stored as bf16 or MXFP4 (others are float32 or wider). packed: MXFP4 experts stay the stored bytes, frozen.
+    are stored as bf16 or MXFP4 (others are float32 or wider). packed: MXFP4 experts stay the stored bytes, frozen;
+    "served": where a kernel multiplies with them, which is what an engine wants.
     A directory with an adapter gives the model that it belongs to, with the adapter attached.
     Raises CheckpointError, also where images are to be prepared another way than k3rl does it, or ModelConfigError for
     a configuration that is not a K3.
@@ -341,14 +353,17 @@ def load_checkpoint(
     files = StoredFiles(path)
     experts = None if mesh is None else mesh.experts(config.num_experts)
     config = as_stored(config, files.keys())
-    packs = packed and config.quantization.weights == "mxfp4"
+    packs = bool(packed) and config.quantization.weights == "mxfp4"
+    if packed == "served":
+        latent, width = config.expert_hidden_size, config.moe_intermediate_size
+        packs = packs and serves_packed(latent, width, torch.device(device), dtype)
     model = K3ForCausalLM(config, dtype=dtype, device=device, experts=experts, packed=packs)
     fill(model, files)
     return model
 
 
 def _load_adapted(
-    path: Path, dtype: torch.dtype, device: torch.device | str, mesh: Mesh | None, packed: bool
+    path: Path, dtype: torch.dtype, device: torch.device | str, mesh: Mesh | None, packed: bool | Literal["served"]
 ) -> K3ForCausalLM:
     _, base = read_adapter_config(path)
     if not (base / CONFIG).is_file():

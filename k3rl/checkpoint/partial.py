@@ -16,8 +16,11 @@ from k3rl.checkpoint.hf import (
     _padding,
     _plain_value,
     _Value,
+    official_tensors,
 )
+from k3rl.checkpoint.sharded import bank_of
 from k3rl.model import K3ForCausalLM
+from k3rl.model.packed import assign, stored_bytes
 from k3rl.numerics import mx, stored_dtype
 
 _PACKED, _SCALE = "_packed", "_scale"
@@ -32,7 +35,7 @@ class StoredView:
 
     def __init__(self, model: K3ForCausalLM, *, trusted: bool = False) -> None:
         self._trusted = trusted
-        self._model, self._parameters = model, dict(model.official_parameters())
+        self._model, self._parameters = model, dict(model.official_parameters(decoded=False))
         self._expert: tuple[str, tuple[Tensor, Tensor]] | None = None  # the last one packed: two tensors ask for it
 
     def __getitem__(self, name: str) -> Tensor:
@@ -51,13 +54,43 @@ class StoredView:
         if expert not in self._parameters or part not in ("packed", "scale"):
             raise CheckpointError(f"{name} is no stored tensor of this model")
         if self._expert is None or self._expert[0] != expert:
-            source = self._model.stored_blocks.get(expert)
-            if self._trusted and source is not None:
-                return source[part == "scale"].cpu()
-            value, rule = self._parameters[expert].detach(), self._model.config.quantization.scale_rule
-            packed, scale = _packed_with_source(value, source, rule)
+            source = stored_bytes(self._model, expert)
+            if source is not None and (self._trusted or self._model.packed):
+                packed, scale = source
+            else:
+                value, rule = self._parameters[expert].detach(), self._model.config.quantization.scale_rule
+                packed, scale = _packed_with_source(value, source, rule)
             self._expert = expert, (packed.cpu(), scale.cpu())
         return self._expert[1][part == "scale"]
+
+
+@torch.no_grad()
+def second_model(model: K3ForCausalLM, *, packed: bool) -> K3ForCausalLM:
+    """A model of the same values that shares nothing with `model`; packed: its routed experts are kept as bytes.
+
+    Raises PackError where `model` does not store them so, and CheckpointError where it keeps them packed and the
+    second one should not.
+    """
+    if model.packed and not packed:
+        raise CheckpointError("experts that are kept packed are copied packed; load the checkpoint again for others")
+    copy = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device, packed=packed)
+    for own, other in zip(
+        itertools.chain(copy.parameters(), copy.buffers()),
+        itertools.chain(model.parameters(), model.buffers()),
+        strict=True,
+    ):
+        if not own.is_meta:
+            own.copy_(other)
+    if not packed:
+        copy.stored_blocks.update(model.stored_blocks)  # bytes that nobody writes to
+    for layer, bank in copy.packed_banks.items():
+        if model.packed:
+            bank.copy_(model.packed_banks[layer])
+    if packed and not model.packed:
+        experts = ((name, tensor) for name, tensor in official_tensors(model) if bank_of(name) is not None)
+        for (name, codes), (_, scale) in zip(experts, experts, strict=True):  # the two of each follow each other
+            assign(copy, name.removesuffix(_PACKED), scale, (codes, scale))
+    return copy
 
 
 def copy_with(
@@ -69,16 +102,9 @@ def copy_with(
     by its name, by default from the values. Peak memory: both models and one tensor. Raises CheckpointError as
     `assign_official_tensors` does.
     """
-    copy = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device)
-    with torch.no_grad():
-        for own, other in zip(
-            itertools.chain(copy.parameters(), copy.buffers()),
-            itertools.chain(model.parameters(), model.buffers()),
-            strict=True,
-        ):
-            own.copy_(other)
-    copy.stored_blocks.update(model.stored_blocks)  # bytes that nobody writes to
-    parameters, stored = dict(copy.official_parameters()), base or StoredView(model).__getitem__
+    copy = second_model(model, packed=model.packed)
+    parameters = dict(copy.official_parameters(decoded=False))
+    stored = base or StoredView(model).__getitem__
     waiting: dict[str, dict[str, Tensor]] = {}
 
     def flush() -> None:
@@ -86,7 +112,7 @@ def copy_with(
             packed, scale = (parts[part] if part in parts else stored(expert + part) for part in (_PACKED, _SCALE))
             parameter = parameters[expert]
             _check_packed(expert, parameter, packed, scale)
-            value = mx.dequantize_mxfp4(packed, scale, parameter.dtype)
+            value = parameter if copy.packed else mx.dequantize_mxfp4(packed, scale, parameter.dtype)
             _commit(copy, [_Value(expert, value, (packed, scale))])
         waiting.clear()
 

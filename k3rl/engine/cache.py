@@ -18,7 +18,7 @@ from torch import Tensor
 
 from k3rl.engine.memory import states_budget
 from k3rl.engine.paged import PagedCache
-from k3rl.engine.prefix import FixedState, Hit, Part
+from k3rl.engine.prefix import FixedState, Hit, Part, Pieces
 from k3rl.kernels.kda import CHUNK
 from k3rl.model import Cache, K3ForCausalLM
 
@@ -166,8 +166,8 @@ class StatePool:
             source, target = zip(*pairs, strict=True)
             self.cache.copy_rows(_index(source), _index(target))
 
-    def source(self, row: int, routes: np.ndarray | None, hidden: Tensor | None) -> RowSource:
-        """What a prefix cache copies from: a row, the routes of its tokens [T, M, k], the last hidden row [1, H]."""
+    def source(self, row: int, routes: Pieces | None, hidden: Tensor | None) -> RowSource:
+        """What a prefix cache copies from: a row, the routes of its tokens, the last hidden row [1, H]."""
         return RowSource(self, row, routes, hidden)
 
     @torch.inference_mode()
@@ -175,30 +175,33 @@ class StatePool:
         """Makes `row` what it was when the hit's checkpoint was taken."""
         self.reset([row])
         self.claim([row], [hit.length])
+        if self.paged is not None:
+            self.paged.restore(row, hit.fixed.recurrent, hit.fixed.conv, hit.latent)
+            return
         view = self.view([row])
         for index, layer in enumerate(self.kda_layers):
             view.store_recurrent(layer, hit.fixed.recurrent[index : index + 1])
             view.store_conv(layer, hit.fixed.conv[index : index + 1])
         view.reserve(hit.length)
-        device = view.recurrent(self.kda_layers[0]).device if self.kda_layers else hit.latent.device
-        segment, position = torch.zeros(hit.length, dtype=torch.long), torch.arange(hit.length)
         for index, layer in enumerate(self.mla_layers):
-            view.append_latent(layer, segment.to(device), position.to(device), hit.latent[index].to(device))
+            view.store_latent(layer, hit.latent[index : index + 1])
         view.advance(torch.tensor([hit.length]))
 
 
 class RowSource:
     """A row of the pool as a `prefix.Source`."""
 
-    def __init__(self, pool: StatePool, row: int, routes: np.ndarray | None, hidden: Tensor | None) -> None:
-        self._pool, self._routes, self._hidden = pool, routes, hidden
-        self._view: Cache | PagedCache = pool.view([row])
+    def __init__(self, pool: StatePool, row: int, routes: Pieces | None, hidden: Tensor | None) -> None:
+        self._pool, self._row, self._routes, self._hidden = pool, row, routes, hidden
+        self._view = pool.view([row])
         self.has_routes, self.has_hidden = routes is not None, hidden is not None
 
     def fixed(self) -> FixedState:
         """Copies of the KDA states; see `prefix.FixedState`."""
         layers, view = self._pool.kda_layers, self._view
         hidden = None if self._hidden is None else self._hidden.clone()
+        if self._pool.paged is not None:
+            return FixedState(*self._pool.paged.fixed(self._row), hidden)
         if not layers:
             return FixedState(torch.empty(0), torch.empty(0), hidden)
         recurrent, conv = zip(*((view.recurrent(layer), view.conv(layer)) for layer in layers), strict=True)
@@ -206,15 +209,11 @@ class RowSource:
 
     def part(self, start: int, stop: int) -> Part:
         """Copies of the latents and routes of tokens start..stop."""
-        slices = [self._slice(layer, start, stop) for layer in self._pool.mla_layers]
-        latent = torch.cat(slices) if slices else torch.empty(0, stop - start, 0)
-        return Part(latent, None if self._routes is None else self._routes[start:stop].copy())
-
-    def _slice(self, layer: int, start: int, stop: int) -> Tensor:
-        """[1, stop - start, width]."""
-        if isinstance(self._view, PagedCache):
-            return self._view.latent_slice(layer, start, stop)
-        return self._view.latent(layer, stop)[:, start:]
+        routes = None if self._routes is None else self._routes.between(start, stop)
+        if self._pool.paged is not None:
+            return Part(self._pool.paged.latents(self._row, start, stop), routes)
+        slices = [self._view.latent(layer, stop)[:, start:] for layer in self._pool.mla_layers]
+        return Part(torch.cat(slices) if slices else torch.empty(0, stop - start, 0), routes)
 
 
 def pending_bytes(recurrent: Tensor) -> int:

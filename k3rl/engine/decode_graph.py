@@ -34,7 +34,7 @@ from k3rl.model.lanes import lanes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = 1 << 22  # latents that a layer gathers at once: 2 to 5 GiB
-_WARM_UPS = 2  # of a shape before its capture: kernels are compiled and workspaces made then
+_WARM_UPS = 2  # of a shape before its first capture: kernels are compiled and workspaces made then; later one
 _COLUMNS = 6  # token, slot, past, place, temperature, uniform; the table comes after them
 
 
@@ -88,6 +88,7 @@ class _Shape:
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
         self._copied = torch.cuda.Event() if self._on_gpu else None
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.compiled = False  # for an earlier model, too
         self.outputs: _Outputs | None = None  # of the captured graph
         self._back: list[tuple[Tensor, Tensor]] = []  # pinned copies of what steps gave, used in turn
 
@@ -285,8 +286,9 @@ class DecodeProgram:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), lanes():
-            for _ in range(_WARM_UPS):
+            for _ in range(1 if shape.compiled else _WARM_UPS):
                 self._compute(shape)
+        shape.compiled = True
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may use the device meanwhile.

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from k3rl.engine.prefix import Chain, FixedState, Hit, Source, longest_tail
+from k3rl.engine.prefix import Chain, FixedState, Hit, Pieces, Source, longest_tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class DiskTier:
             return None
         self._files.move_to_end(key)
         self.counters.read += 1
-        routes = tensors["routes"].numpy() if "routes" in tensors else None
+        routes = Pieces([tensors["routes"].numpy()]) if "routes" in tensors else None
         fixed = FixedState(tensors["recurrent"], tensors["conv"], tensors.get("hidden"))
         return Hit(length, fixed, tensors["latent"], routes)
 

@@ -15,21 +15,23 @@ import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from k3rl.data.images import ImagePatches
-from k3rl.engine import device_sampler, diagnose, exact, sampler
+from k3rl.engine import device_sampler, diagnose, exact, sampler, weights
 from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.cache import MemoryPlan, StatePool
+from k3rl.engine.checkpoints import Checkpoints
 from k3rl.engine.counters import EngineCounters
 from k3rl.engine.decode_graph import DecodeProgram, captures
 from k3rl.engine.decoding import Decoder
 from k3rl.engine.grammar import DeadEnd, Grammars, constrain
 from k3rl.engine.images import Placed, image_inputs
+from k3rl.engine.prefill_graph import PrefillProgram, prefill_program
 from k3rl.engine.prefix import Hit, PrefixCache
 from k3rl.engine.prompts import check_options, checked_prompt
 from k3rl.engine.protocol import (
@@ -67,8 +69,10 @@ class Engine:
     `max_context` tokens could take more than that. None: `max_running` is the only limit.
     in_flight: what running requests do when the weights change: recompute their states, or carry them on.
     exact: computes every row by itself, so that logprobs are the bits of `k3rl.model.exact`; many times slower.
-    static_decode: decodes by `decode_graph.DecodeProgram`; None: on a GPU whose kernels the model fits, captured.
+    static_decode: decodes by `decode_graph.DecodeProgram`, and computes few prompt tokens by
+    `prefill_graph.PrefillProgram`; None: on a GPU whose kernels the model fits, captured.
     overlap: such steps may be started before the tokens of the last one are read (`decoding.py`); results are equal.
+    packed: where kernels multiply with experts as stored bytes, the engine holds them so (`weights.as_served`).
     """
 
     def __init__(
@@ -89,8 +93,9 @@ class Engine:
         exact: bool = False,
         static_decode: bool | None = None,
         overlap: bool = True,
+        packed: bool = True,
     ) -> None:
-        config = model.config
+        model, config = weights.as_served(model, exact) if packed else model, model.config
         self._in_flight, self._exact = in_flight, exact
         self.model, self.max_context = model, max_context or config.max_position_embeddings
         if self.max_context > config.max_position_embeddings:
@@ -103,6 +108,9 @@ class Engine:
         self._scheduler = Scheduler(max_running, prefill_tokens, None if plan is None else plan.pages, page_tokens)
         self._pool = StatePool(model, max_running, poison, plan)
         self.program = DecodeProgram(model, self._pool.paged) if fixed and self._pool.paged is not None else None
+        self.prefill: PrefillProgram | None = None
+        if self.program is not None and self._pool.paged is not None:
+            self.prefill = prefill_program(model, self._pool.paged, self.max_context)
         self._table = RowTable(max_running, (len(config.moe_layers), config.num_experts_per_token))
         self._prompts = [PromptState() for _ in range(max_running)]  # of rows being prefilled
         self._spare: PromptState | None = None  # of the state in the spare row
@@ -113,6 +121,11 @@ class Engine:
         self._ended: list[tuple[int, Outcome]] = []  # not yet handed out by `step`
         self._pause: PauseMode | None = None
         self._receiver, self.adapters = WeightReceiver(model), AdapterStore()
+        self._checkpoints: Checkpoints | None = None
+        if prefix_cache is not None:
+            self._checkpoints = Checkpoints(
+                prefix_cache, self._pool, self._table, self.adapters, self._requests, whole_blocks=exact
+            )
         self._decoder = Decoder(
             self._pool, self._table, self.adapters, self._requests, self.counters, self.program, exact=exact,
             overlaps=overlap and prefix_cache is None and in_flight == "recompute",
@@ -142,7 +155,9 @@ class Engine:
         the model, a prompt longer than the context (an image counts all its rows), max_tokens that do not fit behind
         it, or options that this engine cannot keep.
         """
-        prompt, placed = self._validated(prompt_ids, params, images)
+        return self._queue(*self._validated(prompt_ids, params, images), params)
+
+    def _queue(self, prompt: np.ndarray, placed: Placed, params: SamplingParams) -> int:
         number, self._submitted = self._submitted, self._submitted + 1
         seed = sampler.request_seed(params.seed, self.seed, number)
         stop = StopStrings(params.stop, self._tokenizer) if params.stop and self._tokenizer is not None else None
@@ -185,9 +200,8 @@ class Engine:
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         asked = list(zip(prompts, each, [()] * len(prompts) if images is None else images, strict=True))
-        for one in asked:
-            self._validated(*one)
-        numbers = [self.submit(*one) for one in asked]
+        checked = [self._validated(*one) for one in asked]
+        numbers = [self._queue(*one, params) for one, params in zip(checked, each, strict=True)]
         outcomes: dict[int, Outcome] = {}
         while not outcomes.keys() >= set(numbers):
             self._refuse_if_stalled()
@@ -250,11 +264,12 @@ class Engine:
             self.counters.preempted += len(victims)
         if self._scheduler.spare is None:
             self._drop_spare()
-        plan = self._scheduler.plan(admit, self._cached if self.prefix_cache is not None else None)
+        plan = self._scheduler.plan(admit, self._cached if self._checkpoints is not None else None)
         for number, row in plan.cached:
             hit = self._hits[number]
             self._pool.restore(row, hit)
-            self._prompts[row] = PromptState([hit.routes], hit.fixed.hidden, cached=hit.length)
+            known = [None] if hit.routes is None else hit.routes.pieces
+            self._prompts[row] = PromptState([*known], hit.fixed.hidden, cached=hit.length)
         self._hits.clear()
         parts = []
         if plan.from_spare:  # before the prefill, which may put another prompt into the spare row
@@ -268,14 +283,11 @@ class Engine:
 
     def _cached(self, members: Sequence[int]) -> int:
         """How many tokens of these requests' prompt the prefix cache has; the hit is kept for this step."""
-        requests = [self._requests[number] for number in members]
-        first = requests[0]
-        need_routes = any(request.params.return_routes for request in requests)
-        assert self.prefix_cache is not None
-        hit = self.prefix_cache.find(first.ids, self._version, self.adapters.salt(first.params), need_routes)
+        assert self._checkpoints is not None
+        hit = self._checkpoints.find(members, self._version)
         if hit is None:
             return 0
-        self._hits[first.number] = hit
+        self._hits[members[0]] = hit
         return hit.length
 
     def _start_from_spare(self, pairs: list[tuple[int, int]]) -> tuple[np.ndarray, Tensor]:
@@ -319,19 +331,24 @@ class Engine:
         counts = [s.stop - s.start for s in segments]
         bounds = np.cumsum([0, *counts])
         self._pool.claim([s.row for s in segments], counts)
-        read = [(self._requests[s.request].images, self._prompts[s.row].features, s.start, s.stop) for s in segments]
-        out = self.model.hidden(
-            self._tensor(ids.clip(0))[None],
-            cu_seqlens=torch.from_numpy(bounds),
-            cache=self._pool.view([s.row for s in segments]),
-            images=image_inputs(self.model, read),
-        )
+        if self.prefill is not None and self.prefill.takes(self.model, ids, counts):
+            last, chosen = self.prefill.run(self.model, [s.row for s in segments], ids, counts)
+        else:
+            read = [
+                (self._requests[s.request].images, self._prompts[s.row].features, s.start, s.stop) for s in segments
+            ]
+            out = self.model.hidden(
+                self._tensor(ids.clip(0))[None],
+                cu_seqlens=torch.from_numpy(bounds),
+                cache=self._pool.view([s.row for s in segments]),
+                images=image_inputs(self.model, read),
+            )
+            last, chosen = [out.hidden[0, end - 1 : end] for end in bounds[1:].tolist()], out.routes[0]
         self.counters.prefilled_tokens += len(ids)
-        pieces = np.split(out.routes[0].cpu().numpy(), bounds[1:-1])
-        for segment, part, end in zip(segments, pieces, bounds[1:].tolist(), strict=True):
+        for segment, part, row in zip(segments, np.split(chosen.cpu().numpy(), bounds[1:-1]), last, strict=True):
             prompt = self._prompts[segment.row]
             prompt.routes.append(part)
-            prompt.hidden = out.hidden[0, end - 1 : end]
+            prompt.hidden = row
 
     def _start_groups(self, segments: list[Segment], logits: Tensor) -> tuple[np.ndarray, Tensor]:
         """Copies computed prompts to their siblings, and to the spare when some wait for a row.
@@ -341,9 +358,9 @@ class Engine:
         copies, rows, source = [], [], []
         for index, segment in enumerate(segments):
             prompt, self._prompts[segment.row] = self._prompts[segment.row], PromptState()
-            prompt.routes, prompt.logits = [prompt.all_routes()], logits[index : index + 1]
-            if self.prefix_cache is not None:
-                self._keep_prompt(self.prefix_cache, segment, prompt)
+            prompt.logits = logits[index : index + 1]
+            if self._checkpoints is not None:
+                self._checkpoints.keep_prompt(segment.request, segment.row, prompt, self._version)
             rows.append(self._start(segment.starts, prompt))
             source += [index] * len(segment.starts)
             copies += [(segment.row, row) for _, row in segment.starts[1:]]
@@ -356,27 +373,17 @@ class Engine:
     def _start(self, pairs: Sequence[tuple[int, int]], prompt: PromptState) -> np.ndarray:
         for number, row in pairs:
             request = self._requests[number]
+            if request.params.return_routes:
+                prompt.join_routes()
             matcher = self._grammars.matcher(request)
-            self._table.start(row, request, prompt.routes[0], self._version_of(request), prompt.cached, matcher)
+            routes = prompt.routes[0] if request.params.return_routes else None
+            self._table.start(row, request, routes, self._version_of(request), prompt.cached, matcher)
             if request.progress is not None:
                 self._table.resume(row, request, request.progress)
         return np.array([row for _, row in pairs])
 
-    def _keep_prompt(self, prefix: PrefixCache, segment: Segment, prompt: PromptState) -> None:
-        """Gives the state at the end of a prompt to the prefix cache; a broken one is of no use to anyone."""
-        request = self._requests[segment.request]
-        if prompt.logits is not None and prompt.logits.isfinite().all():
-            self._keep(prefix, request, segment.row, request.ids, prompt.routes[0], prompt.hidden)
-
-    def _keep(self, prefix: PrefixCache, request: Request, row: int, ids: np.ndarray, routes: Any, hidden: Any) -> None:
-        length = exact.whole_blocks(len(ids)) if self._exact else len(ids)
-        if length < len(ids):
-            ids, routes, hidden = ids[:length], None if routes is None else routes[:length], None
-        if length:
-            prefix.put(ids, self._version, self.adapters.salt(request.params), self._pool.source(row, routes, hidden))
-
-    def _keep_turns(self, prefix: PrefixCache, ended: list[tuple[int, Outcome]]) -> None:
-        """Gives the states of rows that end well to the prefix cache: all tokens but the last, which was not read.
+    def _keep_turns(self, keeper: Checkpoints, ended: list[tuple[int, Outcome]]) -> None:
+        """Gives the states of rows that end well to the prefix cache.
 
         A row that was carried over a weight update has states of two versions and is not kept.
         """
@@ -384,11 +391,10 @@ class Engine:
             row = self._scheduler.row_of.get(number)
             if row is None or isinstance(outcome, EngineError):
                 continue
-            request = self._requests[number]
-            if self._in_flight == "carry" and self._table.first_version[row] != self._version_of(request):
+            version = self._version_of(self._requests[number])
+            if self._in_flight == "carry" and self._table.first_version[row] != version:
                 continue
-            ids = np.concatenate([request.prompt, self._table.tokens[row, : self._table.count[row] - 1]])
-            self._keep(prefix, request, row, ids, self._table.routes_of(row), None)
+            keeper.keep_turn(number, row, self._version)
 
     def _sample(self, parts: list[tuple[np.ndarray, Tensor]], drawn: list[tuple[np.ndarray, Draws]]) -> None:
         """Samples the rows of `parts` from their logits; they and those of `drawn` take what they drew."""
@@ -432,19 +438,21 @@ class Engine:
         """Forgets requests, closes the holes they leave, and frees the rows at the end."""
         if not ended:
             return
-        if self.prefix_cache is not None:
-            self._keep_turns(self.prefix_cache, ended)
+        if self._checkpoints is not None:
+            self._keep_turns(self._checkpoints, ended)
         used = len(self._scheduler.occupants)
         self._close_holes(self._scheduler.remove([number for number, _ in ended]), used)
         for number, _ in ended:
             del self._requests[number]
+            if self._checkpoints is not None:
+                self._checkpoints.forget(number)
         self._ended += ended
 
     def _preempt(self, victims: list[int], keep: bool = True) -> int:
         """Running requests, the youngest first, lose their rows and wait, with what they have sampled, to be computed
         again; how many tokens that is. keep: their states are of use to the prefix cache."""
-        if keep and self.prefix_cache is not None:
-            self._keep_turns(self.prefix_cache, [(number, self._aborted(number)) for number in victims])
+        if keep and self._checkpoints is not None:
+            self._keep_turns(self._checkpoints, [(number, self._aborted(number)) for number in victims])
         waiting = []
         for number in victims:
             request = self._requests[number]
@@ -548,8 +556,8 @@ class Engine:
             self.counters.recomputed_tokens += self._preempt(running, keep=False)
         self._scheduler.restart()
         self._drop_spare()
-        if self.prefix_cache is not None and name is None:
-            self.prefix_cache.clear()
+        if self._checkpoints is not None and name is None:
+            self._checkpoints.clear()
 
     def abort_weight_update(self) -> None:
         """Drops an open or prepared update, if any; the current version stays."""

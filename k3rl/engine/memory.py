@@ -23,7 +23,8 @@ _CGROUPS = (
 
 def states_budget(model: K3ForCausalLM, share: float = SHARE) -> int:
     """Bytes that states may take beside `model` and the second one that a weight update builds: a share of the rest."""
-    second = sum(parameter.nbytes for parameter in model.parameters())
+    second = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    second += sum(bank.nbytes for bank in model.packed_banks.values())
     return max(0, int(share * (free_bytes(model.device) - second)))
 
 

@@ -1,9 +1,10 @@
 """A cache whose MLA latents live in pages, so that memory follows the tokens that are there.
 
 The model sees what it sees of `k3rl.model.Cache`: rows of recurrent, conv and latent state that it reads and updates.
-KDA states are one fixed slot a row. Latents of all rows share `pages` pages of `page` tokens; a row owns the pages
-that its table lists, in order. Page 0 is nobody's and always zero: what is masked must still be finite. One more page
-behind the last takes what padding rows of a decode step write.
+KDA states are one fixed slot a row. Latents of all rows share `pages` pages of `page` tokens; a row has the pages that
+its table lists, in order. Copies of a row have its whole pages in common with it, and nobody writes to those: a page is
+free when no row has it. Page 0 is nobody's and always zero: what is masked must still be finite. One more page behind
+the last takes what padding rows write.
 Storage stays where it is for good, so that a captured step finds it.
 Whoever runs a forward first claims room for its tokens; nothing grows by itself.
 """
@@ -89,16 +90,20 @@ class _Store:
         wide = torch.promote_types(dtype, torch.float32)
         latent = config.kv_lora_rank + config.qk_rope_head_dim
         self.page, self.pages, self.device = page, pages, device
-        self.recurrent = {
-            n: torch.zeros(batch, heads, width, width, dtype=wide, device=device) for n in config.kda_layers
-        }
-        self.conv = {n: torch.zeros(batch, 3, 3 * heads * width, dtype=dtype, device=device) for n in config.kda_layers}
-        self.latent = {n: torch.zeros(pages + 2, page, latent, dtype=dtype, device=device) for n in config.mla_layers}
+        # Of all layers together, so that whole rows and pages are copied at once; below, each layer's part of them.
+        kda, mla = sorted(config.kda_layers), sorted(config.mla_layers)
+        self.every_recurrent = torch.zeros(len(kda), batch, heads, width, width, dtype=wide, device=device)
+        self.every_conv = torch.zeros(len(kda), batch, 3, 3 * heads * width, dtype=dtype, device=device)
+        self.every_latent = torch.zeros(len(mla), pages + 2, page, latent, dtype=dtype, device=device)
+        self.recurrent = dict(zip(kda, self.every_recurrent.unbind(), strict=True))
+        self.conv = dict(zip(kda, self.every_conv.unbind(), strict=True))
+        self.latent = dict(zip(mla, self.every_latent.unbind(), strict=True))
         self.late = _Late(self.recurrent) if deferred and self.recurrent else None
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.table = torch.zeros(batch, 8, dtype=torch.int64)  # page of each block of a row; 0 behind the last one
         self.held = np.zeros(batch, np.int64)  # pages of each row
         self.free = list(range(pages, 0, -1))
+        self.users = np.zeros(pages + 2, np.int64)  # rows that have each page
         self.changes = 0  # of tables, so that copies of them on the device are known to be old
 
     @property
@@ -185,18 +190,13 @@ class PagedCache:
 
     def latent(self, layer: int, length: int | None = None) -> Tensor:
         """[B, S, width], S = `length` or the longest row: a copy, gathered from the pages."""
-        return self.latent_slice(layer, 0, int(self.lengths.max()) if length is None else length)
-
-    def latent_slice(self, layer: int, start: int, stop: int) -> Tensor:
-        """[B, stop - start, width] of these tokens, gathered from their pages."""
-        store = self._store
-        first, last = start // store.page, -(-stop // store.page)
-        table = self._table()[:, first:last]
-        if table.shape[1] < last - first:
-            table = torch.nn.functional.pad(table, (0, last - first - table.shape[1]))
+        store, length = self._store, int(self.lengths.max()) if length is None else length
+        blocks = -(-length // store.page)
+        table = self._table()[:, :blocks]
+        if table.shape[1] < blocks:
+            table = torch.nn.functional.pad(table, (0, blocks - table.shape[1]))
         pages = store.latent[layer].index_select(0, table.reshape(-1))
-        offset = first * store.page
-        return pages.view(self.batch, (last - first) * store.page, pages.shape[-1])[:, start - offset : stop - offset]
+        return pages.view(self.batch, blocks * store.page, pages.shape[-1])[:, :length]
 
     def store_recurrent(self, layer: int, state: Tensor) -> None:
         """Puts [B, heads, K, V] back."""
@@ -241,6 +241,10 @@ class PagedCache:
         """Tokens of a page."""
         return self._store.page
 
+    def latent_pages(self) -> list[Tensor]:
+        """The pages [P, page, width] of every layer that has them."""
+        return list(self._store.latent.values())
+
     def step_blocks(self, rows: np.ndarray) -> np.ndarray:
         """Pages [n] that each of rows int64 [n] has with its next token."""
         return self._store.lengths.numpy()[rows] // self._store.page + 1
@@ -273,7 +277,62 @@ class PagedCache:
         pending = {} if store.late is None else store.late.pending
         return StepCache(store.conv, store.recurrent, store.latent, slot, past, place, table, pending)
 
+    # ---- runs of new tokens in fixed shapes
+
+    def chunk_places(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For the next counts int64 [n] tokens of rows int64 [n], which have room for them, N in all: tokens before
+        each in its row [N]; where its latent goes, as in `step_places` [N]; the rows' pages [n, blocks].
+
+        States that steps put off are brought up to date. Raises EngineError for a row without room.
+        """
+        store = self._store
+        before, segment = store.lengths.numpy()[rows], np.repeat(np.arange(len(rows)), counts)
+        past = np.arange(len(segment)) + np.repeat(before - (np.cumsum(counts) - counts), counts)
+        needed = -(-(before + counts) // store.page)
+        if (needed > store.held[rows]).any():
+            raise EngineError("a token is written to a row without room for it; claim it before the forward")
+        table = store.table.numpy()[rows, : needed.max()]
+        if store.late is not None:
+            store.late.settle(rows)
+        return past, table[segment, past // store.page] * store.page + past % store.page, table
+
+    def chunk_done(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """The rows have read so many more tokens."""
+        self._store.lengths.numpy()[rows] += counts
+
     # ---- whole rows
+
+    def fixed(self, row: int) -> tuple[Tensor, Tensor]:
+        """Copies of a row's recurrent [L, heads, K, V] and conv states [L, 3, channels], by layer."""
+        store = self._store
+        if store.late is not None:
+            store.late.settle(np.array([row]))
+        return store.every_recurrent[:, row].clone(), store.every_conv[:, row].clone()
+
+    def latents(self, row: int, start: int, stop: int) -> Tensor:
+        """A copy of the latents [L, stop - start, width] of a row's tokens, by layer."""
+        store = self._store
+        first = start // store.page
+        pages = store.table[row, first : -(-stop // store.page)].to(store.device)
+        found = store.every_latent.index_select(1, pages).flatten(1, 2)
+        whole = start % store.page == 0 and stop % store.page == 0
+        return found if whole else found[:, start - first * store.page : stop - first * store.page].clone()
+
+    def restore(self, row: int, recurrent: Tensor, conv: Tensor, latent: Tensor) -> None:
+        """Gives an empty row with room for it the states that `fixed` and `latents` copied of another."""
+        store, length = self._store, latent.shape[1]
+        store.every_recurrent[:, row].copy_(recurrent)
+        store.every_conv[:, row].copy_(conv)
+        store.lengths[row] = length
+        if latent.numel():
+            latent = latent.to(store.device, store.every_latent.dtype)
+            whole = length // store.page
+            pages = store.table[row, :whole].to(store.device)
+            kept = latent[:, : whole * store.page].unflatten(1, (whole, store.page))
+            store.every_latent.index_copy_(1, pages, kept)
+            if length > whole * store.page:
+                rest = latent[:, whole * store.page :]
+                store.every_latent[:, int(store.table[row, whole]), : rest.shape[1]].copy_(rest)
 
     def claim(self, rows: Sequence[int], lengths: Sequence[int] | np.ndarray) -> None:
         """Gives each row pages for so many tokens. Raises EngineError when there are none: admission miscounted."""
@@ -283,7 +342,7 @@ class PagedCache:
         if not short.size:
             return
         store.changes += 1
-        given: list[int] = []
+        given: list[np.ndarray] = []
         for place in short.tolist():
             row, wanted = rows[place], int(needed[place])
             if wanted > store.table.shape[1]:
@@ -292,50 +351,57 @@ class PagedCache:
             missing = wanted - int(store.held[row])
             if missing > len(store.free):
                 raise EngineError(f"row {row} needs {missing} pages and {len(store.free)} are free")
-            fresh = [store.free.pop() for _ in range(missing)]
-            store.table[row, store.held[row] : wanted] = torch.tensor(fresh)
+            fresh = np.array(store.free[: -missing - 1 : -1])
+            del store.free[-missing:]
+            store.table.numpy()[row, store.held[row] : wanted] = fresh
             store.held[row] = wanted
-            given += fresh
-        self._fill_pages(given, 0.0)
+            store.users[fresh] = 1
+            given.append(fresh)
+        self._fill_pages(given[0] if len(given) == 1 else np.concatenate(given), 0.0)
 
-    def _fill_pages(self, pages: list[int], value: float) -> None:
-        if pages:
-            index = torch.tensor(pages, device=self._store.device)
-            for latent in self._store.latent.values():
-                latent.index_fill_(0, index, value)
+    def _fill_pages(self, pages: np.ndarray, value: float) -> None:
+        if pages.size:
+            self._store.every_latent.index_fill_(1, torch.from_numpy(pages).to(self._store.device), value)
 
     def reset(self, rows: Tensor) -> None:
         """Rows [R] become empty and give their pages back."""
         self._clear(rows.tolist(), 0.0)
 
     def poison(self, rows: Tensor) -> None:
-        """Rows [R] become empty, their slots and the pages that they owned NaN until somebody claims them."""
+        """Rows [R] become empty, their slots and the pages that they alone had NaN until somebody claims them."""
         self._clear(rows.tolist(), float("nan"))
 
     def _clear(self, rows: list[int], value: float) -> None:
         store = self._store
         store.changes += 1
         for row in rows:
-            given = store.table[row, : store.held[row]].tolist()
+            had = store.table.numpy()[row, : store.held[row]]
+            store.users[had] -= 1
+            given = had[store.users[had] == 0]
             if value != 0.0:
                 self._fill_pages(given, value)
-            store.free += given
+            store.free += given.tolist()
             store.table[row], store.held[row], store.lengths[row] = 0, 0, 0
         index = torch.tensor(rows, dtype=torch.int64, device=store.device)
-        for storage in (*store.recurrent.values(), *store.conv.values()):
-            storage.index_fill_(0, index, value)
+        for storage in (store.every_recurrent, store.every_conv):
+            storage.index_fill_(1, index, value)
         if store.late is not None and rows:
             store.late.forget(rows, value)
 
     def copy_rows(self, source: Tensor, destination: Tensor) -> None:
-        """Row source[i] -> row destination[i], on pages of its own."""
+        """Row source[i] -> row destination[i]. Whole pages are shared; the one that goes on is copied."""
         self.reset(destination)
+        store, table = self._store, self._store.table.numpy()
         for here, there in zip(source.tolist(), destination.tolist(), strict=True):
-            self.claim([there], [int(self._store.lengths[here])])
-            count = self._store.held[there]
-            old, new = self._store.table[here, :count], self._store.table[there, :count]
-            for latent in self._store.latent.values():
-                latent[new] = latent[old]
+            length = int(store.lengths[here])
+            whole = length // store.page
+            table[there, :whole] = table[here, :whole]
+            store.users[table[here, :whole]] += 1
+            store.held[there] = whole
+            self.claim([there], [length])
+            if length > whole * store.page:
+                old, new = int(table[here, whole]), int(table[there, whole])
+                store.every_latent[:, new].copy_(store.every_latent[:, old])
         self._copy_slots(source, destination)
 
     def move_rows(self, source: Tensor, destination: Tensor) -> None:
@@ -354,6 +420,6 @@ class PagedCache:
         if self._store.late is not None:
             self._store.late.settle(source.numpy())
         read, write = source.to(self._store.device), destination.to(self._store.device)
-        for storage in (*self._store.recurrent.values(), *self._store.conv.values()):
-            storage.index_copy_(0, write, storage.index_select(0, read))
+        for storage in (self._store.every_recurrent, self._store.every_conv):
+            storage.index_copy_(1, write, storage.index_select(1, read))
         self._store.lengths[destination] = self._store.lengths[source]

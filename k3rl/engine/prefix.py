@@ -19,6 +19,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -27,19 +28,42 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """What n tokens leave in the MLA layers: latent [L, n, width]; routes int16 [n, M, k], or None if not recorded."""
 
     latent: Tensor
     routes: np.ndarray | None
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return _bytes(self.latent) + (0 if self.routes is None else self.routes.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Routes int16 [n, M, k] of a sequence's tokens, in pieces that nobody writes to; made one only when asked for."""
+
+    def __init__(self, pieces: Sequence[np.ndarray]) -> None:
+        self.pieces = list(pieces)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([len(piece) for piece in self.pieces])
+
+    def between(self, start: int, stop: int) -> np.ndarray:
+        """A copy of those of tokens start..stop."""
+        if start == stop:
+            return self.pieces[0][:0].copy()
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, stop, side="left"))
+        offset = start - (int(self._ends[first - 1]) if first else 0)
+        if first == last:
+            return self.pieces[first][offset : offset + stop - start].copy()
+        joined = np.concatenate(self.pieces[first : last + 1])
+        return joined[offset : offset + stop - start]
+
+
+@dataclass(frozen=True)
 class FixedState:
     """The part whose size does not depend on the length: recurrent [L, H, K, V], conv [L, 3, channels].
 
@@ -50,7 +74,7 @@ class FixedState:
     conv: Tensor
     hidden: Tensor | None
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return _bytes(self.recurrent) + _bytes(self.conv) + (0 if self.hidden is None else _bytes(self.hidden))
 
@@ -82,12 +106,25 @@ class Chain:
     block: int
 
     @classmethod
-    def of(cls, ids: np.ndarray, root: bytes, block: int) -> Chain:
-        """The chain of ids int64 [T] in blocks of `block` tokens."""
-        digests = [root]
-        for start in range(0, len(ids) - block + 1, block):
-            digests.append(_digest(digests[-1] + ids[start : start + block].tobytes()))
+    def of(cls, ids: np.ndarray, root: bytes, block: int, known: Chain | None = None) -> Chain:
+        """The chain of ids int64 [T] in blocks of `block` tokens.
+
+        known: a chain whose ids begin with these or are what these begin with; its blocks are not hashed again. It is
+        of no use, and no harm, where its root is another one.
+        """
+        if known is None or known.digests[0] != root or known.block != block:
+            known = None
+        shared = 0 if known is None else min(len(ids), len(known.ids)) // block
+        digests = [root] if known is None else list(known.digests[: shared + 1])
+        data, size = ids[shared * block :].tobytes(), block * ids.itemsize
+        for start in range(0, len(data) - size + 1, size):
+            digests.append(_digest(digests[-1] + data[start : start + size]))
         return cls(tuple(digests), ids, block)
+
+    @property
+    def root(self) -> bytes:
+        """The name of no tokens: the weights and the salt."""
+        return self.digests[0]
 
     def key(self, length: int) -> tuple[bytes, bytes]:
         """The name of the checkpoint of the first `length` tokens: (digest of its whole blocks, the ids behind)."""
@@ -121,7 +158,7 @@ class Hit:
     length: int
     fixed: FixedState
     latent: Tensor  # [L, length, width]
-    routes: np.ndarray | None  # int16 [length, M, k]
+    routes: Pieces | None  # of all of them
 
 
 class _HitSource:
@@ -135,7 +172,7 @@ class _HitSource:
         return self._hit.fixed
 
     def part(self, start: int, stop: int) -> Part:
-        routes = None if self._hit.routes is None else self._hit.routes[start:stop].copy()
+        routes = None if self._hit.routes is None else self._hit.routes.between(start, stop)
         return Part(self._hit.latent[:, start:stop].clone(), routes)
 
 
@@ -309,7 +346,7 @@ class MemoryTier:
             len(held.chain.ids),
             held.fixed,
             torch.cat([part.latent for part in parts], 1),
-            np.concatenate(routes) if len(routes) == len(parts) else None,
+            Pieces(routes) if len(routes) == len(parts) else None,
         )
 
     def _evict(self, key: tuple[bytes, bytes]) -> None:
@@ -377,9 +414,13 @@ class PrefixCache:
             tiers.insert(0, MemoryTier(host_bytes, device="cpu", below=tiers[0] if tiers else None))
         return cls([MemoryTier(device_bytes, below=tiers[0] if tiers else None), *tiers], block)
 
-    def find(self, ids: np.ndarray, version: int, salt: str, need_routes: bool) -> Hit | None:
-        """The longest checkpoint that ids int64 [T] begin with under these weights and this salt, or None."""
-        chain = self._chain(ids, version, salt)
+    def chain(self, ids: np.ndarray, version: int, salt: str, known: Chain | None = None) -> Chain:
+        """The name of ids int64 [T] under these weights and this salt; known: see `Chain.of`. Nothing may write to the
+        array afterwards."""
+        return Chain.of(ids, _digest(f"{version} {salt}".encode()), self.block, known)
+
+    def find(self, chain: Chain, need_routes: bool) -> Hit | None:
+        """The longest checkpoint that the chain begins with, or None."""
         self.counters.lookups += 1
         lengths = [tier.longest(chain, need_routes) for tier in self.tiers]
         longest = max(lengths, default=0)
@@ -390,14 +431,14 @@ class PrefixCache:
         if hit is None:
             return None
         if place:
-            self.tiers[0].put(self._chain(ids[:longest], version, salt), _HitSource(hit))
+            self.tiers[0].put(Chain.of(chain.ids[:longest], chain.root, chain.block, chain), _HitSource(hit))
         self.counters.hits += 1
         self.counters.tokens += longest
         return hit
 
-    def put(self, ids: np.ndarray, version: int, salt: str, source: Source) -> None:
-        """Keeps the state after ids int64 [T]. Nothing may write to the array afterwards."""
-        self.tiers[0].put(self._chain(ids, version, salt), source)
+    def put(self, chain: Chain, source: Source) -> None:
+        """Keeps the state after all tokens of the chain."""
+        self.tiers[0].put(chain, source)
         self.counters.stored += 1
 
     def clear(self) -> None:
@@ -405,12 +446,10 @@ class PrefixCache:
         for tier in self.tiers:
             tier.clear()
 
-    def _chain(self, ids: np.ndarray, version: int, salt: str) -> Chain:
-        return Chain.of(ids, _digest(f"{version} {salt}".encode()), self.block)
-
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+    """16 bytes; processors have instructions for this hash."""
+    return hashlib.sha256(data).digest()[:16]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from k3rl.engine.images import Features, Placed
+from k3rl.engine.prefix import Pieces
 from k3rl.engine.sampler import Biases, Draws
 from k3rl.engine.stopping import StopStrings
 from k3rl.types import Completion, SamplingParams, StopReason
@@ -283,7 +284,8 @@ def _widen(column: np.ndarray, capacity: int, fill: int) -> np.ndarray:
 
 @dataclass(slots=True)
 class PromptState:
-    """What is known of a prompt beside its state. routes: pieces int16 [n, M, k], None where a cache had none.
+    """What is known of a prompt beside its state. routes: pieces int16 [n, M, k] from the first token on, None where a
+    cache had none.
 
     hidden [1, H] and logits [1, V] of the last token, once it is reached; cached: tokens that a cache had; features: of
     images that are being read.
@@ -295,7 +297,12 @@ class PromptState:
     cached: int = 0
     features: Features = field(default_factory=dict)
 
-    def all_routes(self) -> np.ndarray | None:
-        """int16 [P, M, k], or None when some are not known."""
+    def pieces(self) -> Pieces | None:
+        """Its routes, or None when some are not known."""
         known = [piece for piece in self.routes if piece is not None]
-        return np.concatenate(known) if len(known) == len(self.routes) else None
+        return Pieces(known) if known and len(known) == len(self.routes) else None
+
+    def join_routes(self) -> None:
+        """Puts the pieces together, for whoever wants all of them."""
+        known = [piece for piece in self.routes if piece is not None]
+        self.routes = [np.concatenate(known) if len(known) == len(self.routes) else None]

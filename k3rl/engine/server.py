@@ -119,7 +119,7 @@ def serve_checkpoint(
     place, dtype = place_of(device)
 
     def load() -> Engine:
-        model = load_checkpoint(directory, dtype=dtype, device=place)
+        model = load_checkpoint(directory, dtype, place, packed=not exact and "served")
         return Engine(
             model,
             max_running=max_running,

@@ -4,11 +4,12 @@ A version comes whole, tensor by tensor as a checkpoint stores them (`k3rl.check
 of their digests; or from a checkpoint directory; or as a delta to the version that is served (`k3rl.checkpoint.delta`).
 Each way it is proved complete and unaltered, and a second model is built that the first one, which serves until that
 succeeded, knows nothing of. Peak memory: both models, and the stored tensors, one tensor of the directory, or the
-delta as it came.
+delta as it came. Experts that are served as stored bytes (`as_served`) arrive as such: nothing is decoded.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -18,12 +19,44 @@ from torch import Tensor
 from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
 from k3rl.checkpoint.hf import CheckpointError, fill, load_checkpoint, official_tensors
 from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
-from k3rl.checkpoint.partial import StoredView, copy_with
+from k3rl.checkpoint.partial import StoredView, copy_with, second_model
 from k3rl.engine.memory import keep_experts_transposed
 from k3rl.engine.protocol import WeightUpdateError
 from k3rl.model import K3ForCausalLM
+from k3rl.model.packed import serves_packed
 
-__all__ = ["DeltaUpdate", "WeightReceiver", "WeightUpdate", "check_names", "digest", "manifest_digest", "manifest_of"]
+__all__ = [
+    "DeltaUpdate",
+    "WeightReceiver",
+    "WeightUpdate",
+    "as_served",
+    "check_names",
+    "digest",
+    "manifest_digest",
+    "manifest_of",
+]
+
+
+def as_served(model: K3ForCausalLM, exact: bool) -> K3ForCausalLM:
+    """What an engine serves in the place of `model`, which stays as it is.
+
+    Where kernels multiply with packed experts, that is a second model that keeps them so; otherwise `model` itself.
+    Not where experts are elsewhere or have an adapter beside them, and not in the exact mode.
+    """
+    config = model.config
+    widths = config.expert_hidden_size, config.moe_intermediate_size
+    whole = model.holds_all and model.slices is None and model.adapter is None
+    if exact or model.packed or not whole or config.quantization.weights != "mxfp4" or not config.moe_layers:
+        return model
+    return second_model(model, packed=True) if serves_packed(*widths, model.device, model.dtype) else model
+
+
+def _lay_out(model: K3ForCausalLM) -> None:
+    """Makes a model ready to decode, so that no step needs to ask the device for anything."""
+    keep_experts_transposed(model)
+    if model.device.type == "cuda" and not all(bank.in_range for bank in model.packed_banks.values()):
+        reason = "scales of packed experts are beyond those that kernels take; they are decoded at every step"
+        warnings.warn(reason, stacklevel=2)
 
 
 class Update(Protocol):
@@ -61,7 +94,7 @@ class WeightUpdate:
             found = digest(tensor)
             if found != self.manifest[name]:
                 raise self._error(f"{name} has digest {found}, the manifest says {self.manifest[name]}")
-        candidate = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device)
+        candidate = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device, packed=model.packed)
         try:
             fill(candidate, self.tensors)
         except CheckpointError as error:
@@ -119,7 +152,7 @@ class DirectoryUpdate:
     def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str]]:
         """The model of the directory, which must have the configuration of `model`."""
         try:
-            candidate = load_checkpoint(self._directory, dtype=model.dtype, device=model.device)
+            candidate = load_checkpoint(self._directory, model.dtype, model.device, packed=model.packed)
         except (CheckpointError, ValueError) as error:
             raise _refused(self.version, str(error)) from error
         if candidate.config != model.config:
@@ -141,7 +174,7 @@ class WeightReceiver:
     """
 
     def __init__(self, model: K3ForCausalLM) -> None:
-        keep_experts_transposed(model)
+        _lay_out(model)
         self._update: Update | None = None  # being received
         self._next: tuple[int, K3ForCausalLM, dict[str, str]] | None = None  # proved, not served yet
         self._manifest: tuple[K3ForCausalLM, dict[str, str]] | None = None  # of the model that is served
@@ -189,7 +222,7 @@ class WeightReceiver:
         if prepared is None or prepared[0] != version:
             raise WeightUpdateError(f"version {version} is not the one that was prepared; send it again")
         self._manifest = prepared[1], prepared[2]
-        keep_experts_transposed(prepared[1])
+        _lay_out(prepared[1])
         return prepared[1]
 
     def abort(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from k3rl.kernels import attn_res as kernel
+from k3rl.kernels.thin import Parts, whole
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
 from k3rl.model.norm import RMSNorm, inverse_rms, wide
@@ -165,11 +166,21 @@ class _KernelMix(torch.autograd.Function):
         return (d_norm, d_proj, None, d_last, *d_bank)
 
 
+def _by_kernel(x: Tensor) -> bool:
+    """Whether reads of rows like these may be a kernel's."""
+    return x.device.type != "cpu"
+
+
 class ResidualStream:
-    """The bank of block sums and the running prefix sum of one forward."""
+    """The bank of block sums and the running prefix sum of one forward.
+
+    Off a CPU and without gradients an output waits until the next read, whose kernel can add it, and block sums stay in
+    their dtype.
+    """
 
     def __init__(self, embedding: Tensor, eps: float) -> None:
         self.prefix: Tensor | None = embedding
+        self._waits: Tensor | Parts | None = None
         self.eps = eps
         self._bank: list[Tensor] = []
         self._inverses: list[Tensor] = []
@@ -190,23 +201,33 @@ class ResidualStream:
         """What a sublayer sees [N, H]. norm [H] and proj [1, H] act as one pseudo-query; then: normed by this."""
         if not self._bank:
             return self._running() if then is None else then(self._running())
-        prefix = self._running()
-        if prefix.device.type != "cpu" and kernel.takes(prefix, self._bank, norm, proj):
-            return self._read_by_kernel(norm, proj, then)
+        if _by_kernel(self._bank[0]):
+            if torch.is_grad_enabled():
+                self._widen()
+            like = self.prefix
+            if isinstance(self._waits, Parts) and like is None:
+                like = self._bank[0].new_empty(self._bank[0].shape, dtype=self._waits.dtype)
+            if like is not None and kernel.takes(like, self._bank, norm, proj):
+                return self._read_by_kernel(norm, proj, then)
         out = self._read(norm, proj)
         return out if then is None else then(out)
 
     def _read_by_kernel(self, norm: Tensor, proj: Tensor, then: RMSNorm | None) -> Tensor:
-        prefix = self._running()
         if torch.is_grad_enabled():
-            out, self.prefix, *self._bank = _KernelMix.apply(norm, proj, self.eps, prefix, *self._bank)
+            out, self.prefix, *self._bank = _KernelMix.apply(norm, proj, self.eps, self._running(), *self._bank)
             return out if then is None else then(out)
-        if then is None or then.weight.dtype != prefix.dtype or then._forward_hooks or then._forward_pre_hooks:
-            out, _ = kernel.mix(prefix, self._bank, norm, proj, self.eps)
-            return out if then is None else then(out)
-        return kernel.mix(prefix, self._bank, norm, proj, self.eps, then.weight, then.eps)[0]
+        inside: tuple[Tensor, float] | tuple[()] = ()
+        if then is not None and then.weight.dtype == self._dtype and not then._forward_hooks | then._forward_pre_hooks:
+            inside, then = (then.weight, then.eps), None
+        if self._waits is None:
+            out, _ = kernel.mix(self._running(), self._bank, norm, proj, self.eps, *inside)
+        else:
+            out, self.prefix = kernel.mix_sum(self.prefix, self._waits, self._bank, norm, proj, self.eps, *inside)
+            self._waits = None
+        return out if then is None else then(out)
 
     def _read(self, norm: Tensor, proj: Tensor) -> Tensor:
+        self._widen()
         prefix = self._running()
         for row in self._bank[len(self._inverses) :]:
             self._inverses.append(_inverse_rms(row.detach(), self.eps))
@@ -224,21 +245,41 @@ class ResidualStream:
     def push(self) -> None:
         """Ends a block: the running sum becomes a bank row and a new one starts."""
         row = self._running()
-        row = row.to(wide(row.dtype))
+        if not _by_kernel(row) or torch.is_grad_enabled():
+            row = row.to(wide(row.dtype))
         self._bank.append(row)
-        if row.device.type == "cpu":  # elsewhere at the first read that asks: kernels find it themselves
+        if not _by_kernel(row):  # elsewhere at the first read that asks: kernels find it themselves
             self._inverses.append(_inverse_rms(row.detach(), self.eps))
         self.prefix = None
 
-    def add(self, output: Tensor) -> None:
-        """Adds a sublayer's output [N, H] to the running sum."""
-        self.prefix = output if self.prefix is None else self.prefix + output
+    def add(self, output: Tensor | Parts) -> None:
+        """Adds a sublayer's output [N, H] to the running sum; in parts it was made without gradients."""
+        if self.prefix is None and self._waits is None:
+            if isinstance(output, Parts):
+                self._waits = output
+            else:
+                self.prefix = output
+            return
+        before = self._running()
+        if isinstance(output, Parts):
+            self._waits = output
+        elif not _by_kernel(output) or torch.is_grad_enabled() or output.dtype != before.dtype:
+            self.prefix = before + output
+        else:
+            self._waits = output
 
     def total(self) -> Tensor:
         """The running sum [N, H]: all of the stream where nothing is ever pushed, as in a plain residual sum."""
         return self._running()
 
+    def _widen(self) -> None:
+        """Block sums as all but the kernel without gradients want them: float32 or wider."""
+        self._bank = [row.to(wide(row.dtype)) for row in self._bank]
+
     def _running(self) -> Tensor:
+        if self._waits is not None:
+            waited, self._waits = whole(self._waits), None
+            self.prefix = waited if self.prefix is None else self.prefix + waited
         if self.prefix is None:
             raise RuntimeError("a block has no running sum before its first sublayer")
         return self.prefix

@@ -6,7 +6,7 @@ thousands. The `.grad` of a leaf is a view. Experts without rows since `clear` h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +28,26 @@ class BankGradients:
         self.leaves = list(leaves)
         self._views: list[Tensor] = []
         self._added: set[int] = set()  # experts that are known on the host to have rows since `clear`
+        self._before: set[int] = set()  # those at the last `attach`
+        self._expected = False  # whether the leaves are those of `_before` for certain
         for both, second in zip(self.gate_up.unbind(), self.down.unbind(), strict=True):
             self._views += [*both.chunk(2), second]
 
+    def places(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each leaf and where its gradient adds up."""
+        return zip(self.leaves, self._views, strict=True)
+
     def clear(self) -> None:
         """Zeros everywhere. Leaves whose `.grad` is a view keep it, zero, until `attach` says who has rows."""
-        for leaf, view in zip(self.leaves, self._views, strict=True):
+        clear_all([self])
+
+    def _forget(self, leaves: bool) -> None:
+        for leaf, view in zip(self.leaves, self._views, strict=True) if leaves else ():
             grad = leaf.grad  # to set one costs several times as much as to look at it, and there are thousands
             if grad is not None and grad is not view:
                 leaf.grad = None
         self._added.clear()
-        self.gate_up.zero_()
-        self.down.zero_()
-        self.rows.zero_()
+        self._expected = False
 
     def add(self, gate_up: Tensor, down: Tensor, ends: Tensor) -> None:
         """Adds gradients whose values for experts without rows mean nothing; ends int32 [E] of each expert's rows.
@@ -65,11 +72,35 @@ class BankGradients:
     def attach(self, rows: Sequence[int]) -> None:
         """`.grad` for the leaves of experts that have rows, none for others; `rows` is what the tensor held."""
         self._added.update(number for number, count in enumerate(rows) if count)
-        for number in range(len(rows)):
+        looked = self._added ^ self._before if self._expected else range(len(rows))
+        for number in looked:
             self._attach(number, number in self._added)
+        self._before, self._expected = set(self._added), False
+
+    def expect(self) -> None:
+        """Leaves as at the last `attach`, so that the next one has to look only at those that differ from it.
+
+        Nobody else may set their `.grad` in between.
+        """
+        for number in range(len(self.rows)):
+            self._attach(number, number in self._before)
+        self._expected = True
 
     def _attach(self, number: int, there: bool) -> None:
         for place in range(3 * number, 3 * number + 3):
             leaf, view = self.leaves[place], self._views[place]
             if leaf.grad is not (view if there else None):
                 leaf.grad = view if there else None
+
+
+def clear_all(banks: Sequence[BankGradients], *, leaves: bool = True) -> None:
+    """`BankGradients.clear` of many; the device has its work before the host looks at the leaves.
+
+    leaves False: what somebody else has put into their `.grad` stays there until `expect` or `attach`, which look at
+    all of them.
+    """
+    if banks:
+        torch._foreach_zero_([tensor for bank in banks for tensor in (bank.gate_up, bank.down)])
+        torch._foreach_zero_([bank.rows for bank in banks])
+    for bank in banks:
+        bank._forget(leaves)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from k3rl.config import K3Error
+from k3rl.kernels import latent_chunks
 from k3rl.kernels.kda_decode import PendingRows
 from k3rl.model.config import K3Config
 from k3rl.model.layout import HISTORY
@@ -66,6 +67,62 @@ class StepCache:
         """Writes latent [R, width] of the next token of each row."""
         pages = self.latent[layer]
         pages.view(-1, pages.shape[2]).index_copy_(0, self.place, latent.to(pages.dtype))
+
+
+@dataclass(frozen=True)
+class ChunkCache:
+    """The states of S sequences that read N packed tokens, in shapes that do not depend on what they hold.
+
+    Behind the sequences comes one more segment of rows that are padding: it starts from nothing, and what it leaves is
+    kept nowhere. at: where everything lies, as in `StepCache`, with slot [S], past and place [N] (0 and the shared
+    place for padding), table [S + 1, n]. source int64 [S]: whose states go to the slot of each sequence. A sequence
+    that is not there has no tokens and the slot and source of one that is, so that the same states are written twice.
+    ends int32 [S + 2]: where segments begin, and N.
+    """
+
+    at: StepCache
+    source: Tensor
+    ends: Tensor
+
+    @property
+    def past(self) -> Tensor:
+        """int64 [N]: tokens before each of these in its sequence."""
+        return self.at.past
+
+    def recurrent(self, layer: int) -> Tensor:
+        """[S + 1, heads, K, V], the last one of padding: a copy."""
+        return self._read(self.at.recurrent[layer])
+
+    def conv(self, layer: int) -> Tensor:
+        """[S + 1, 3, channels], the last one of padding: a copy."""
+        return self._read(self.at.conv[layer])
+
+    def store_recurrent(self, layer: int, state: Tensor) -> None:
+        """Puts [S + 1, heads, K, V] back."""
+        self._write(self.at.recurrent[layer], state)
+
+    def store_conv(self, layer: int, history: Tensor) -> None:
+        """Puts [S + 1, 3, channels] back."""
+        self._write(self.at.conv[layer], history)
+
+    def _read(self, pool: Tensor) -> Tensor:
+        count = len(self.at.slot)
+        held = pool.new_zeros(count + 1, *pool.shape[1:])
+        torch.index_select(pool, 0, self.at.slot, out=held[:count])
+        return held
+
+    def _write(self, pool: Tensor, value: Tensor) -> None:
+        pool.index_copy_(0, self.at.slot, value.index_select(0, self.source).to(pool.dtype))
+
+    def append_latent(self, layer: int, latent: Tensor) -> None:
+        """Writes latent [N, width] of the tokens."""
+        self.at.append_latent(layer, latent)
+
+    def attend(self, layer: int, absorbed: Tensor, q_r: Tensor, scale: float) -> Tensor:
+        """Queries of the tokens, absorbed [h, N, Z] and q_r [N, h, r], over the latents of their sequences -> [h, N, Z]
+        (`latent_chunks.attend_chunks`)."""
+        at = self.at
+        return latent_chunks.attend_chunks(absorbed, q_r, at.latent[layer], at.table, at.past, self.ends, scale)
 
 
 class _Pool:
@@ -191,6 +248,11 @@ class Cache:
                 target.copy_(value)
         else:
             storage.index_copy_(0, self._rows, value.to(storage.dtype))
+
+    def store_latent(self, layer: int, latent: Tensor) -> None:
+        """Puts the latents [B, n, width] of the first n tokens of every row. Call `reserve` before."""
+        pool = self._pool.latent[layer]
+        pool[self._rows, : latent.shape[1]] = latent.to(pool.device, pool.dtype)
 
     def append_latent(self, layer: int, segment: Tensor, position: Tensor, latent: Tensor) -> None:
         """Writes latent [N, width] at row segment [N], token position [N] (absolute). Call `reserve` before."""

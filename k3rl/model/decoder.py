@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from k3rl.config import K3Error
 from k3rl.model.attn_res import ResidualStream
-from k3rl.model.cache import Cache, StepCache
+from k3rl.model.cache import Cache, ChunkCache, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fused import Weight
 from k3rl.model.init import initialise
@@ -23,7 +23,7 @@ from k3rl.model.lora import Adapter
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
-from k3rl.model.packed import EXPERT, assign, check_packable, entry, share_stored_blocks
+from k3rl.model.packed import EXPERT, assign, check_packable, entry
 from k3rl.model.recompute import PARTS, again, recomputed
 from k3rl.model.vision import Projector, VisionTower, check_grids
 from k3rl.types import Communicator, ContextCommunicator, ForwardObserver, WeightSlices
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
     rows: Tensor | None
     layout: Layout
-    cache: Cache | StepCache | None
+    cache: Cache | StepCache | ChunkCache | None
 
 
 def _parts(layout: Layout, cache: Cache | None) -> list[_Part]:
@@ -102,6 +102,8 @@ class DecoderLayer(nn.Module):
         self, stream: ResidualStream, parts: list[_Part], routes: Tensor | None, observer: ForwardObserver | None
     ) -> Tensor | None:
         """Reads and extends the stream; returns the expert ids [N, k], or None for a dense layer."""
+        if isinstance(parts[0].cache, StepCache):
+            return self._step(stream, parts[0].cache)
 
         def attention(at: ResidualStream, watching: ForwardObserver | None) -> Tensor:
             return self._attend(self._read(at, "self_attention", self.input_layernorm), parts, watching)
@@ -111,9 +113,9 @@ class DecoderLayer(nn.Module):
         def experts(at: ResidualStream, watching: ForwardObserver | None) -> tuple[Tensor, Tensor]:
             nonlocal chosen
             seen = self._read(at, "mlp", self.post_attention_layernorm)
-            static = isinstance(parts[0].cache, StepCache) or parts[0].layout.fixed
             # A second run goes to the same experts.
-            out, chosen = self.block_sparse_moe(seen, chosen, watching, static, parts[0].layout.padding)
+            layout = parts[0].layout
+            out, chosen = self.block_sparse_moe(seen, chosen, watching, layout.fixed, layout.padding)
             return out, chosen
 
         def dense(at: ResidualStream, _: ForwardObserver | None) -> Tensor:
@@ -131,6 +133,20 @@ class DecoderLayer(nn.Module):
         stream.add(out)
         return ids
 
+    def _step(self, stream: ResidualStream, cache: StepCache) -> Tensor | None:
+        """`forward` of one new token for every row."""
+        attended = self.self_attn.step(self._read(stream, "self_attention", self.input_layernorm), cache)
+        if self.starts_block:
+            stream.push()
+        stream.add(attended)
+        seen = self._read(stream, "mlp", self.post_attention_layernorm)
+        if not self.is_moe:
+            stream.add(self.mlp(seen))
+            return None
+        out, ids = self.block_sparse_moe.step(seen)
+        stream.add(out)
+        return ids
+
     def _read(self, stream: ResidualStream, site: str, norm: RMSNorm) -> Tensor:
         """What a site sees of the stream [N, H], normed."""
         if not self.mixes:
@@ -138,7 +154,7 @@ class DecoderLayer(nn.Module):
         return stream.read(getattr(self, f"{site}_res_norm").weight, getattr(self, f"{site}_res_proj").weight, norm)
 
     def _attend(self, x: Tensor, parts: list[_Part], observer: ForwardObserver | None) -> Tensor:
-        attend: Callable[[Tensor, Layout, Cache | StepCache | None], Tensor] = (
+        attend: Callable[[Tensor, Layout, Cache | StepCache | ChunkCache | None], Tensor] = (
             self.self_attn if self.is_kda else lambda *given: self.self_attn(*given, observer)
         )
         if parts[0].rows is None:
@@ -231,10 +247,10 @@ class K3ForCausalLM(nn.Module):
         self.observer: ForwardObserver | None = None
         self.adapter: Adapter | None = None  # what `k3rl.model.lora` attached
         self.slices: WeightSlices | None = None  # set where other processes hold the rest of the weights
-        # Packed bytes and scales that were loaded, by official name; an export reuses those of unchanged blocks.
+        # Packed bytes and scales that parameters were loaded from, by official name; an export reuses those of blocks
+        # that did not change.
         self.stored_blocks: dict[str, tuple[Tensor, Tensor]] = {}
         self.packed_banks = {p.layer: p.bank.packed for p in self.moe_parts() if p.bank.packed is not None}
-        share_stored_blocks(self)
 
     @property
     def device(self) -> torch.device:
@@ -338,17 +354,17 @@ class K3ForCausalLM(nn.Module):
         """An empty cache of `batch` rows for this model."""
         return Cache(self.config, batch, self.language_model.lm_head.weight.dtype, self.device)
 
-    def official_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def official_parameters(self, *, decoded: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """(official name, leaf parameter) of every parameter; experts as `...experts.E.w1.weight`.
 
         The router biases are among them with requires_grad False: quantile balancing moves them, not a gradient.
-        Experts that are kept packed come as decoded copies; `packed.assign` writes. Raises InputError where other
-        processes hold the rest of the weights.
+        Experts that are kept packed come as decoded copies, or, with decoded False, as shapes without values;
+        `packed.assign` writes. Raises InputError where other processes hold the rest of the weights.
         """
         if self.slices is not None and not self.slices.in_place:
             raise InputError("this process holds slices of the weights alone; read them inside `Trainer.whole()`")
         for name, parameter in self.named_parameters():
-            found = entry(self, name)
+            found = entry(self, name) if decoded else None
             if found is None:
                 yield name, parameter
             else:
@@ -459,17 +475,20 @@ class K3ForCausalLM(nn.Module):
             return self._decode(embedded, layout, input_ids.shape[0], cache, routes)
 
     @torch.no_grad()
-    def step(self, ids: Tensor, cache: StepCache) -> tuple[Tensor, Tensor]:
+    def step(
+        self, ids: Tensor, cache: StepCache | ChunkCache, layout: FixedLayout | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The next token of each row, ids int64 [R] -> rows after the final norm [R, H], routes int16 [R, M, k].
 
+        layout: ids are the next tokens of the segments that it lays out, padding last, and the cache is a `ChunkCache`.
         Only shapes are read by the host, so a step can be captured in a CUDA graph where the kernels run. A row that is
         padding gives finite values that mean nothing. Raises InputError for experts on other ranks or an adapter.
         """
         if not all(part.bank.is_static for part in self.moe_parts()) or self.adapter is not None:
             raise InputError("a step with static shapes is of a model that holds all its experts and has no adapter")
-        layout = Layout([1] * len(ids), ids.device)
+        own = Layout([1] * len(ids), ids.device) if layout is None else layout
         embedded = nn.functional.embedding(ids, self.language_model.model.embed_tokens.weight)
-        hidden, used = self.language_model.model(embedded, [_Part(None, layout, cache)], None, None)
+        hidden, used = self.language_model.model(embedded, [_Part(None, own, cache)], None, None)
         return hidden, torch.stack(used, dim=1).to(torch.int16) if used else self._no_routes(len(ids))
 
     def rows(self, ids: Tensor, layout: FixedLayout, routes: Tensor | None = None) -> Tensor:

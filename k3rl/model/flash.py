@@ -8,14 +8,19 @@ Letters: N query rows, P key rows, S segments, h heads, D key width, V value wid
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import heads
 from k3rl.kernels import largest_logits as kernel
 from k3rl.model.layout import Layout
 from k3rl.model.norm import wide
 
 _WIDEST = 256  # heads that the kernel takes
+_forward = torch.ops.aten._flash_attention_forward
+_backward = torch.ops.aten._flash_attention_backward
 
 
 def takes(q: Tensor) -> bool:
@@ -31,11 +36,60 @@ def attention(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, sc
     if q.device.type == "cpu":
         return reference(q, k, v, queries, keys, scale)
     padded = nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))  # the kernel wants one width
-    out = torch.ops.aten._flash_attention_forward(
+    out = _forward(
         q, k.contiguous(), padded, queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest, 0.0, True, False,
         scale=scale,
     )[0]  # fmt: skip
     return out[..., : v.shape[-1]]
+
+
+class _OverOwnRows(torch.autograd.Function):
+    """q [N, h, D], kv [N, h, n + V], k_r [N, D - n] -> attention [N, h * V], and the largest logits [h] or None.
+
+    Keys and values are put together, and their gradients taken apart, in one pass each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, k_r: Tensor, nope: int, layout: Layout, scale: float, watch: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        value, ends, longest = kv.shape[2] - nope, layout.cu_seqlens, layout.longest
+        k, v = heads.spread(kv, k_r, nope)
+        out, lse, seed, unused, _ = _forward(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale)
+        largest = largest_logits(q, k, layout, scale) if watch else None
+        ctx.save_for_backward(q, k, v, out, lse, seed, unused)
+        ctx.ends, ctx.settings = ends, (nope, value, longest, scale)
+        if largest is not None:
+            ctx.mark_non_differentiable(largest)
+        ctx.set_materialize_grads(False)
+        return heads.resized(out, value).view(len(q), -1), largest
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
+        q, k, v, out, lse, seed, unused = ctx.saved_tensors
+        nope, value, longest, scale = ctx.settings
+        wide = heads.resized(grad.reshape(len(q), -1, value), q.shape[2])
+        d_q, d_k, d_v = _backward(
+            wide, q, k, v, out, lse, ctx.ends, ctx.ends, longest, longest, 0.0, True, seed, unused, scale=scale
+        )
+        return d_q, *heads.collect(d_k, d_v, nope, value), None, None, None, None
+
+
+def takes_own_rows(q: Tensor, value: int, k_r: Tensor) -> bool:
+    """Whether `over_own_rows` computes attention of such queries, values of that width and k_r; never on a CPU."""
+    return takes(q) and value <= q.shape[2] and heads.takes(q, k_r)
+
+
+def over_own_rows(
+    q: Tensor, kv: Tensor, k_r: Tensor, nope: int, layout: Layout, scale: float, watch: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`attention` of q [N, h, D] where keys and values are still kv [N, h, nope + V] and k_r [N, D - nope], [N, h * V].
+
+    watch: also `largest_logits`.
+    """
+    return _OverOwnRows.apply(q, kv, k_r, nope, layout, scale, watch)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, scale: float) -> Tensor:
@@ -52,8 +106,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, sc
 @torch.no_grad()
 def largest_logits(q: Tensor, k: Tensor, layout: Layout, scale: float) -> Tensor:
     """The largest logit of each head [h] over all segments, float32 or wider, scale above 0. Padding has none."""
-    first = layout.starts.index_select(0, layout.segment)
+    first = layout.first_row
     if layout.padding is not None:
-        behind = torch.arange(1, len(q) + 1, device=q.device)
+        behind = torch.arange(1, len(q) + 1, dtype=torch.int32, device=q.device)
         first = torch.where(layout.padding, behind, first)
-    return kernel.largest_logits(q, k, first.to(torch.int32), layout.longest) * scale
+    return kernel.largest_logits(q, k, first, layout.longest) * scale

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import thin
 from k3rl.model.low_rank import LowRank
 
 
@@ -27,6 +28,18 @@ class Weight(nn.Module):
     def linear(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] of a matrix [out, in], the adapter's part included."""
         out = nn.functional.linear(x, self.weight)
+        return out if self.adapter is None else out + self.adapter.delta(x)
+
+    def summand(self, x: Tensor, base: Tensor | None = None) -> Tensor | thin.Parts:
+        """base + `linear`, without gradient, for the residual stream: of few rows on a GPU its parts.
+
+        base [..., out] may be overwritten.
+        """
+        if self.adapter is None and thin.takes(x, self.weight):
+            return thin.parts(x, self.weight, base)
+        if base is None:
+            return self.linear(x)
+        out = base.addmm_(x, self.weight.t())
         return out if self.adapter is None else out + self.adapter.delta(x)
 
 
@@ -125,8 +138,9 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, joined = ctx.saved_tensors
-        grad_x = grad @ joined if ctx.needs_input_grad[0] else None
         if x is None:  # frozen
+            grad_x = grad @ joined if ctx.needs_input_grad[0] else None
             return (grad_x, None, *(None for _ in ctx.fused.parameters))
-        rows = grad.reshape(-1, grad.shape[-1])
-        return (grad_x, None, *ctx.fused.split(rows.t() @ x.reshape(-1, x.shape[-1])))
+        rows, read = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        found = ctx.fused.split(rows.t() @ read)
+        return (grad @ joined if ctx.needs_input_grad[0] else None, None, *found)

@@ -66,6 +66,11 @@ class SiTU:
     def __init__(self, beta: float, linear_beta: float) -> None:
         self._betas = (beta, linear_beta)
 
+    @property
+    def betas(self) -> tuple[float, float]:
+        """beta, linear_beta."""
+        return self._betas
+
     def parts(self, gate_up: Tensor) -> Parts:
         return situ_parts(gate_up, *self._betas)
 

@@ -23,8 +23,9 @@ from k3rl.kernels.gated_norm import gated_norm
 from k3rl.kernels.kda import kda
 from k3rl.kernels.kda_decode import kda_decode
 from k3rl.kernels.short_conv import short_conv
+from k3rl.kernels.thin import Parts
 from k3rl.model.blocks import blockwise
-from k3rl.model.cache import Cache, Slots, StepCache
+from k3rl.model.cache import Cache, ChunkCache, Slots, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.kda_chunks import L2_EPS, chunked_kda
@@ -145,20 +146,26 @@ class KimiDeltaAttention(nn.Module):
         self._inputs = Fused.of(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
         self._taps = Fused([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
 
+    def step(self, x: Tensor, cache: StepCache) -> Tensor | Parts:
+        """`forward` of one new token for every row, for the residual stream."""
+        return self.o_proj.summand(self._step_on_slots(x, cache.slots(self.layer)))
+
     def takes_kernels(self, x: Tensor) -> bool:
         """Whether the kernels compute this layer for rows like x; never on a CPU."""
         return dispatch.use_kernel("kda_layer", x, head_dims=(self.width, self.width), float32_rows=False)
 
-    def forward(self, x: Tensor, layout: Layout, cache: Cache | StepCache | None) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout, cache: Cache | StepCache | ChunkCache | None) -> Tensor:
         """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
 
         With a context the first segment continues the state and the rows of the ranks to the left; no kernel does that.
         """
+        if isinstance(cache, ChunkCache):
+            return self._on_kernels(x, layout, cache)
         if isinstance(cache, StepCache):
-            return self._step_on_slots(x, cache.slots(self.layer))
+            return self.o_proj.linear(self._step_on_slots(x, cache.slots(self.layer)))
         if layout.fixed or (layout.context is None and self.takes_kernels(x)):
             if cache is not None and layout.longest == 1:
-                return self._step_on_slots(x, cache.slots(self.layer))
+                return self.o_proj.linear(self._step_on_slots(x, cache.slots(self.layer)))
             return self._on_kernels(x, layout, cache)
         if cache is not None and layout.longest == 1:
             return self._step(x, cache)
@@ -185,11 +192,12 @@ class KimiDeltaAttention(nn.Module):
         """The taps of q, k and v, [hD, 4] each."""
         return [part.weight.view(-1, HISTORY + 1) for part in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
 
-    def _on_kernels(self, x: Tensor, layout: Layout, cache: Cache | None) -> Tensor:
+    def _on_kernels(self, x: Tensor, layout: Layout, cache: Cache | ChunkCache | None) -> Tensor:
         """Packed rows [N, H] -> [N, H]; differentiable, without a copy of rows into chunks."""
         heads, inner = (1, x.shape[0], self.heads, self.width), self.heads * self.width
-        qkv, f_a, b = self._inputs.linear(x).split(self._split, dim=-1)
-        streams = [rows.unsqueeze(0) for rows in qkv.split(inner, dim=-1)]
+        # One split, so that its gradient is put together once.
+        *qkv, f_a, b = self._inputs.linear(x).split([inner] * 3 + self._split[1:], dim=-1)
+        streams = [rows.unsqueeze(0) for rows in qkv]
         history, state = (None, None) if cache is None else (cache.conv(self.layer), cache.recurrent(self.layer))
         ends = layout.cu_seqlens
         mixed, tails = short_conv(streams, self._convolutions(), history=history, cu_seqlens=ends)
@@ -206,7 +214,7 @@ class KimiDeltaAttention(nn.Module):
         return self.o_proj.linear(gated.view(-1, inner))
 
     def _step_on_slots(self, x: Tensor, slots: Slots) -> Tensor:
-        """One token for every row [R, H] -> [R, H], on the pool itself; nothing is gathered or read by the host."""
+        """One token for every row [R, H] -> gated values [R, hD], on the pool itself; the host reads nothing."""
         shape = (x.shape[0], self.heads, self.width)
         gated = beside(lambda: self.g_proj.linear(x))
         raw, f_a, b = self._inputs.linear(x).split(self._split, dim=-1)
@@ -217,7 +225,7 @@ class KimiDeltaAttention(nn.Module):
             slots.conv, slots.recurrent, slots.rows, slots.rows, gate_lower_bound=self.bound, norm_eps=self.eps,
             pending=slots.pending,
         )  # fmt: skip
-        return self.o_proj.linear(y.view(x.shape[0], -1))
+        return y.view(x.shape[0], -1)
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         shape = (-1, self.heads, self.width)

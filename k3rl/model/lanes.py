@@ -36,6 +36,11 @@ def _stream(device: int, lane: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def lane_stream(lane: int) -> torch.cuda.Stream:
+    """The stream of a lane on the current device."""
+    return _stream(torch.cuda.current_device(), lane)
+
+
 def beside(work: Callable[[], T], lane: int = 0) -> Callable[[], T]:
     """Starts `work` on a lane; the call that is returned waits for it, on the current stream, and gives its result.
 
@@ -43,7 +48,7 @@ def beside(work: Callable[[], T], lane: int = 0) -> Callable[[], T]:
     """
     if not _on:
         return work
-    stream = _stream(torch.cuda.current_device(), lane)
+    stream = lane_stream(lane)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         result = work()

@@ -222,6 +222,11 @@ class Layout:
         """[N] token index of each row inside its segment."""
         return torch.arange(self.n_rows, device=self.device) - self.starts[self.segment]
 
+    @cached_property
+    def first_row(self) -> Tensor:
+        """[N] int32: the first row of each row's segment."""
+        return self.starts.to(torch.int32).index_select(0, self.segment)
+
     def after(self, lengths: Tensor) -> Tensor:
         """lengths int64 [S] on the CPU, tokens before each segment -> the same on the device; copied once."""
         if self._after is None:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from k3rl.model.moe_grouped import grouped_outer, grouped_product
+
 
 class LowRank(NamedTuple):
     """The pair of one matrix [out, in]: down (A) [r, in], up (B) [out, r], and the factor alpha / r."""
@@ -44,8 +46,19 @@ class GroupedLowRank:
         """A and B of expert 0, A and B of expert 1, ..."""
         return [parameter for pair in self.pairs for parameter in (pair.down, pair.up)]
 
-    def add(self, out: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
-        """Adds to out [R, out] in place what rows [R, in] give; returns A rows [R, r]."""
+    def _stacked(self, ends: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """A [E, r, in] and B [E, out, r] of all experts where grouped products take them."""
+        if ends is None or self.rank % 8:
+            return None
+        return torch.stack([pair.down for pair in self.pairs]), torch.stack([pair.up for pair in self.pairs])
+
+    def add(self, out: Tensor, rows: Tensor, counts: list[int], ends: Tensor | None = None) -> Tensor:
+        """Adds to out [R, out] in place what rows [R, in] give; returns A rows [R, r]. ends int32 [E]: of rows."""
+        both = self._stacked(ends)
+        if both is not None and ends is not None:
+            low = grouped_product(rows, both[0].mT, ends)
+            out.add_(grouped_product(low, both[1].mT, ends), alpha=self.scale)
+            return low
         low = torch.empty(rows.shape[0], self.rank, dtype=rows.dtype, device=rows.device)
         for pair, given, result, kept in self._each(counts, rows, out, low):
             torch.mm(given, pair.down.mT, out=kept)
@@ -57,8 +70,13 @@ class GroupedLowRank:
         low = torch.bmm(rows, torch.stack([pair.down for pair in self.pairs]).mT)
         out.add_(torch.bmm(low, torch.stack([pair.up for pair in self.pairs]).mT), alpha=self.scale)
 
-    def back(self, d_rows: Tensor, grad: Tensor, counts: list[int]) -> Tensor:
+    def back(self, d_rows: Tensor, grad: Tensor, counts: list[int], ends: Tensor | None = None) -> Tensor:
         """Adds to d_rows [R, in] in place what grad [R, out] sends through the pairs; returns that of A rows [R, r]."""
+        both = self._stacked(ends)
+        if both is not None and ends is not None:
+            d_low = grouped_product(grad.contiguous(), both[1], ends).mul_(self.scale)
+            d_rows.add_(grouped_product(d_low, both[0], ends))
+            return d_low
         d_low = torch.empty(grad.shape[0], self.rank, dtype=grad.dtype, device=grad.device)
         for pair, given, result, kept in self._each(counts, grad, d_rows, d_low):
             torch.mm(given, pair.up, out=kept)
@@ -67,10 +85,16 @@ class GroupedLowRank:
         return d_low
 
     def gradients(
-        self, rows: Tensor, low: Tensor, grad: Tensor, d_low: Tensor, counts: list[int]
+        self, rows: Tensor, low: Tensor, grad: Tensor, d_low: Tensor, counts: list[int], ends: Tensor | None = None
     ) -> list[Tensor | None]:
         """Gradients of `leaves`; None for those of experts without rows."""
         found: list[Tensor | None] = [None] * (2 * len(self.pairs))
+        if ends is not None and self.rank % 8 == 0:
+            downs, ups = grouped_outer(d_low, rows, ends), grouped_outer(grad.contiguous(), low, ends).mul_(self.scale)
+            for expert, (down, up) in enumerate(zip(downs.unbind(), ups.unbind(), strict=True)):
+                if counts[expert]:
+                    found[2 * expert : 2 * expert + 2] = [down, up]
+            return found
         pieces = zip(*(tensor.split(counts) for tensor in (rows, low, grad, d_low)), strict=True)
         for expert, (given, kept, sent, d_kept) in enumerate(pieces):
             if given.shape[0]:
@@ -95,22 +119,28 @@ class BankSide:
     def leaves(self) -> list[nn.Parameter]:
         return [leaf for _, pairs in self.parts for leaf in pairs.leaves]
 
-    def add(self, out: Tensor, rows: Tensor, counts: list[int]) -> list[Tensor]:
-        return [pairs.add(out[:, columns], rows, counts) for columns, pairs in self.parts]
+    def add(self, out: Tensor, rows: Tensor, counts: list[int], ends: Tensor | None = None) -> list[Tensor]:
+        return [pairs.add(out[:, columns], rows, counts, ends) for columns, pairs in self.parts]
 
     def add_grid(self, out: Tensor, rows: Tensor) -> None:
         for columns, pairs in self.parts:
             pairs.add_grid(out[..., columns], rows)
 
-    def back(self, d_rows: Tensor, grad: Tensor, counts: list[int]) -> list[Tensor]:
-        return [pairs.back(d_rows, grad[:, columns], counts) for columns, pairs in self.parts]
+    def back(self, d_rows: Tensor, grad: Tensor, counts: list[int], ends: Tensor | None = None) -> list[Tensor]:
+        return [pairs.back(d_rows, grad[:, columns], counts, ends) for columns, pairs in self.parts]
 
     def gradients(
-        self, rows: Tensor, lows: Sequence[Tensor], grad: Tensor, d_lows: Sequence[Tensor], counts: list[int]
+        self,
+        rows: Tensor,
+        lows: Sequence[Tensor],
+        grad: Tensor,
+        d_lows: Sequence[Tensor],
+        counts: list[int],
+        ends: Tensor | None = None,
     ) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         for (columns, pairs), low, d_low in zip(self.parts, lows, d_lows, strict=True):
-            found += pairs.gradients(rows, low, grad[:, columns], d_low, counts)
+            found += pairs.gradients(rows, low, grad[:, columns], d_low, counts, ends)
         return found
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import latent_attention
+from k3rl.kernels import latent_attention, latent_step
+from k3rl.kernels.thin import Parts
 from k3rl.model import flash
-from k3rl.model.cache import Cache, StepCache
+from k3rl.model.cache import Cache, ChunkCache, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fuse import fused
 from k3rl.model.fused import Fused, Weight
@@ -202,8 +203,17 @@ class GatedMLA(nn.Module):
         self._split = [q_rank, self.latent, self.rope, h * self.value]
         self._inputs = Fused.of(self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
 
+    def step(self, x: Tensor, cache: StepCache) -> Tensor | Parts:
+        """`forward` of one new token for every row, for the residual stream."""
+        q_a, c, k_r, gate = self._inputs.linear(x).split(self._split, dim=-1)
+        return self.o_proj.summand(self._step(q_a, c, k_r, gate, cache))
+
     def forward(
-        self, x: Tensor, layout: Layout, cache: Cache | StepCache | None, observer: ForwardObserver | None
+        self,
+        x: Tensor,
+        layout: Layout,
+        cache: Cache | StepCache | ChunkCache | None,
+        observer: ForwardObserver | None,
     ) -> Tensor:
         """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
 
@@ -211,10 +221,12 @@ class GatedMLA(nn.Module):
         """
         q_a, c, k_r, gate = self._inputs.linear(x).split(self._split, dim=-1)
         if isinstance(cache, StepCache):
-            return self._output(self._step(q_a, c, k_r, cache), gate)
+            return self.o_proj.linear(self._step(q_a, c, k_r, gate, cache))
         q = self.q_b_proj.linear(self.q_a_layernorm(q_a))
         q = q.view(-1, self.heads, self.nope + self.rope)
         c = self.kv_a_layernorm(c)
+        if isinstance(cache, ChunkCache):
+            return self._output(self._chunk(q, c, k_r, cache), gate)
         if self.rotates:
             position = layout.sequence_position if cache is None else layout.position_after(cache.lengths)
             q, k_r = self._rotated(q, k_r, position)
@@ -243,6 +255,12 @@ class GatedMLA(nn.Module):
     ) -> Tensor:
         """Queries [N, h, D] over their own rows, c [N, Z] and k_r [N, r], and cached ones before them -> [N, h * V]."""
         keys = layout
+        if cache is None and torch.is_grad_enabled() and flash.takes_own_rows(q, self.value, k_r):
+            kv = self.kv_b_proj.linear(c).view(-1, self.heads, self.nope + self.value)
+            o, largest = flash.over_own_rows(q, kv, k_r, self.nope, layout, self.scale, observer is not None)
+            if observer is not None and largest is not None:
+                observer.attention_logits(self.layer, largest)
+            return o
         if cache is not None and int(cache.lengths.max()) > 0:
             keys = layout.with_before(cache.lengths)
             latent = cache.latent(self.layer, keys.longest)
@@ -255,6 +273,14 @@ class GatedMLA(nn.Module):
             observer.attention_logits(self.layer, flash.largest_logits(q.detach(), k.detach(), layout, self.scale))
         o = flash.attention(q, k, v, layout, keys, self.scale)
         return o.reshape(-1, self.heads * self.value)
+
+    def _chunk(self, q: Tensor, c: Tensor, k_r: Tensor, cache: ChunkCache) -> Tensor:
+        """Queries [N, h, D] of packed tokens over the cached latents of their sequences and their own -> [N, h * V]."""
+        if self.rotates:
+            q, k_r = self._rotated(q, k_r, cache.past)
+        cache.append_latent(self.layer, torch.cat([c, k_r], dim=-1))
+        absorbed, q_r = self._in_latent_space(q).split([self.latent, self.rope], dim=-1)
+        return self._values_of(cache.attend(self.layer, absorbed.transpose(0, 1), q_r, self.scale).transpose(0, 1))
 
     def _few(self, q: Tensor, latent: Tensor, layout: Layout, keys: Layout) -> Tensor:
         """Few queries [N, h, D] a segment over many latents [P, Z + r] -> [N, h * V], without their keys and values."""
@@ -304,11 +330,23 @@ class GatedMLA(nn.Module):
             o = o + torch.bmm(low, up[:, self.nope :].mT) * pair.scale
         return o.transpose(0, 1).reshape(-1, self.heads * self.value)
 
-    def _step(self, q_a: Tensor, c: Tensor, k_r: Tensor, cache: StepCache) -> Tensor:
-        """One new token for every row: q_a [R, q_lora], c [R, Z] and k_r [R, r] as they are projected -> [R, h * V].
+    def _step(self, q_a: Tensor, c: Tensor, k_r: Tensor, gate: Tensor, cache: StepCache) -> Tensor:
+        """One new token for every row -> gated values [R, h * V].
 
-        The host need not know how many tokens there are, and there is no adapter.
+        q_a [R, q_lora], c [R, Z], k_r [R, r] and gate [R, h * V] as they are projected. The host need not know how many
+        tokens there are, and there is no adapter.
         """
+        kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
+        pages = cache.latent[self.layer]
+        if not self.rotates and latent_step.takes(q_a, self.q_b_proj.weight, kv_b, self.nope, pages):
+            q_norm, c_norm = (
+                latent_step.Norm(norm.weight, norm.eps) for norm in (self.q_a_layernorm, self.kv_a_layernorm)
+            )
+            absorbed, q_r = latent_step.queries(
+                q_a, c, k_r, q_norm, c_norm, self.q_b_proj.weight, kv_b, self.nope, pages, cache.place
+            )
+            where = (pages, cache.table, cache.past, self.scale)
+            return latent_step.attend(absorbed, q_r, *where, kv_b, self.nope, gate)
 
         def append() -> None:
             key = rotate(k_r, cache.past) if self.rotates else k_r
@@ -317,15 +355,13 @@ class GatedMLA(nn.Module):
         appended = beside(append)
         q = self.q_b_proj.linear(self.q_a_layernorm(q_a)).view(-1, self.heads, self.nope + self.rope)
         q_n, q_r = q.split([self.nope, self.rope], dim=-1)
-        kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         if self.rotates:
             q_r = rotate(q_r, cache.past)
         absorbed = torch.bmm(q_n.transpose(0, 1), kv_b[:, : self.nope])
         appended()
-        pages = cache.latent[self.layer]
         context = latent_attention.attend(absorbed, q_r, pages, cache.table, cache.past, self.scale)
         o = torch.bmm(context, kv_b[:, self.nope :].mT)
-        return o.transpose(0, 1).reshape(-1, self.heads * self.value)
+        return gated(o.transpose(0, 1).reshape(-1, self.heads * self.value), gate)
 
     def _decode(self, q: Tensor, cache: Cache) -> Tensor:
         """One new token for every row: q [R, h, D] -> [R, h * V], from latents that include the new token."""

@@ -13,28 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from k3rl.kernels import route as router
+from k3rl.kernels import thin
 from k3rl.kernels.route import Assignments
-from k3rl.model import moe_grouped
+from k3rl.kernels.thin import Parts
+from k3rl.model import moe_grouped, routing
 from k3rl.model.bank_gradients import BankGradients
+from k3rl.model.cells import GRID_ROOM, GRID_WASTE, Cells
 from k3rl.model.config import K3Config, QuantizationConfig
 from k3rl.model.fused import Fused, Weight
-from k3rl.model.gated import GatedUnit, gated_unit
+from k3rl.model.gated import GatedUnit, SiTU, gated_unit
 from k3rl.model.lanes import beside
 from k3rl.model.low_rank import NO_PAIRS, BankAdapter
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.model.packed import PackedExperts
 from k3rl.numerics import mx
 from k3rl.types import Communicator, Exchange, ForwardObserver
-
-# Inference batches whose experts get few rows, evenly, do one batched product instead of one for each expert.
-_GRID_ROOM = 64  # rows of the busiest expert, at most
-_GRID_WASTE = 4  # cells for each row that is there, at most
-
 
 RouterLoss = Callable[[int, Tensor, Tensor], None]
 
@@ -88,14 +85,19 @@ class _Experts(nn.Module):
 class _Sorted(NamedTuple):
     """The `Exchange` of one process: assignments (token, choice) in expert order, R = N * k.
 
-    token [R]: token of each sorted row; inverse [R]: sorted row of each assignment; counts: rows of each expert;
-    weights [R]: of the sorted rows.
+    token [R]: token of each sorted row; inverse [R]: sorted row of each assignment; counts: rows of each expert, and
+    counted [E]: where they are; weights [R]: of the sorted rows.
     """
 
     token: Tensor
     inverse: Tensor
     counts: list[int]
+    counted: Tensor
     weights: Tensor
+
+    @property
+    def ends(self) -> Tensor:
+        return self.counted.cumsum(0).to(torch.int32)
 
     def dispatch(self, rows: Tensor) -> Tensor:
         return rows.index_select(0, self.token)
@@ -110,35 +112,14 @@ def _sort(ids: Tensor, weights: Tensor, experts: int) -> _Sorted:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     token = torch.div(order, ids.shape[1], rounding_mode="floor")
-    counts = torch.bincount(flat, minlength=experts).tolist()
-    return _Sorted(token, inverse, counts, weights.reshape(-1).index_select(0, order))
+    counted = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))  # a host waits for a bincount
+    return _Sorted(token, inverse, counted.tolist(), counted, weights.reshape(-1).index_select(0, order))
 
 
-class _Cells(NamedTuple):
-    """Assignments on a grid of `room` cells for each expert: cell of each one [N * k]; token of each cell [E * room],
-    token 0 where nothing is."""
-
-    place: Tensor
-    token: Tensor
-    room: int
-
-    @classmethod
-    def of(cls, ids: Tensor, experts: int) -> _Cells:
-        """On the CPU, through NumPy: over so few numbers a call of torch costs more than its work."""
-        flat = ids.numpy().reshape(-1)
-        counts = np.bincount(flat, minlength=experts)
-        room = int(counts.max())
-        order = flat.argsort(kind="stable")
-        number = np.arange(len(flat))
-        first = counts.cumsum() - counts
-        place, token = np.empty(len(flat), np.int64), np.zeros(experts * room, np.int64)
-        place[order] = number + (np.arange(experts) * room - first)[flat[order]]
-        token[place] = number // ids.shape[1]
-        return cls(torch.from_numpy(place), torch.from_numpy(token), room)
-
-
-def _per_expert(rows: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
-    """Rows in expert order [R, a] times matrices [E, a, b] -> [R, b]."""
+def _per_expert(rows: Tensor, matrices: Tensor, counts: list[int], ends: Tensor | None = None) -> Tensor:
+    """Rows in expert order [R, a] times matrices [E, a, b] -> [R, b]. ends: of the exchange."""
+    if ends is not None:
+        return moe_grouped.grouped_product(rows, matrices, ends)
     out = torch.empty(rows.shape[0], matrices.shape[2], dtype=rows.dtype, device=rows.device)
     for given, matrix, result in zip(rows.split(counts), matrices.unbind(), out.split(counts), strict=True):
         if given.shape[0]:
@@ -179,17 +160,18 @@ class _ExpertBank(torch.autograd.Function):
         adapter, exchange = bank.adapter, bank.exchange(ids, weights)
         counts = exchange.counts
         rows = bank.dispatch(z, exchange)
-        hidden = _per_expert(rows, gate_up.mT, counts)
-        lows = adapter.first.add(hidden, rows, counts)
+        ends = exchange.ends if moe_grouped.pays(rows) else None
+        hidden = _per_expert(rows, gate_up.mT, counts, ends)
+        lows = adapter.first.add(hidden, rows, counts, ends)
         parts = bank.unit.parts(hidden)
         active = bank.read(bank.unit.value(parts).to(z.dtype))
-        out = _per_expert(active, down.mT, counts)
-        lows += adapter.second.add(out, active, counts)
+        out = _per_expert(active, down.mT, counts, ends)
+        lows += adapter.second.add(out, active, counts, ends)
         (result,) = exchange.combine(out)
         kept = (None, None) if bank.packed is not None else (gate_up, down)  # packed ones are decoded again
         ctx.save_for_backward(*kept, rows, *parts, active, *lows)
         ctx.bank, ctx.exchange, ctx.weights = bank, exchange, (weights.shape, weights.dtype)
-        ctx.adapter = adapter
+        ctx.adapter, ctx.ends = adapter, ends
         return _sum_choices(result, weights, weights.shape[1]).to(z.dtype)
 
     @staticmethod
@@ -199,15 +181,15 @@ class _ExpertBank(torch.autograd.Function):
         if gate_up is None:
             gate_up, down = ctx.bank.matrices()
         bank, exchange, kind, adapter = ctx.bank, ctx.exchange, rows.dtype, ctx.adapter
-        counts, (shape, weights_kind) = exchange.counts, ctx.weights
+        counts, (shape, weights_kind), ends = exchange.counts, ctx.weights, ctx.ends
         spread = exchange.dispatch(grad.to(kind))
         weight = exchange.weights.view(-1, 1).to(kind)
-        d_active = _per_expert(spread, down, counts)
-        d_second = adapter.second.back(d_active, spread, counts)
+        d_active = _per_expert(spread, down, counts, ends)
+        d_second = adapter.second.back(d_active, spread, counts, ends)
         d_weight = torch.linalg.vecdot(d_active, active).view(-1, 1)
         d_hidden = bank.unit.backward(d_active.mul_(weight), tuple(parts)).to(kind)
-        d_read = _per_expert(d_hidden, gate_up, counts)
-        d_first = adapter.first.back(d_read, d_hidden, counts)
+        d_read = _per_expert(d_hidden, gate_up, counts, ends)
+        d_first = adapter.first.back(d_read, d_hidden, counts, ends)
         d_rows, d_weights = exchange.combine(d_read, d_weight)
         d_z = _sum_choices(d_rows, None, shape[1]).to(kind)
         spread.mul_(weight)
@@ -215,6 +197,9 @@ class _ExpertBank(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * given
         if not any(ctx.needs_input_grad[4 : 4 + given]):
             pass
+        elif bank.sums is not None and ends is not None:
+            outer = moe_grouped.grouped_outer
+            bank.sums.add(outer(d_hidden, rows, ends), outer(spread, active, ends), ends)
         elif bank.sums is not None:
             pieces = (part.split(counts) for part in (d_hidden, rows, spread, active))
             for number, (hidden, read, sent, seen) in enumerate(zip(*pieces, strict=True)):
@@ -229,9 +214,9 @@ class _ExpertBank(torch.autograd.Function):
                     both.zero_(), second.zero_()
                 grads += [*both.chunk(2), second] if count or bank.every_gradient else [None, None, None]
         low = saved[7:]
-        grads += adapter.first.gradients(rows, low[: len(d_first)], d_hidden, d_first, counts)
+        grads += adapter.first.gradients(rows, low[: len(d_first)], d_hidden, d_first, counts, ends)
         d_second = [sent.mul_(weight) for sent in d_second]
-        grads += adapter.second.gradients(active, low[len(d_first) :], spread, d_second, counts)
+        grads += adapter.second.gradients(active, low[len(d_first) :], spread, d_second, counts, ends)
         return d_z, d_weights.view(shape).to(weights_kind), None, None, *grads
 
 
@@ -249,9 +234,8 @@ class ExpertBank:
     parameter was written to; for a model that samples.
     """
 
-    def __init__(self, experts: _Experts, config: K3Config, packed: PackedExperts | None, dtype: torch.dtype) -> None:
+    def __init__(self, experts: _Experts, config: K3Config, packed: PackedExperts | None) -> None:
         self.experts = len(experts)
-        self._dtype = dtype
         self.packed = packed
         self.every_gradient = False
         self.sums: BankGradients | None = None
@@ -308,9 +292,15 @@ class ExpertBank:
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """[E, 2I, Z] and [E, Z, I]; the parameters are views of them, unless they are packed."""
-        if self.packed is not None:
-            return self.packed.matrices(self._dtype)
-        return self._gate_up.tensor(), self._down.tensor()
+        return self.gate_up(), self.down()
+
+    def gate_up(self) -> Tensor:
+        """The first of `matrices`."""
+        return self._gate_up.tensor() if self.packed is None else self.packed.gate_up()
+
+    def down(self) -> Tensor:
+        """The second of `matrices`."""
+        return self._down.tensor() if self.packed is None else self.packed.down()
 
     def _inputs_first(self) -> tuple[Tensor, Tensor]:
         """[E, Z, 2I] and [E, I, Z], as rows are multiplied with them."""
@@ -349,10 +339,11 @@ class ExpertBank:
         if torch.is_grad_enabled() and self._is_grouped(z):
             return self.static(z, weights, ids)
         if torch.is_grad_enabled():
-            return _ExpertBank.apply(z, weights, ids, self, *self._given(), *self.adapter.leaves)
+            return _ExpertBank.apply(z, weights, ids, self, *self.seen, *self.adapter.leaves)
         return self._infer(z, weights, ids).to(z.dtype)
 
-    def _given(self) -> list[nn.Parameter]:
+    @property
+    def seen(self) -> list[nn.Parameter]:
         """What autograd sees. With sums of its own the bank gives it nothing; one leaf says whether it trains."""
         return self._leaves if self.sums is None else self._leaves[:1]
 
@@ -364,7 +355,7 @@ class ExpertBank:
     def static(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Like a call, by operations of shapes that the ids do not change (`moe_grouped`)."""
         if torch.is_grad_enabled():
-            return moe_grouped.GroupedExperts.apply(z, weights, ids, self, *self._given())
+            return moe_grouped.GroupedExperts.apply(z, weights, ids, self, *self.seen)
         return moe_grouped.static(self, z, weights, ids)
 
     def _is_grouped(self, z: Tensor) -> bool:
@@ -374,22 +365,29 @@ class ExpertBank:
     def _infer(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if self._is_grouped(z):
             return self.static(z, weights, ids)
-        if self.communicator is None and ids.device.type == "cpu" and ids.numel() <= _GRID_ROOM * self.experts:
-            cells = _Cells.of(ids, self.experts)
-            if cells.room <= _GRID_ROOM and self.experts * cells.room <= _GRID_WASTE * ids.numel():
+        if self.communicator is None and ids.device.type == "cpu" and ids.numel() <= GRID_ROOM * self.experts:
+            cells = Cells.of(ids, self.experts)
+            if cells.room <= GRID_ROOM and self.experts * cells.room <= GRID_WASTE * ids.numel():
                 return self._on_grid(z, weights, cells)
-        gate_up, down = self.matrices()
         exchange = self.exchange(ids, weights)
         rows = self.dispatch(z, exchange)
-        hidden = _per_expert(rows, gate_up.mT, exchange.counts)
+        hidden = self._by_expert(rows, exchange.counts, second=False)
         self.adapter.first.add(hidden, rows, exchange.counts)
         active = self.activate(hidden)
-        out = _per_expert(active, down.mT, exchange.counts)
+        out = self._by_expert(active, exchange.counts, second=True)
         self.adapter.second.add(out, active, exchange.counts)
         (result,) = exchange.combine(out)
         return _sum_choices(result, weights, weights.shape[1])
 
-    def _on_grid(self, z: Tensor, weights: Tensor, cells: _Cells) -> Tensor:
+    def _by_expert(self, rows: Tensor, counts: list[int], *, second: bool) -> Tensor:
+        """Rows in expert order times gate and up of their experts, or, second, down."""
+        packed = self.packed
+        if packed is not None and packed.multiplies(rows, len(rows)):
+            ends = torch.tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
+            return packed.down_product(rows, ends) if second else packed.gate_up_product(rows, None, ends)
+        return _per_expert(rows, (self.down() if second else self.gate_up()).mT, counts)
+
+    def _on_grid(self, z: Tensor, weights: Tensor, cells: Cells) -> Tensor:
         """All experts in one batched product; what is not a product is over the assignments alone, not the cells."""
         gate_up, down = self._inputs_first()
         place, shape = cells.place, (self.experts, cells.room, -1)
@@ -401,6 +399,14 @@ class ExpertBank:
         out = torch.bmm(grid, down)
         self.adapter.second.add_grid(out, grid)
         return _sum_choices(out.view(-1, z.shape[1]).index_select(0, place), weights, weights.shape[1])
+
+    def activated(self, rows: Tensor, token: Tensor, ends: Tensor) -> Tensor:
+        """What w2 reads [R, I] of row token[r] of rows [N, Z], where packed experts multiply them."""
+        assert self.packed is not None
+        if isinstance(self.unit, SiTU):
+            rule = None if self.quantization.computed_activations == "none" else self.quantization.scale_rule
+            return self.packed.activated(rows, token, ends, *self.unit.betas, rule)
+        return self.activate(self.packed.gate_up_product(rows, token, ends))
 
     def activate(self, hidden: Tensor) -> Tensor:
         """Products [..., 2I] of w1 and w3 -> what w2 reads [..., I]."""
@@ -476,8 +482,8 @@ class LatentMoE(nn.Module):
             if self.norms_sum:
                 self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps, **kind)
             self.routed_expert_up_proj = Weight(config.hidden_size, latent, **kind)
-        held = PackedExperts(numbers, latent, width, device) if packed else None
-        self._bank = ExpertBank(self.experts, config, held, dtype)
+        held = PackedExperts(numbers, latent, width, device, dtype) if packed else None
+        self._bank = ExpertBank(self.experts, config, held)
 
     @property
     def bank(self) -> ExpertBank:
@@ -490,12 +496,17 @@ class LatentMoE(nn.Module):
         routes [N, k] replays a recorded choice; the weights still come from the current scores.
         """
         kind = wide(x.dtype)
+        if torch.is_grad_enabled() and self.router_loss is None and routing.takes(x, self.gate.weight, self.k):
+            return self._routed(x, routes, observer)
+        bias = self.gate.e_score_correction_bias
+        if not torch.is_grad_enabled() and thin.takes(x, self.gate.weight):
+            parts = thin.parts(x, self.gate.weight).sums
+            return router.choose(parts, bias, self.k, self.renormalize, self.scaling, routes)
         if x.device.type == "cuda" and x.dtype != kind:
             logits = _WideProduct.apply(x, self.gate.weight, kind)
         else:
             logits = nn.functional.linear(x.to(kind), self.gate.weight.to(kind))
         if x.device.type != "cpu" and not torch.is_grad_enabled():
-            bias = self.gate.e_score_correction_bias
             return router.choose(logits, bias, self.k, self.renormalize, self.scaling, routes)
         scores = torch.sigmoid(logits)
         ids = self._choose(scores.detach(), observer if torch.is_grad_enabled() else None, routes)
@@ -505,6 +516,16 @@ class LatentMoE(nn.Module):
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scaling if self.scaling != 1.0 else weights, ids
+
+    def _routed(self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None) -> tuple[Tensor, Tensor]:
+        """`route` in training by the kernels."""
+        bias = self.gate.e_score_correction_bias
+        weights, ids, scores, cutoff = routing.RoutedChoice.apply(
+            x, self.gate.weight, bias, self.k, self.renormalize, self.scaling, routes
+        )
+        if observer is not None:
+            observer.router(self.layer, scores, cutoff)
+        return weights, ids
 
     def _choose(self, scores: Tensor, observer: ForwardObserver | None, routes: Tensor | None) -> Tensor:
         """Ids [N, k] of the best biased scores, or the recorded ones; tells the observer the (k + 1)-th score."""
@@ -529,7 +550,8 @@ class LatentMoE(nn.Module):
         padding bool [N]: rows that go where the first row goes, so that no expert has rows because of them.
         """
         if static and self.in_latent and not torch.is_grad_enabled():
-            return self._static(x, routes, padding)
+            shared, u, ids = self._static(x, routes, padding)
+            return shared.addmm_(u, self.routed_expert_up_proj.weight.t()), ids
         weights, ids = self._choice(x, routes, observer, padding)
         bank = self._bank.static if static else self._bank
         if not self.in_latent:
@@ -538,8 +560,17 @@ class LatentMoE(nn.Module):
         u = bank(z, weights, ids)
         if self.norms_sum:
             u = self.routed_expert_norm(u)
+        if x.device.type == "cuda":  # as `_static` does, one rounding less
+            return self.shared_experts(x).addmm_(u, self.routed_expert_up_proj.weight.t()), ids
         routed = nn.functional.linear(u, self.routed_expert_up_proj.weight)
         return routed + self.shared_experts(x), ids
+
+    def step(self, x: Tensor) -> tuple[Tensor | Parts, Tensor]:
+        """`forward` of one new token for every row, in fixed shapes, for the residual stream."""
+        if not self.in_latent:
+            return self(x, None, None, True)
+        shared, u, ids = self._static(x, None, None)
+        return self.routed_expert_up_proj.summand(u, shared), ids
 
     def _choice(
         self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None, padding: Tensor | None
@@ -548,8 +579,11 @@ class LatentMoE(nn.Module):
         weights, ids = self.route(x, routes, observer)
         return weights, ids if padding is None else torch.where(padding.unsqueeze(1), ids[:1], ids)
 
-    def _static(self, x: Tensor, routes: Tensor | None, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`forward` without gradients, in fixed shapes; what does not wait for each other runs side by side."""
+    def _static(self, x: Tensor, routes: Tensor | None, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward` without gradients, in fixed shapes; what does not wait for each other runs side by side.
+
+        -> what the shared experts give [N, H], what is to be projected up and added to that [N, Z], ids.
+        """
 
         def choose() -> tuple[Tensor, Tensor, Assignments]:
             weights, ids = self._choice(x, routes, None, padding)
@@ -561,4 +595,4 @@ class LatentMoE(nn.Module):
         weights, ids, sort = chosen()
         norm = (self.routed_expert_norm.weight, self.routed_expert_norm.eps) if self.norms_sum else None
         u = moe_grouped.static_sorted(self._bank, read, weights, sort, norm)
-        return shared().addmm_(u, self.routed_expert_up_proj.weight.t()), ids
+        return shared(), u, ids

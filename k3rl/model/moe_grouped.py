@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import dispatch, few_rows, gather_rows, mxfp8, route
+from k3rl.kernels import dispatch, few_rows, gather_rows, mxfp8, route, routing
 from k3rl.model.fuse import fused, widened
 from k3rl.numerics import mx
 
@@ -29,25 +29,41 @@ _grouped_mm = getattr(nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
 class SortedIds(NamedTuple):
-    """Assignments in expert order, on the device: order and inverse int64 [R], ends int32 [E] of each expert."""
+    """Assignments in expert order, on the device: order and inverse int64 [R], ends int32 [E] of each expert, token
+    int64 [R] of each sorted row, and its weight [R] where a kernel has put it there."""
 
     order: Tensor
     inverse: Tensor
     ends: Tensor
+    token: Tensor
+    weight: Tensor | None = None
 
 
-def sort_by_expert(ids: Tensor, experts: int) -> SortedIds:
-    """ids [N, k] -> their order; nothing is read by the host."""
+def sort_by_expert(ids: Tensor, experts: int, weights: Tensor | None = None) -> SortedIds:
+    """ids [N, k], weights [N, k] -> their order; nothing is read by the host."""
+    if ids.device.type != "cpu" and routing.sorts(ids, experts):
+        own = weights if weights is not None and weights.dtype == torch.float32 else None
+        order, inverse, token, ends, routed = routing.sort_many(ids, experts, own)
+        return SortedIds(order, inverse, ends, token, routed)
     short = torch.int16 if experts < 1 << 15 else torch.int32  # a sort goes over the keys byte by byte
     found, order = torch.sort(ids.reshape(-1).to(short), stable=True)
     number = torch.arange(max(len(order), experts), device=order.device)
     ends = torch.searchsorted(found, number[:experts].to(short), right=True, out_int32=True)
-    return SortedIds(order, torch.empty_like(order).scatter_(0, order, number[: len(order)]), ends)
+    inverse = torch.empty_like(order).scatter_(0, order, number[: len(order)])
+    return SortedIds(order, inverse, ends, order // ids.shape[1])
 
 
 def _is_grouped(x: Tensor) -> bool:
     """Whether torch has a grouped product for it; elsewhere every matrix meets every row, which is right and slow."""
     return x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and x.device.type == "cpu")
+
+
+def pays(rows: Tensor) -> bool:
+    """Whether grouped products are the better way for rows in expert order [R, n].
+
+    On a GPU, where a launch for each expert costs the most, and where the product takes their width.
+    """
+    return rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and len(rows) > 0 and rows.shape[1] % 8 == 0
 
 
 def _expert_of(rows: Tensor, ends: Tensor) -> Tensor:
@@ -147,14 +163,15 @@ def static_sorted(
     norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """`static` of rows [N, Z] as the experts read them, whose assignments are sorted; norm: see `sum_choices`."""
-    gate_up, down = bank.matrices()
-    count = sort.token.numel()
-    if few_rows.takes(read, count, gate_up) and few_rows.takes(read, count, down):
-        active = bank.activate(few_rows.product(read, sort.token, gate_up, sort.ends))
-        out = few_rows.product(active, None, down, sort.ends)
-    else:
-        active = bank.activate(grouped_product(read.index_select(0, sort.token), gate_up.mT, sort.ends))
-        out = grouped_product(active, down.mT, sort.ends)
+    count, packed = sort.token.numel(), bank.packed
+    if packed is not None and packed.multiplies(read, count):
+        out = packed.down_product(bank.activated(read, sort.token, sort.ends), sort.ends)
+    elif packed is None and all(few_rows.takes(read, count, matrices) for matrices in bank.matrices()):
+        active = bank.activate(few_rows.product(read, sort.token, bank.gate_up(), sort.ends))
+        out = few_rows.product(active, None, bank.down(), sort.ends)
+    else:  # packed ones are decoded here, one stack at a time
+        active = bank.activate(grouped_product(read.index_select(0, sort.token), bank.gate_up().mT, sort.ends))
+        out = grouped_product(active, bank.down().mT, sort.ends)
     return route.sum_choices(out, sort.inverse, weights, read.dtype, norm)
 
 
@@ -189,12 +206,12 @@ class GroupedExperts(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, weights: Tensor, ids: Tensor, bank: ExpertBank, *leaves: Tensor) -> Tensor:
         gate_up, down = bank.matrices()
         k = ids.shape[1]
-        sort = sort_by_expert(ids, bank.experts)
-        token, read = sort.order // k, bank.read(z)
-        hidden = grouped_product(gather_rows.gather_rows(read, token)[0], gate_up.mT, sort.ends)
+        sort = sort_by_expert(ids, bank.experts, weights)
+        read = bank.read(z)
+        hidden = grouped_product(gather_rows.gather_rows(read, sort.token)[0], gate_up.mT, sort.ends)
         active = bank.activate(hidden)
         out = grouped_product(active, down.mT, sort.ends)
-        ctx.save_for_backward(gate_up, down, read, weights, token, *sort, hidden, active)
+        ctx.save_for_backward(gate_up, down, read, weights, *sort, hidden, active)
         ctx.bank = bank
         by_leaf = any(ctx.needs_input_grad[4:]) and bank.sums is None and not bank.every_gradient
         ctx.counts = _HostCounts(sort.ends) if by_leaf else None
@@ -202,24 +219,30 @@ class GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, down, read, weights, token, *sorts, hidden, active = ctx.saved_tensors
+        gate_up, down, read, weights, *sorts, hidden, active = ctx.saved_tensors
         bank, sort, kind, k = ctx.bank, SortedIds(*sorts), read.dtype, weights.shape[1]
+        token = sort.token
         trains = any(ctx.needs_input_grad[4:])
-        weight = weights.reshape(-1).index_select(0, sort.order).unsqueeze(-1)
+        routed = sort.weight
+        if routed is None:
+            routed = weights.reshape(-1).index_select(0, sort.order)
+        weight = routed.unsqueeze(-1)
         spread, weighted = gather_rows.gather_rows(grad.to(kind), token, weight if trains else None)
         d_active = grouped_product(spread, down, sort.ends)
         d_hidden, sums = bank.unit.routed_gradient(d_active, hidden, weight, active)
         d_weight = sums.index_select(0, sort.inverse)
-        d_rows = grouped_product(d_hidden, gate_up, sort.ends)
-        d_z = _sum_of_choices(d_rows, sort, None, k).to(kind)
         grads: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         if trains and weighted is not None:
-            d_gate_up = grouped_outer(d_hidden, gather_rows.gather_rows(read, token)[0], sort.ends)
-            d_down = grouped_outer(weighted, active, sort.ends)
+            outer = lambda: (  # noqa: E731
+                grouped_outer(d_hidden, gather_rows.gather_rows(read, token)[0], sort.ends),
+                grouped_outer(weighted, active, sort.ends),
+            )
             if bank.sums is not None:
-                bank.sums.add(d_gate_up, d_down, sort.ends)
+                bank.sums.add(*outer(), sort.ends)
             else:
-                grads = _by_leaf(d_gate_up, d_down, ctx.counts, sort.ends)
+                grads = _by_leaf(*outer(), ctx.counts, sort.ends)
+        d_rows = grouped_product(d_hidden, gate_up, sort.ends)
+        d_z = _sum_of_choices(d_rows, sort, None, k).to(kind)
         return d_z, d_weight.view(weights.shape).to(weights.dtype), None, None, *grads
 
 

@@ -1,7 +1,8 @@
 """Frozen routed experts as the bytes that a checkpoint stores: 17/32 of a byte a number.
 
-A layer's experts are decoded when they are computed with, and again for the backward, so no more than one layer's are
-there in the compute dtype at a time. Decoding gives the values that a parameter would hold, to the bit.
+Few rows are multiplied with the bytes, where a kernel does that (`k3rl.kernels.few_rows_packed`). Otherwise a layer's
+experts are decoded when they are computed with, and again for the backward, so no more than one layer's are there in
+the compute dtype at a time. Decoding gives the values that a parameter would hold, to the bit.
 
 Letters: E experts, Z latent width, I expert width.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from k3rl.config import K3Error
+from k3rl.kernels import dispatch, few_rows_packed
 from k3rl.numerics import mx
 
 if TYPE_CHECKING:
@@ -34,31 +36,59 @@ class PackError(K3Error, ValueError):
 
 
 class _Stack:
-    """Matrices [E, rows, columns] as packed [E, rows, columns / 2] and scale [E, rows, columns / 32], uint8."""
+    """Matrices [E, rows, columns] as packed [E, rows, columns / 2] and scale [E, rows, columns / 32], uint8; tiled: in
+    the tiles of `few_rows_packed`."""
 
-    def __init__(self, experts: int, rows: int, columns: int, device: torch.device | str) -> None:
-        self.shape = (experts, rows, columns)
-        self.packed = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8, device=device)
-        self.scale = torch.zeros(experts, rows, columns // mx.BLOCK, dtype=torch.uint8, device=device)
+    def __init__(self, experts: int, rows: int, columns: int, device: torch.device | str, tiled: bool) -> None:
+        self.shape, self._tiled = (experts, rows, columns), tiled
+        lead = (experts, columns // few_rows_packed.CHUNK, rows) if tiled else (experts, rows)
+        sizes = (64, 4) if tiled else (columns // 2, columns // mx.BLOCK)
+        self.packed, self.scale = (torch.zeros(*lead, size, dtype=torch.uint8, device=device) for size in sizes)
 
     def to(self, device: torch.device) -> None:
         self.packed, self.scale = self.packed.to(device), self.scale.to(device)
 
-    def tensor(self, dtype: torch.dtype) -> Tensor:
+    def copy_(self, other: _Stack) -> None:
+        self.packed.copy_(other.packed)
+        self.scale.copy_(other.scale)
+
+    def stored(self, place: int, rows: slice) -> tuple[Tensor, Tensor]:
+        if self._tiled:
+            return few_rows_packed.stored(self.packed[place, :, rows], self.scale[place, :, rows])
+        return self.packed[place, rows], self.scale[place, rows]
+
+    def fill(self, place: int, rows: slice, given: tuple[Tensor, Tensor]) -> None:
+        here: tuple[int | slice, ...] = (place, slice(None), rows) if self._tiled else (place, rows)
+        packed, scale = (part.to(self.packed.device) for part in given)
+        if self._tiled:
+            packed, scale = few_rows_packed.tiled(packed, scale)
+        self.packed[here].copy_(packed)
+        self.scale[here].copy_(scale)
+
+    def tensor(self, dtype: torch.dtype, in_range: bool) -> Tensor:
+        """The values; in_range: a kernel may decode them."""
+        if self._tiled and in_range:
+            return few_rows_packed.decode(self.packed, self.scale, dtype)
+        decoded = few_rows_packed.decode_reference if self._tiled else mx.dequantize_mxfp4
         out = torch.empty(self.shape, dtype=dtype, device=self.packed.device)
         size = max(1, _DECODED // out[0].numel())
         for here, packed, scale in zip(out.split(size), self.packed.split(size), self.scale.split(size), strict=True):
-            here.copy_(mx.dequantize_mxfp4(packed, scale, dtype))
+            here.copy_(decoded(packed, scale, dtype))
         return out
 
 
 class PackedExperts:
-    """The experts `numbers` of one layer. Frozen: there is nothing that a gradient could reach."""
+    """The experts `numbers` of one layer. Frozen: there is nothing that a gradient could reach.
 
-    def __init__(self, numbers: range, latent: int, width: int, device: torch.device | str) -> None:
-        self._numbers, self._width = numbers, width
-        self._gate_up = _Stack(len(numbers), 2 * width, latent, device)
-        self._down = _Stack(len(numbers), latent, width, device)
+    dtype: what they are decoded to. Where kernels multiply with them (`multiplies`), bytes lie as those read them.
+    """
+
+    def __init__(self, numbers: range, latent: int, width: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        self._numbers, self._width, self._dtype = numbers, width, dtype
+        self.tiled = serves_packed(latent, width, torch.device(device), dtype)
+        self._gate_up = _Stack(len(numbers), 2 * width, latent, device, self.tiled)
+        self._down = _Stack(len(numbers), latent, width, device, self.tiled)
+        self._in_range: bool | None = None  # not known since bytes were written
 
     @property
     def nbytes(self) -> int:
@@ -66,12 +96,27 @@ class PackedExperts:
         return sum(part.nbytes for stack in (self._gate_up, self._down) for part in (stack.packed, stack.scale))
 
     def stored(self, number: int, leaf: str) -> tuple[Tensor, Tensor]:
-        """(packed, scale) of w1, w3 or w2 of an expert, as a checkpoint stores them: views to read or to fill."""
+        """(packed, scale) of w1, w3 or w2 of an expert, as a checkpoint stores them; to read."""
+        stack, place, rows = self._at(number, leaf)
+        return stack.stored(place, rows)
+
+    def fill(self, number: int, leaf: str, given: tuple[Tensor, Tensor]) -> None:
+        """Takes such (packed, scale) in, from any device."""
+        stack, place, rows = self._at(number, leaf)
+        stack.fill(place, rows, given)
+        self._in_range = None
+
+    def _at(self, number: int, leaf: str) -> tuple[_Stack, int, slice]:
         place = number - self._numbers.start
         if leaf == "w2":
-            return self._down.packed[place], self._down.scale[place]
-        rows = slice(0, self._width) if leaf == "w1" else slice(self._width, None)
-        return self._gate_up.packed[place, rows], self._gate_up.scale[place, rows]
+            return self._down, place, slice(None)
+        return self._gate_up, place, slice(0, self._width) if leaf == "w1" else slice(self._width, None)
+
+    def copy_(self, other: PackedExperts) -> None:
+        """Takes the bytes of experts that are kept alike."""
+        self._gate_up.copy_(other._gate_up)
+        self._down.copy_(other._down)
+        self._in_range = other._in_range
 
     def to(self, device: torch.device) -> None:
         """Moves the bytes; views of them that were given out stay where they are."""
@@ -82,9 +127,50 @@ class PackedExperts:
         """What the parameter would hold [rows, columns]."""
         return mx.dequantize_mxfp4(*self.stored(number, leaf), dtype)
 
-    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gate and up [E, 2I, Z] and down [E, Z, I], decoded anew at each call."""
-        return self._gate_up.tensor(dtype), self._down.tensor(dtype)
+    @property
+    def in_range(self) -> bool:
+        """Whether kernels decode all of it: no scale is beyond theirs. The host waits when bytes were written."""
+        if self._in_range is None:
+            most = max(int(stack.scale.max()) for stack in (self._gate_up, self._down))
+            self._in_range = most <= few_rows_packed.MOST_SCALE
+        return self._in_range
+
+    def gate_up(self) -> Tensor:
+        """[E, 2I, Z], decoded anew at each call."""
+        return self._gate_up.tensor(self._dtype, self.tiled and self.in_range)
+
+    def down(self) -> Tensor:
+        """[E, Z, I], decoded anew at each call."""
+        return self._down.tensor(self._dtype, self.tiled and self.in_range)
+
+    def multiplies(self, rows: Tensor, count: int) -> bool:
+        """Whether `count` rows like these meet the bytes themselves."""
+        stacks = (self._gate_up, self._down)
+        fits = self.tiled and all(few_rows_packed.takes(rows, count, stack.packed) for stack in stacks)
+        return fits and self.in_range
+
+    def gate_up_product(self, rows: Tensor, token: Tensor | None, ends: Tensor) -> Tensor:
+        """`few_rows.product` with gate and up, where `multiplies` says so: rows [., Z] -> [R, 2I]."""
+        return few_rows_packed.product(rows, token, self._gate_up.packed, self._gate_up.scale, ends)
+
+    def activated(
+        self, rows: Tensor, token: Tensor | None, ends: Tensor, beta: float, linear_beta: float, rule: str | None
+    ) -> Tensor:
+        """`gate_up_product`, then SiTU, rounded to MXFP8 by a rule or not: what down reads [R, I]."""
+        tiles = self._gate_up.packed, self._gate_up.scale
+        return few_rows_packed.activated(rows, token, *tiles, ends, beta, linear_beta, rule)
+
+    def down_product(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """The same with down: rows in expert order [R, I] -> [R, Z]."""
+        return few_rows_packed.product(rows, None, self._down.packed, self._down.scale, ends)
+
+
+def serves_packed(latent: int, width: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel here that multiplies with packed experts of these widths."""
+    fits = few_rows_packed.tiles(2 * width, latent) and few_rows_packed.tiles(latent, width)
+    if device.type != "cuda" or dtype != torch.bfloat16 or not fits:
+        return False
+    return dispatch.use_kernel("few_rows_packed", torch.empty(0, dtype=dtype, device=device), float32_rows=False)
 
 
 # ------------------------------------------------------------------------------------------ of a whole model
@@ -106,12 +192,13 @@ def check_packable(config: K3Config) -> None:
         )
 
 
-def share_stored_blocks(model: K3ForCausalLM) -> None:
-    """What an export writes back are the bytes that the experts are kept in."""
-    for name, _ in model.named_parameters():
-        if (found := entry(model, name)) is not None:
-            bank, number, leaf = found
-            model.stored_blocks[name] = bank.stored(number, leaf)
+def stored_bytes(model: K3ForCausalLM, name: str) -> tuple[Tensor, Tensor] | None:
+    """(packed, scale) of a routed expert's matrix, by official name, as far as the model keeps them; to read."""
+    found = entry(model, name)
+    if found is None:
+        return model.stored_blocks.get(name)
+    bank, number, leaf = found
+    return bank.stored(number, leaf)
 
 
 @torch.no_grad()
@@ -126,19 +213,19 @@ def pack_experts(model: K3ForCausalLM) -> None:
     for part in model.moe_parts():
         if part.layer in model.packed_banks:
             continue
-        packed = PackedExperts(model.experts, config.expert_hidden_size, config.moe_intermediate_size, model.device)
+        latent, width = config.expert_hidden_size, config.moe_intermediate_size
+        packed = PackedExperts(model.experts, latent, width, model.device, model.dtype)
         for number, expert in zip(model.experts, part.experts, strict=True):
             for leaf, weight in (("w1", expert.w1), ("w2", expert.w2), ("w3", expert.w3)):
                 name = f"language_model.model.layers.{part.layer}.block_sparse_moe.experts.{number}.{leaf}.weight"
-                source = model.stored_blocks.get(name)
+                source = model.stored_blocks.pop(name, None)
                 if source is None:
                     source = mx.quantize_mxfp4(weight.weight, rule)
-                _fill(packed.stored(number, leaf), source)
+                packed.fill(number, leaf, source)
                 empty = torch.empty(weight.weight.shape, dtype=model.dtype, device="meta")
                 weight.weight = nn.Parameter(empty, requires_grad=False)
         part.bank.keep(packed)
         model.packed_banks[part.layer] = packed
-    share_stored_blocks(model)
 
 
 @torch.no_grad()
@@ -150,7 +237,7 @@ def assign(model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor,
     if (found := entry(model, name)) is not None:
         bank, number, leaf = found
         rule = model.config.quantization.scale_rule
-        _fill(bank.stored(number, leaf), mx.quantize_mxfp4(value, rule) if stored is None else stored)
+        bank.fill(number, leaf, mx.quantize_mxfp4(value, rule) if stored is None else stored)
         return
     model.get_parameter(name).copy_(value)
     if stored is None:
@@ -158,8 +245,3 @@ def assign(model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor,
     else:
         # On the host, wherever they came from: a GPU would hold a quarter more for bytes that only an export reads.
         model.stored_blocks[name] = stored[0].to("cpu", copy=True), stored[1].to("cpu", copy=True)
-
-
-def _fill(kept: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]) -> None:
-    for mine, other in zip(kept, given, strict=True):
-        mine.copy_(other)

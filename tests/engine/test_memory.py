@@ -208,3 +208,33 @@ def test_a_paged_cache_gives_the_model_what_its_own_cache_gives(model):
             paged.claim([0], [1000])
         with pytest.raises(EngineError, match="claim"):
             model.hidden(ids[:1], cache=paged.select(torch.tensor([0])))
+
+
+def test_copies_of_a_row_share_its_whole_pages_and_go_on_alone(model):
+    """Until the last row that has a page is gone; what is written behind it is nobody else's."""
+    page = 4
+    cache = PagedCache(model.config, 3, 12, page, torch.float64)
+    ids = torch.arange(10)[None]
+
+    def read(row: int, tokens: torch.Tensor) -> None:
+        cache.claim([row], [int(cache.lengths[row]) + tokens.shape[1]])
+        model.hidden(tokens, cache=cache.select(torch.tensor([row])))
+
+    with torch.inference_mode():
+        read(0, ids)
+        cache.copy_rows(torch.tensor([0, 0]), torch.tensor([1, 2]))
+        assert len(cache._store.free) == 12 - 3 - 2, "two whole pages for all of them, and one that goes on for each"
+        for row in (1, 2):
+            read(row, torch.tensor([[row, 30, 31]]))
+        for row in (0, 1, 2):
+            alone = model.new_cache(1)
+            model.hidden(ids if row == 0 else torch.cat([ids, torch.tensor([[row, 30, 31]])], 1), cache=alone)
+            for layer in model.config.mla_layers:
+                got = cache.select(torch.tensor([row])).latent(layer)
+                assert torch.allclose(got, alone.latent(layer), atol=1e-9, rtol=0)
+        before = cache.select(torch.tensor([2])).latent(min(model.config.mla_layers)).clone()
+        cache.poison(torch.tensor([0, 1]))
+        assert torch.equal(cache.select(torch.tensor([2])).latent(min(model.config.mla_layers)), before)
+        cache.reset(torch.tensor([2]))
+    assert sorted(cache._store.free) == list(range(1, 13))
+    assert not cache._store.users.any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, PrefixCache
-from k3rl.engine.prefix import Chain, FixedState, MemoryTier, Part
+from k3rl.engine.prefix import Chain, FixedState, MemoryTier, Part, Pieces
 from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams, StopReason
 
@@ -247,3 +249,28 @@ def test_another_beginning_or_root_is_another_chain():
     }
     assert len(digests) == 4
     assert Chain.of(ids, b"a", 4).digests[2] == Chain.of(ids[:8], b"a", 4).digests[-1]
+
+
+def test_a_known_chain_saves_hashing_and_changes_no_name():
+    ids, block = np.arange(30), 4
+    fresh = {length: Chain.of(ids[:length], b"a", block) for length in (0, 3, 8, 17, 30)}
+    for known in fresh.values():
+        for length, wanted in fresh.items():
+            got = Chain.of(ids[:length], b"a", block, known)
+            assert (got.digests, got.key(length)) == (wanted.digests, wanted.key(length))
+            assert Chain.of(ids[:length], b"b", block, known).digests == Chain.of(ids[:length], b"b", block).digests
+    wrong = Chain((b"a", b"x"), ids[:4], block)  # its one block is not hashed again
+    assert Chain.of(ids[:8], b"a", block, wrong).digests[1] == b"x"
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6), ends=st.tuples(st.integers(0, 30), st.integers(0, 30))
+)
+def test_routes_in_pieces_are_those_of_one(sizes, ends):
+    bounds = np.cumsum([0, *sizes])
+    whole = np.arange(bounds[-1], dtype=np.int16)
+    pieces = Pieces([whole[start:stop] for start, stop in pairwise(bounds)])
+    start, stop = sorted(end % (len(whole) + 1) for end in ends)
+    got = pieces.between(start, stop)
+    assert got.tolist() == whole[start:stop].tolist()
+    assert not np.shares_memory(got, whole)

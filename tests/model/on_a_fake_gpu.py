@@ -11,17 +11,35 @@ check what they are given. Not seen: strides that a kernel refuses, and the capt
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+import k3rl.kernels.latent_chunks
 import k3rl.model.bank_gradients
 import k3rl.model.fused
 import k3rl.model.kda as kda_layer
 from k3rl.engine.paged import PagedCache
-from k3rl.kernels import attn_res, few_rows, gather_rows, latent_attention, mxfp8, rms_norm, route, situ
+from k3rl.engine.prefill_graph import PrefillProgram
+from k3rl.kernels import (
+    attn_res,
+    few_rows,
+    few_rows_packed,
+    gather_rows,
+    heads,
+    latent_attention,
+    latent_step,
+    load_counts,
+    mxfp8,
+    rms_norm,
+    route,
+    routing,
+    situ,
+    thin,
+)
 from k3rl.kernels.add_groups import add_groups_reference
 from k3rl.losses import target_logprobs
 from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, flash, moe_grouped
@@ -31,6 +49,7 @@ from k3rl.model.fuse import fusing
 from k3rl.model.layout import FixedLayout, Layout
 from k3rl.model.moe import _WideProduct
 from k3rl.model.norm import _RMSNorm
+from k3rl.model.packed import PackedExperts
 from k3rl.model.situ import _SiTU
 from k3rl.optim import QuantileBalancer
 from k3rl.parallel.statistics import Statistics
@@ -165,6 +184,24 @@ def step(model: K3ForCausalLM) -> None:
     assert model.logits(hidden).dtype == torch.float32
 
 
+def attend_chunks(absorbed, q_r, pages, table, past, ends, scale):
+    assert (len(table), ends.dtype, past.dtype) == (len(ends) - 1, torch.int32, torch.int64)
+    assert absorbed.stride(-1) == q_r.stride(-1) == 1
+    return absorbed * q_r.sum(-1).t().unsqueeze(-1) * pages[0, 0, 0]
+
+
+def chunk(model: K3ForCausalLM) -> None:
+    """New tokens of a few rows in fixed shapes."""
+    cache = PagedCache(model.config, 8, 60, 64, torch.bfloat16, GPU)
+    program = PrefillProgram(model, cache, 5, capture=False)
+    for segments in (1, 8):
+        sizes = [32] * 3 + [segments] * 3 + [segments + 2, (segments + 1) * 5]
+        inputs = [zeros(size, dtype=torch.int64) for size in sizes]
+        hidden, routes = program._compute(SimpleNamespace(tokens=32, segments=segments, blocks=5, inputs=inputs))
+        assert hidden.shape == (segments, model.config.hidden_size)
+        assert routes.shape == (32, len(model.config.moe_layers), model.config.num_experts_per_token)
+
+
 def prefill(model: K3ForCausalLM, lengths: list[int], past: int) -> None:
     """Packed prompts into scattered rows of a paged cache, after `past` tokens of each."""
     rows = [3, 1]
@@ -254,11 +291,18 @@ def fixed(model: K3ForCausalLM) -> None:
 
 def mix(last, bank, norm, proj, eps, weight=None, norm_eps=0.0, save=False):
     for row in bank:
-        assert (row.shape, row.dtype) == (last.shape, torch.float32)
+        assert row.shape == last.shape
+        assert row.dtype in (torch.float32, torch.float32 if save else last.dtype)
     out = attn_res.mix_reference(last, bank, norm, proj, eps)
     if weight is not None:
         out = rms_norm.rms_norm_reference(out, weight, norm_eps)[0]
     return out, last.new_empty(2 * len(bank) + 4, len(last), dtype=torch.float32) if save else None
+
+
+def mix_sum(last, added, *given):
+    added = thin.whole(added)
+    total = added if last is None else last + added
+    return mix(total, *given)[0], total
 
 
 def mix_gradient(grad, last, bank, norm, proj, state, added, added_bank):
@@ -269,9 +313,15 @@ def mix_gradient(grad, last, bank, norm, proj, state, added, added_bank):
     return norm * 2, proj * 2, last * 2, [row * 2 for row in bank]
 
 
+def count(scores, cutoff, bias, valid, sums):
+    assert (scores.shape, cutoff.shape) == ((len(cutoff), len(bias)), (len(valid),))
+    assert sums.counts.shape[:1] == sums.loads.shape == sums.kept.shape == bias.shape
+    assert [flag.shape for flag in (sums.seen, sums.changed, sums.nan)] == [(1,)] * 3
+
+
 def elementwise() -> None:
     """The functions that define the element-wise kernels in their place."""
-    attn_res.mix, attn_res.mix_gradient = mix, mix_gradient
+    attn_res.mix, attn_res.mix_sum, attn_res.mix_gradient = mix, mix_sum, mix_gradient
     mxfp8.mxfp8, gather_rows.gather_rows = mxfp8.mxfp8_reference, gather_rows.gather_rows_reference
     rms_norm.rms_norm, rms_norm.rms_norm_gradient = rms_norm.rms_norm_reference, rms_norm.rms_norm_gradient_reference
     situ.situ, situ.situ_gradient = situ.situ_reference, situ.situ_gradient_reference
@@ -295,23 +345,42 @@ def main() -> None:
     kda_layer.dispatch.use_kernel = lambda *_, **__: True
     elementwise()
     route.choose, route.sort_assignments = route.choose_reference, route.sort_reference
+    load_counts.count = count
+    heads.spread, heads.collect, heads.resized = (
+        heads.spread_reference,
+        heads.collect_reference,
+        heads.resized_reference,
+    )
+    routing.choose, routing.sort_many = routing.chosen_reference, routing.sort_many_reference
     route.sum_choices, few_rows.product = route.sum_reference, few_rows.product_reference
+    for name in ("product", "activated", "decode"):
+        setattr(few_rows_packed, name, getattr(few_rows_packed, f"{name}_reference"))
+    PackedExperts.in_range = True
     latent_attention.attend = latent_attention.attend_reference
+    latent_step.queries, latent_step.attend = latent_step.queries_reference, latent_step.attend_reference
+    thin.parts = thin.parts_reference
     k3rl.model.bank_gradients.add_groups = add_groups_reference
     flash.kernel.largest_logits = flash.kernel.largest_logits_reference
     moe_grouped._same_bits = lambda a, b: True
     moe_grouped._HostCounts.__init__ = lambda self, ends: None
     moe_grouped._HostCounts.read = lambda self: [1] * 7 + [0]
+    k3rl.kernels.latent_chunks.attend_chunks = attend_chunks
     linear = LinearAttnConfig(num_heads=1, head_dim=128, kda_layers=(1, 2, 4), full_attn_layers=(3, 5))
     config = K3Config.named("k3-nano").replace(num_experts=8, linear_attn_config=linear)
     with OnFakeGPU(), fusing(False):
         model = K3ForCausalLM(config, dtype=torch.bfloat16, device=GPU)
+        tiled = config.replace(routed_expert_hidden_size=128, moe_intermediate_size=128)
+        packed = K3ForCausalLM(tiled, dtype=torch.bfloat16, device=GPU, packed=True)
+        assert all(bank.tiled for bank in packed.packed_banks.values())
         cases: dict[str, Callable[[], None]] = {
             "control": control,
             "a decode step": lambda: step(model),
+            "a chunk of new tokens": lambda: chunk(model),
             "fresh prompts": lambda: prefill(model, [5, 6], 0),
             "few tokens behind cached ones": lambda: prefill(model, [5, 6], 70),
             "many tokens behind cached ones": lambda: prefill(model, [50, 6], 70),
+            "a decode step with packed experts": lambda: step(packed),
+            "prompts too long for packed products": lambda: prefill(packed, [2000, 60], 0),
             "the pieces of training": lambda: training(model),
             "training rows of fixed shapes": lambda: fixed(model),
         }

@@ -73,6 +73,20 @@ def test_sums_stay_where_they_are_and_gradients_are_views_of_them(nano):
         bank.gradients()
 
 
+def test_leaves_that_were_expected_end_as_those_that_were_not(nano):
+    """Experts with rows in one step only, and a `.grad` that somebody else has put there."""
+    bank = bank_of(nano, torch.float32, "none")
+    bank.keep_sums(torch.zeros(bank.experts, dtype=torch.int32))
+    sums = bank.sums
+    for turn, rows in enumerate(([3, 0, 1], [0, 2, 1], [0, 2, 1], [1, 1, 0])):
+        sums.clear()
+        bank._leaves[6].grad = torch.ones_like(bank._leaves[6]) if turn == 2 else bank._leaves[6].grad
+        sums.expect()
+        sums.attach(rows + [0] * (bank.experts - 3))
+        found = [leaf.grad is view for leaf, view in zip(bank._leaves, sums._views, strict=True)]
+        assert found == [bool(n < 3 and rows[n]) for n in range(bank.experts) for _ in range(3)]
+
+
 def test_where_every_gradient_is_wanted_autograd_gets_zeros(nano):
     bank = bank_of(nano, torch.float32, "none")
     bank.every_gradient = True

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from k3rl.kernels import heads
 from k3rl.model import flash
 from k3rl.model.layout import FixedLayout, Layout
 
@@ -40,6 +41,40 @@ def test_packed_attention_equals_the_grids_with_all_gradients(nano, forced):
     assert all(torch.allclose(our_logits[n], logits[n], rtol=1e-10, atol=1e-12) for n in logits)
     assert our_grads.keys() == grads.keys()
     assert all(torch.allclose(our_grads[n], grads[n], atol=1e-10, rtol=1e-8) for n in grads)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_attention_over_own_rows_has_the_gradients_of_attention(monkeypatch, ours):
+    """The definition in the place of the kernels, whose backward is autograd's of it; float64."""
+    layout, kept = Layout(LENGTHS), {}
+
+    def forward(q, k, v, *_, scale):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            kept["out"], kept["leaves"] = flash.reference(*leaves, layout, layout, scale), leaves
+        return (kept["out"].detach(), *(q.new_zeros(1) for _ in range(4)))
+
+    monkeypatch.setattr(flash, "_forward", forward)
+    monkeypatch.setattr(
+        flash, "_backward", lambda grad, *_, scale: torch.autograd.grad(kept["out"], kept["leaves"], grad)
+    )
+    for name in ("spread", "collect", "resized"):
+        monkeypatch.setattr(heads, name, getattr(heads, f"{name}_reference"))
+    torch.manual_seed(0)
+    n, nope, rope, value = sum(LENGTHS), 8, 4, 6
+    given = [torch.randn(n, *shape, dtype=torch.float64) for shape in ((3, nope + rope), (3, nope + value), (rope,))]
+    up, found = torch.randn(n, 3 * value, dtype=torch.float64), []
+    for own in (True, False):
+        q, kv, k_r = leaves = [x.clone().requires_grad_() for x in given]
+        if own:
+            out, largest = flash.over_own_rows(q, kv, k_r, nope, layout, 0.3, watch=True)
+            assert not largest.requires_grad
+        else:
+            k, v = heads.spread_reference(kv, k_r, nope)
+            largest = flash.largest_logits(q, k, layout, 0.3)
+            out = flash.reference(q, k, v[..., :value], layout, layout, 0.3).reshape(n, -1)
+        found.append((out.detach(), largest.detach(), *torch.autograd.grad(out, leaves, up)))
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(*found, strict=True))
 
 
 class _Seen:
