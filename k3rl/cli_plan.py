@@ -39,6 +39,8 @@ def plan(words: Sequence[str]) -> int:
         offload=given.offload,
         recompute="none" if given.recompute == "auto" else given.recompute,
         shard_frozen=given.shard_frozen,
+        kernels=planner.has_kernels(config, given.gpu),
+        capture=given.capture and planner.has_kernels(config, given.gpu),
     )
     degrees = (given.data, given.expert, given.context, given.pipeline)
     if any(degree is not None for degree in degrees):
@@ -88,6 +90,9 @@ def _parser() -> Parser:
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     parser.add_argument(
         "--recompute", choices=("auto", "none", "layer"), default="auto", help="auto: layers, where nothing else fits"
+    )
+    parser.add_argument(
+        "--no-capture", dest="capture", action="store_false", help="no CUDA graphs (`trainer.capture` off)"
     )
     for degree in ("data", "expert", "context", "pipeline"):
         parser.add_argument(f"--{degree}", type=_positive, help=f"{degree} degree; a layout is searched where none is")

@@ -66,10 +66,60 @@ def _outside(kept: KeptSets | None, start: int, stop: int, vocabulary: int, devi
     return outside.to(device)
 
 
+def _on_tensor_cores(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether products of these rows and weights are made of them as they are, with wide sums: on a GPU in bf16."""
+    return hidden.device.type == "cuda" and hidden.dtype == weight.dtype == torch.bfloat16
+
+
+def _halves(d: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """d as a sum of two tensors of a narrower dtype, whose error is 2^-17 of it in bf16."""
+    high = d.to(kind)
+    return high, (d - high).to(kind)
+
+
+def _wide_logits(hidden: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
+    """hidden [P, H], weight [V, H] -> [P, V] in `kind`; products of bf16 values are exact in float32."""
+    if _on_tensor_cores(hidden, weight):
+        return torch.mm(hidden, weight.t(), out_dtype=kind)
+    return torch.nn.functional.linear(hidden.to(kind), weight.to(kind))
+
+
+def _through(d: Tensor, weight: Tensor, hidden: Tensor, kind: torch.dtype) -> Tensor:
+    """The gradient of hidden [P, H] from that of its logits d [P, V], in `kind`."""
+    if _on_tensor_cores(hidden, weight):
+        high, low = _halves(d, weight.dtype)
+        return torch.mm(high, weight, out_dtype=kind).add_(torch.mm(low, weight, out_dtype=kind))
+    return torch.mm(d, weight.to(kind))
+
+
+def _outer(d: Tensor, hidden: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
+    """The gradient of weight [V, H], in `kind`."""
+    if _on_tensor_cores(hidden, weight):
+        high, low = _halves(d, hidden.dtype)
+        return torch.mm(high.t(), hidden, out_dtype=kind).add_(torch.mm(low.t(), hidden, out_dtype=kind))
+    return torch.mm(d.t(), hidden.to(kind))
+
+
+class _Logits(torch.autograd.Function):
+    """`_wide_logits` with gradients, which are products of both halves of the one that arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return _wide_logits(hidden, weight, kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+        d_hidden = _through(grad, weight, hidden, grad.dtype).to(hidden.dtype) if needs_hidden else None
+        return d_hidden, _outer(grad, hidden, weight, grad.dtype).to(weight.dtype) if needs_weight else None, None
+
+
 def _from_table(
     hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, kind: torch.dtype, outside: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    logits = torch.nn.functional.linear(hidden.to(kind), weight.to(kind))
+    logits = _Logits.apply(hidden, weight, kind)
     logits = logits if scale == 1.0 else logits * scale
     table = torch.log_softmax(logits if outside is None else logits.masked_fill(outside, -torch.inf), dim=-1)
     with torch.no_grad():
@@ -91,10 +141,9 @@ class _TargetLogprobs(torch.autograd.Function):
         kind: torch.dtype,
         kept: KeptSets | None,
     ) -> tuple[Tensor, Tensor]:
-        wide = weight.to(kind)
         logprobs, entropies, normalizers = [], [], []
         for rows, chosen, outside in _runs(hidden, targets, weight.shape[0], kept):
-            logits = torch.mm(rows.to(kind), wide.t()).mul_(scale)
+            logits = _wide_logits(rows, weight, kind).mul_(scale)
             if outside is not None:
                 logits.masked_fill_(outside, -torch.inf)
             normalizer = torch.logsumexp(logits, -1)
@@ -114,20 +163,21 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizers = ctx.saved_tensors
         kind, vocabulary = ctx.kind, weight.shape[0]
-        wide = weight.to(kind)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(wide) if ctx.needs_input_grad[1] else None  # a frozen head needs no memory
+        grad_weight = None  # a frozen head needs no memory
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=kind)
         step = max(1, TABLE_ELEMENTS // vocabulary)
         for start in range(0, targets.numel(), step):
             here = slice(start, start + step)
-            rows = hidden[here].to(kind)
-            d = torch.mm(rows, wide.t()).mul_(ctx.scale).sub_(normalizers[here, None]).exp_()
+            rows = hidden[here]
+            d = _wide_logits(rows, weight, kind).mul_(ctx.scale).sub_(normalizers[here, None]).exp_()
             outside = _outside(ctx.kept, start, start + len(rows), vocabulary, hidden.device)
             if outside is not None:
                 d.masked_fill_(outside, 0.0)
             each = grad[here].to(kind) * ctx.scale
             d.mul_(-each[:, None]).scatter_add_(1, targets[here, None], each[:, None])
-            grad_hidden[here] = torch.mm(d, wide)
+            grad_hidden[here] = _through(d, weight, rows, kind)
             if grad_weight is not None:
-                grad_weight.addmm_(d.t(), rows)
+                grad_weight += _outer(d, rows, weight, kind)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None

@@ -5,7 +5,7 @@ parameters in a handful of tensor operations, and can cut their state back into 
 without a gradient are left out by stepping over runs of neighbours that have one.
 
 State may rest elsewhere than where it is computed with (`Rest`): it then visits the parameters' device for a step, one
-bucket at a time.
+bucket at a time (`take_turns`). State on the host is there once it was `fill`ed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +22,7 @@ from k3rl.kernels import muon
 from k3rl.optim.classify import ParamInfo
 from k3rl.optim.joined import as_one, joined, runs
 from k3rl.optim.newton_schulz import iterated, newton_schulz, update_scale
+from k3rl.optim.rest import Rest, Visit
 
 Project = Callable[[str, Tensor], Tensor]
 BUCKET_ELEMENTS = 1 << 25  # bounds the temporaries of one step: 128 MiB each in float32
@@ -49,39 +49,6 @@ def _runs(keys: Sequence[object]) -> Iterator[tuple[int, int, object]]:
         stop = start + len(list(run))
         yield start, stop, key
         start = stop
-
-
-@dataclass(frozen=True)
-class Rest:
-    """How state is kept between steps. host: in host memory, page-locked where the parameters are on a GPU; every step
-    is computed on their device all the same, so it has the same bits. momentum: dtype of Muon's momentum, rounded to
-    nearest when a step is over; None for that of the master.
-    """
-
-    host: bool = False
-    momentum: torch.dtype | None = None
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """The tensor where it rests."""
-        if not self.host:
-            return tensor
-        home = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-        return home.copy_(tensor)
-
-    @contextmanager
-    def visit(self, device: torch.device, kind: torch.dtype, *homes: Tensor) -> Iterator[list[Tensor]]:
-        """Kept tensors on `device` in `kind`; what the block leaves in them is kept.
-
-        Copies to page-locked memory are queued on the current stream: wait for it before the host reads them.
-        """
-        here = [
-            home.to(device, kind, non_blocking=True, copy=True) if self.host else home.to(device, kind)
-            for home in homes
-        ]
-        yield here
-        for home, tensor in zip(homes, here, strict=True):
-            if tensor is not home:
-                home.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -155,32 +122,52 @@ class MuonBucket:
     """Blocks [n, r, c] of equal shape from many matrices, with their masters and momenta."""
 
     pieces: list[MuonPiece]
-    rest: Rest = Rest()
+    rest: Rest
     starts: list[int] = field(init=False)  # piece i owns blocks starts[i] .. starts[i + 1]
     master: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.starts = [0, *itertools.accumulate(piece.info.heads for piece in self.pieces)]
+        shape = (self.starts[-1], self.pieces[0].rows, self.pieces[0].param.shape[1])
+        kind = master_dtype(self.pieces[0].param.dtype)
+        self.momentum = self.rest.zeros(shape, self.rest.momentum or kind, self.device)
+        self.master = self.rest.zeros(shape, kind, self.device) if self.rest.host else self._from_parameters()
+
+    def _from_parameters(self) -> Tensor:
         master = torch.cat([piece.cut(piece.param.detach()) for piece in self.pieces])
-        master = master.to(master_dtype(master.dtype))
-        self.momentum = self.rest.keep(torch.zeros_like(master, dtype=self.rest.momentum or master.dtype))
-        self.master = self.rest.keep(master)
+        return master.to(master_dtype(master.dtype))
 
     @property
     def device(self) -> torch.device:
         """Where steps are computed."""
         return self.pieces[0].param.device
 
-    def step(self, rates: MuonRates, project: Project | None) -> None:
+    @property
+    def homes(self) -> tuple[Tensor, ...]:
+        """Its state where it rests."""
+        return self.master, self.momentum
+
+    def fill(self, project: Project | None) -> None:
+        """Takes masters from the parameters, where they are on the host, and ships them."""
+        if not self.rest.host:
+            self.ship(project)
+            return
+        master = self._from_parameters()
+        self.master.copy_(master)
+        self._ship(project, 0, len(self.pieces), master)
+
+    def visits(self, rates: MuonRates, project: Project | None) -> Iterator[Visit]:
         """One Muon step on every matrix that has a gradient, and its shipped value written into the parameter."""
         for start, stop, live in _runs([piece.param.grad is not None for piece in self.pieces]):
             if live:
                 rows = slice(self.starts[start], self.starts[stop])
-                homes = self.master[rows], self.momentum[rows]
-                with self.rest.visit(self.device, self.master.dtype, *homes) as (master, momentum):
-                    self._step(start, stop, rates, master, momentum)
-                    self._ship(project, start, stop, master)
+
+                def work(here: list[Tensor], start: int = start, stop: int = stop) -> None:
+                    self._step(start, stop, rates, *here)
+                    self._ship(project, start, stop, here[0])
+
+                yield Visit((self.master[rows], self.momentum[rows]), self.device, self.master.dtype, work)
 
     def _step(self, start: int, stop: int, rates: MuonRates, master: Tensor, momentum: Tensor) -> None:
         gradients = [piece.param.grad for piece in self.pieces[start:stop] if piece.param.grad is not None]
@@ -253,7 +240,7 @@ class AdamBucket:
     names: list[str]
     params: list[Tensor]
     decay: bool
-    rest: Rest = Rest()
+    rest: Rest
     starts: list[int] = field(init=False)
     steps: list[int] = field(init=False)
     master: Tensor = field(init=False)
@@ -263,15 +250,34 @@ class AdamBucket:
     def __post_init__(self) -> None:
         self.starts = [0, *itertools.accumulate(param.numel() for param in self.params)]
         self.steps = [0] * len(self.params)
+        kind = master_dtype(self.params[0].dtype)
+        self.first, self.second = (self.rest.zeros([self.starts[-1]], kind, self.device) for _ in range(2))
+        self.master = (
+            self.rest.zeros([self.starts[-1]], kind, self.device) if self.rest.host else self._from_parameters()
+        )
+
+    def _from_parameters(self) -> Tensor:
         master = torch.cat([param.detach().reshape(-1) for param in self.params])
-        master = master.to(master_dtype(master.dtype))
-        self.first, self.second = (self.rest.keep(torch.zeros_like(master)) for _ in range(2))
-        self.master = self.rest.keep(master)
+        return master.to(master_dtype(master.dtype))
+
+    def fill(self, project: Project | None) -> None:
+        """As `MuonBucket.fill`."""
+        if not self.rest.host:
+            self.ship(project)
+            return
+        master = self._from_parameters()
+        self.master.copy_(master)
+        self._ship(project, 0, len(self.params), master)
 
     @property
     def device(self) -> torch.device:
         """Where steps are computed."""
         return self.params[0].device
+
+    @property
+    def homes(self) -> tuple[Tensor, ...]:
+        """Its state where it rests."""
+        return self.master, self.first, self.second
 
     def due(self) -> list[Due]:
         """The tensors that have a gradient, and the number of the step that they are to take; see `count`."""
@@ -283,17 +289,18 @@ class AdamBucket:
         for run in due:
             self.steps[run.start : run.stop] = [run.count] * (run.stop - run.start)
 
-    def step(
+    def visits(
         self, rates: AdamRates, project: Project | None, due: Sequence[Due], numbers: Tensor | None = None
-    ) -> None:
+    ) -> Iterator[Visit]:
         """One AdamW step on the tensors that are due, and their shipped values written into the parameters.
 
         numbers: `Due.numbers` of each, float32 [len(due), 3] on the device, where the step is captured.
         """
         for i, run in enumerate(due):
             part = slice(self.starts[run.start], self.starts[run.stop])
-            homes = self.master[part], self.first[part], self.second[part]
-            with self.rest.visit(self.device, self.master.dtype, *homes) as (master, first, second):
+
+            def work(here: list[Tensor], i: int = i, run: Due = run) -> None:
+                master, first, second = here
                 self._moments(run, rates, first, second)
                 if numbers is None:
                     self._move(run, rates, master, first, second)
@@ -302,6 +309,9 @@ class AdamBucket:
                     moved = second.sqrt().div_(root).add_(rates.eps)
                     master.mul_(keep).sub_(torch.div(first, moved, out=moved).mul_(rate))
                 self._ship(project, run.start, run.stop, master)
+
+            homes = (self.master[part], self.first[part], self.second[part])
+            yield Visit(homes, self.device, self.master.dtype, work)
 
     def _moments(self, run: Due, rates: AdamRates, first: Tensor, second: Tensor) -> None:
         gradients = [param.grad for param in self.params[run.start : run.stop] if param.grad is not None]

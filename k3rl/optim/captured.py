@@ -24,6 +24,10 @@ def capture(run: Run) -> Replay:
     return graph.replay
 
 
+def _reserved() -> int:
+    return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+
+
 class Program:
     """Calls with the key of the call before are replayed; one that cannot be captured runs as it is from then on, which
     is said once (a `UserWarning`). capture: makes a replay of a run, `capture` unless told otherwise."""
@@ -34,6 +38,7 @@ class Program:
         self._replay: Replay | None = None
         self._captures = self._replays = 0
         self.refused: str | None = None
+        self.held = 0  # bytes of the graph's own memory, which torch counts as used by nobody
 
     def __call__(self, key: Hashable, run: Run) -> None:
         """Does what `run` does; with an equal key it must be the same operations on the same memory."""
@@ -46,12 +51,19 @@ class Program:
                 self._replays += 1
                 self._replay()
                 return
-        self._key, self._replay = key, None  # and the memory of another capture is given back
+        self._key, self._replay, self.held = key, None, 0  # the memory of another capture is given back
         run()
 
+    def has(self, key: Hashable) -> bool:
+        """Whether a call with this key is a replay."""
+        return self._replay is not None and key == self._key
+
     def _captured(self, run: Run) -> Replay | None:
+        before = _reserved()
         try:
-            return self._capture(run)
+            replay = self._capture(run)
+            self.held = _reserved() - before
+            return replay
         except RuntimeError as error:
             self.refused = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             warnings.warn(f"{self._name} is not captured as a CUDA graph: {self.refused}", stacklevel=4)

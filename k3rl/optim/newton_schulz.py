@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3rl.kernels import symmetric
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
+OWN_GRAM = True  # whether X X' is made by the kernel too, or by the library in twice the products
 
 
 def newton_schulz(blocks: Tensor, *, steps: int = STEPS, dtype: torch.dtype | None = None) -> Tensor:
@@ -36,6 +39,8 @@ def iterated(x: Tensor, steps: int = STEPS) -> Tensor:
     """The steps alone, on blocks [n, r, c] whose norms are at most 1, in their dtype; x is used up."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]  # then the small Gram matrix is on the right
+    if x.device.type != "cpu" and symmetric.takes(x):
+        return _iterated_by_kernel(x, steps, tall)
     # Buffers for the whole iteration: fresh ones would be paged in anew at every product.
     gram = x.new_empty(x.shape[0], min(x.shape[1:]), min(x.shape[1:]))
     inner, outer, other = torch.empty_like(gram), torch.empty_like(gram), torch.empty_like(x)
@@ -48,6 +53,22 @@ def iterated(x: Tensor, steps: int = STEPS) -> Tensor:
         else:
             torch.add(once, gram, alpha=c, out=inner)
         torch.bmm(gram, inner, out=outer).diagonal(dim1=-2, dim2=-1).add_(a)
+        torch.bmm(*((x, outer) if tall else (outer, x)), out=other)
+        x, other = other, x
+    return x
+
+
+def _iterated_by_kernel(x: Tensor, steps: int, tall: bool) -> Tensor:
+    """`iterated` where one kernel makes A and another aI + bA + cA^2, each rounded once."""
+    a, b, c = COEFFICIENTS
+    gram = x.new_empty(x.shape[0], min(x.shape[1:]), min(x.shape[1:]))
+    outer, other = torch.empty_like(gram), torch.empty_like(x)
+    for _ in range(steps):
+        if OWN_GRAM:
+            symmetric.symmetric(x.mT if tall else x, gram)
+        else:
+            torch.bmm(*((x.mT, x) if tall else (x, x.mT)), out=gram)
+        symmetric.symmetric(gram, outer, c, b, a)
         torch.bmm(*((x, outer) if tall else (outer, x)), out=other)
         x, other = other, x
     return x

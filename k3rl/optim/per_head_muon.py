@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -28,7 +29,6 @@ from k3rl.optim.buckets import (
     MuonPiece,
     MuonRates,
     Project,
-    Rest,
     bank_edges,
     fill_buckets,
     master_dtype,
@@ -36,7 +36,9 @@ from k3rl.optim.buckets import (
 )
 from k3rl.optim.captured import Program
 from k3rl.optim.classify import HeadLayout, ParamInfo, classify
+from k3rl.optim.host_memory import lock
 from k3rl.optim.joined import joined
+from k3rl.optim.rest import Rest, Visit, take_turns
 
 Variant = Literal["per_head_muon", "muon_whole", "adamw"]
 
@@ -158,9 +160,11 @@ class PerHeadMuon:
         self._numbers = torch.zeros(1 + 3 * sum(len(adam.params) for adam in self._adam), device=device)
         self._factor = torch.ones((), device=device)
         self._norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._step_at: tuple[int, ...] | None = None  # `_addresses` of a clipping that the next step completes
         self._clip_program = Program("the gradient norm")
         self._step_program = Program("the optimizer step")
-        self.ship()
+        self._locking: Future[bool] | None = None  # of state on the host, in a thread
+        self._fill()
 
     # -- building -----------------------------------------------------------------------------------------------
 
@@ -190,6 +194,25 @@ class PerHeadMuon:
             for start, stop in fill_buckets([param.numel() for param in params]):
                 yield AdamBucket(names[start:stop], params[start:stop], self.infos[names[start]].decay, self.rest)
 
+    @property
+    def _buckets(self) -> list[MuonBucket | AdamBucket]:
+        return [*self._muon, *self._adam]
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Masters from the parameters, and what they ship back into them."""
+        buckets = self._buckets
+        if self.rest.host and buckets:
+            device = buckets[0].device
+            lock([bucket.master for bucket in buckets], device)
+            # The rest is zero and is needed by the first step alone, before which models are compiled.
+            rest = [home for bucket in buckets for home in bucket.homes if home is not bucket.master]
+            pool = ThreadPoolExecutor(1, thread_name_prefix="optimizer-memory")
+            self._locking = pool.submit(lock, rest, device)
+            pool.shutdown(wait=False)
+        for bucket in buckets:
+            bucket.fill(self.project)
+
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
@@ -208,6 +231,10 @@ class PerHeadMuon:
     @torch.no_grad()
     def grad_norm(self, names: Container[str] | None = None) -> float:
         """The 2-norm of all gradients together, or of those `names`; inf or NaN when one of them is not finite."""
+        if self.captures and (names is None or all(name in names for name in self.params)):
+            norm = self._captured_norm(math.inf, True)
+            if math.isfinite(norm):
+                return norm
         gradients = [g for name, g in self._gradients().items() if names is None or name in names]
         if gradients and gradients[0].device.type != "cpu":  # a CPU keeps the order of sums, and gains nothing
             gradients = self._joined(names)
@@ -232,20 +259,30 @@ class PerHeadMuon:
             raise NonFiniteGradient(*found)
 
     @torch.no_grad()
-    def scale_gradients(self, norm: float, maximum: float) -> None:
-        """Scale all gradients by maximum / norm where their `norm`, however it was summed, exceeds it."""
-        if norm > maximum:
+    def scale_gradients(self, norm: float, maximum: float, *, in_step: bool = False) -> None:
+        """Scale all gradients by maximum / norm where their `norm`, however it was summed, exceeds it.
+
+        in_step: as in `clip_grad_norm_`.
+        """
+        if norm > maximum and in_step and self.captures:
+            self._factor.fill_(maximum / norm)
+        elif norm > maximum:
             torch._foreach_mul_(self._joined(), maximum / norm)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, maximum: float, *, in_step: bool = False) -> float:
+    def clip_grad_norm_(self, maximum: float, *, in_step: bool = False, expected: Hashable = None) -> float:
         """Scale all gradients in place so that their norm is at most `maximum`; returns the norm before.
 
-        in_step: where steps are captured gradients stay as they are, and the next step scales them as it reads them.
+        in_step: where steps are captured gradients stay as they are, and the next step, which must come before anybody
+        replaces them, scales them as it reads them. expected: what `expect_clip` gave for these gradients.
         Raises NonFiniteGradient when the norm is not finite.
         """
         if self.captures:
-            self._clip_program((self._addresses(), maximum, in_step), lambda: self._clip(maximum, in_step))
+            addresses = self._addresses()
+            key = addresses, maximum, in_step
+            if expected is None or key != expected:
+                self._clip_program(key, lambda: self._clip(maximum, in_step))
+            self._step_at = addresses if in_step else None
             norm = float(self._norm)
             if math.isfinite(norm):
                 return norm
@@ -255,6 +292,22 @@ class PerHeadMuon:
         self.scale_gradients(norm, maximum)
         return norm
 
+    def expect_clip(self, maximum: float) -> Hashable:
+        """Starts what `clip_grad_norm_(maximum, in_step=True)` will want, where it is a replay; the host does not wait.
+
+        To be given to that call as `expected`, with no gradient written in between; None where nothing was started.
+        """
+        key = (self._addresses(), maximum, True) if self.captures else None
+        if key is None or not self._clip_program.has(key):
+            return None
+        self._clip_program(key, lambda: self._clip(maximum, True))
+        return key
+
+    def _captured_norm(self, maximum: float, in_step: bool) -> float:
+        """`_clip` as a program; the norm."""
+        self._clip_program((self._addresses(), maximum, in_step), lambda: self._clip(maximum, in_step))
+        return float(self._norm)
+
     def _clip(self, maximum: float, in_step: bool) -> None:
         """`clip_grad_norm_` with the norm left in `_norm`; one that is not finite scales nothing."""
         gradients = self._joined()
@@ -263,6 +316,8 @@ class PerHeadMuon:
             return
         norms = [torch.stack(list(norms)).double() for norms in _norms_by_type(gradients)]
         self._norm.copy_(torch.cat(norms).norm())
+        if math.isinf(maximum):
+            return
         over = (self._norm > maximum) & self._norm.isfinite()
         # A number in `where` would be a copy from the host, which no capture takes.
         factor = torch.where(over, maximum / self._norm, torch.ones_like(self._norm))
@@ -290,7 +345,9 @@ class PerHeadMuon:
         if self.captures:
             self._numbers.copy_(torch.tensor(self._changing(due, lr_scale)))
             places = [(run.start, run.stop) for runs in due for run in runs]
-            key = self._addresses(), *places, self.momentum, self.nesterov, self.weight_decay, self.betas, self.eps
+            addresses = self._step_at if checked and self._step_at is not None else self._addresses()
+            self._step_at = None
+            key = addresses, *places, self.momentum, self.nesterov, self.weight_decay, self.betas, self.eps
             self._step_program(key, lambda: self._move(due, lr_scale, self._numbers))
             self._factor.fill_(1.0)
         else:
@@ -304,16 +361,21 @@ class PerHeadMuon:
     def _move(self, due: Sequence[Sequence[Due]], lr_scale: float, numbers: Tensor | None) -> None:
         """Every bucket's step. numbers: `_changing` on the device, for a step that is captured."""
         lr_at, factor = (None, None) if numbers is None else (numbers[0], self._factor)
+        visits: list[Visit] = []
+        if self._locking is not None:
+            self._locking.result()
+            self._locking = None
         for muon in self._muon:
-            kind = self._product_dtype(muon.master)
+            kind = self._product_dtype(muon)
             lr = self.lr * lr_scale
             rates = MuonRates(lr, self.momentum, self.nesterov, self.weight_decay, kind, lr_at, factor)
-            muon.step(rates, self.project)
+            visits += muon.visits(rates, self.project)
         first = 1
         for adam, runs in zip(self._adam, due, strict=True):
             own = None if numbers is None else numbers[first : first + 3 * len(runs)].view(-1, 3)
-            adam.step(self._adam_rates(lr_scale, factor), self.project, runs, own)
+            visits += adam.visits(self._adam_rates(lr_scale, factor), self.project, runs, own)
             first += 3 * len(runs)
+        take_turns(visits, self.rest)
 
     def _adam_rates(self, lr_scale: float, factor: Tensor | None = None) -> AdamRates:
         return AdamRates(self.adamw_lr * lr_scale, self.betas, self.eps, self.weight_decay, factor)
@@ -342,15 +404,15 @@ class PerHeadMuon:
             and masters[0].device.type == "cuda"
             and all(master.dtype == torch.float32 for master in masters)
             and all(
-                self._product_dtype(bucket.master) == torch.bfloat16 and kernels.takes(bucket.master)
-                for bucket in self._muon
+                self._product_dtype(bucket) == torch.bfloat16 and kernels.takes(bucket.master) for bucket in self._muon
             )
         )
 
-    def _product_dtype(self, master: Tensor) -> torch.dtype | None:
-        if master.dtype == torch.float64:
+    def _product_dtype(self, bucket: MuonBucket) -> torch.dtype | None:
+        """By where a step is computed, which is not where its state may rest."""
+        if bucket.master.dtype == torch.float64:
             return None
-        if self.newton_schulz_dtype is None and master.device.type != "cpu":
+        if self.newton_schulz_dtype is None and bucket.device.type != "cpu":
             return torch.bfloat16
         return self.newton_schulz_dtype
 
@@ -365,8 +427,12 @@ class PerHeadMuon:
     @property
     def nbytes(self) -> int:
         """Bytes of masters and state, wherever they rest."""
-        muon = sum(bucket.master.nbytes + bucket.momentum.nbytes for bucket in self._muon)
-        return muon + sum(bucket.master.nbytes + bucket.first.nbytes + bucket.second.nbytes for bucket in self._adam)
+        return sum(home.nbytes for bucket in self._buckets for home in bucket.homes)
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory of its CUDA graphs, which stays theirs between steps."""
+        return self._clip_program.held + self._step_program.held
 
     # -- masters and state --------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from k3rl.kernels import load_counts
+
 BINS = 1000
 _TOGETHER = 1 << 24  # counts that an update looks at at once: 128 MiB as int64
 
@@ -70,6 +72,11 @@ class QuantileBalancer:
             self._seen, self._biases = self._seen.to(scores.device), None
         if self._biases is None:
             self._biases = torch.zeros(self.n_layers, self.n_experts, dtype=bias.dtype, device=scores.device)
+        flags = (flag[layer : layer + 1] for flag in (self._seen, self._changed, self._nan))
+        sums = load_counts.Sums(self.counts[layer], self.loads[layer], self._biases[layer], *flags)
+        if scores.device.type != "cpu" and load_counts.takes(scores, cutoff, bias, sums):
+            load_counts.count(scores, cutoff, bias, valid, sums)
+            return
         before = torch.where(self._seen[layer], self._biases[layer], bias)
         self._changed[layer] |= (before != bias).any()
         self._biases[layer] = before

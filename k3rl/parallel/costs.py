@@ -23,6 +23,7 @@ from k3rl.optim.classify import ParamInfo, classify
 from k3rl.optim.newton_schulz import STEPS
 
 CHUNK = 16  # tokens of one KDA chunk in the torch path; the kernels' 32 change its work by about 2 %
+KERNEL_CHUNK = 32
 WIDE = 4  # bytes of what is computed in float32
 ROUTED = "routed_experts"
 _SITE = re.compile(r"language_model\.model\.layers\.(?P<layer>\d+)\.(?P<site>self_attn|mlp|block_sparse_moe)\.")
@@ -32,13 +33,18 @@ _SITE = re.compile(r"language_model\.model\.layers\.(?P<layer>\d+)\.(?P<site>sel
 class Mix:
     """Packed sequences: `tokens` in all, in sequences of `length` each, `targets` of them read by the loss.
 
-    bytes_each: of one number in the compute dtype (2 for bf16, 4 for float32, 8 for float64).
+    bytes_each: of one number in the compute dtype (2 for bf16, 4 for float32, 8 for float64). kernels: a GPU computes,
+    by the kernels of `k3rl.kernels`. split: documents are spread over context ranks; no kernel takes their attention.
+    grouped: all experts are multiplied at once; not those that other ranks hold or that have adapters.
     """
 
     tokens: int
     length: int
     targets: int
     bytes_each: int = 2
+    kernels: bool = False
+    split: bool = False
+    grouped: bool = True
 
     @property
     def wide(self) -> int:
@@ -104,8 +110,8 @@ class OptimizerCosts:
     bucket: float
 
 
-def optimizer_costs(config: K3Config, variant: str = "per_head_muon") -> OptimizerCosts:
-    """Costs with a `TrainerConfig.optimizer`."""
+def optimizer_costs(config: K3Config, variant: str = "per_head_muon", products: int = WIDE) -> OptimizerCosts:
+    """Costs with a `TrainerConfig.optimizer`. products: bytes of a number in Newton-Schulz, 2 on a GPU."""
     muon, adamw, flops = ({True: 0, False: 0}, {True: 0, False: 0}, {True: 0.0, False: 0.0})
     stacked: Counter[tuple[int, int]] = Counter()  # numbers in blocks of one shape, which are stepped together
     longest: dict[tuple[int, int] | str, int] = {}  # of one matrix; a bucket has at least that
@@ -130,7 +136,7 @@ def optimizer_costs(config: K3Config, variant: str = "per_head_muon") -> Optimiz
     spaces = []
     for shape, total in stacked.items():
         size = min(total, max(BUCKET_ELEMENTS, longest[shape]))
-        spaces.append((WIDE * size * (3 + 3 * shape[0] / shape[1]), float(size)))
+        spaces.append((WIDE * size + products * size * (2 + 3 * shape[0] / shape[1]), float(size)))
     size = min(sum(adamw.values()), max(BUCKET_ELEMENTS, longest.get("adamw", 0)))
     spaces.append((float(WIDE * size), float(size)))
     return OptimizerCosts(muon, adamw, flops, *max(spaces))
@@ -219,20 +225,55 @@ def activations(config: K3Config, mix: Mix) -> dict[str, float]:
     n, hidden, e, w = mix.tokens, config.hidden_size, mix.bytes_each, mix.wide
     for layer in range(config.num_hidden_layers):
         if layer in config.kda_layers:
-            found["kda"] += n * _kda_saved(config, mix) + _kda_final(config, mix)
+            found["kda"] += _kda_kept(config, mix)
         else:
-            found["mla"] += n * _mla_saved(config, mix)
+            by_kernels = mix.kernels and not mix.split
+            found["mla"] += n * (_mla_saved_by_kernels(config, mix) if by_kernels else _mla_saved(config, mix))
         found["norms"] += n * 2 * (e * hidden + w)
         if layer in config.moe_layers:
             for part, each in _moe_saved(config, mix).items():
                 found[part] += n * each
         else:
-            found["dense_mlp"] += n * (e * hidden + config.intermediate_size * (3 * w + e))
+            found["dense_mlp"] += n * (e * hidden + config.intermediate_size * _unit_saved(mix))
     found["norms"] += n * (e * hidden + w)
     if config.ablation.residual == "attn_res":
         found["attention_residuals"] += n * _residual_saved(config, mix)
     found["head"] += _head_saved(config, mix)
     return dict(found)
+
+
+def _kda_kept(config: K3Config, mix: Mix) -> float:
+    """Bytes of one layer."""
+    if mix.kernels and not mix.split:
+        return mix.tokens * _kda_saved_by_kernels(config, mix)
+    return mix.tokens * _kda_saved(config, mix) + _kda_final(config, mix)
+
+
+def _unit_saved(mix: Mix) -> float:
+    """Bytes that a gated unit keeps for each number that it gives: its parts, on a GPU its input, and its output."""
+    return 3 * mix.bytes_each if mix.kernels else 3 * mix.wide + mix.bytes_each
+
+
+def _kda_saved_by_kernels(config: K3Config, mix: Mix) -> float:
+    """Bytes a token: inputs, the joint projection, its convolution, gates, outputs before and after their norm; of a
+    chunk four tiles of its rows, two of its pairs, the state, and what decays (`k3rl.kernels.kda_autograd`)."""
+    linear, hidden, e = config.linear_attn_config, config.hidden_size, mix.bytes_each
+    h, width = linear.num_heads, linear.head_dim
+    inner = h * width
+    rows = e * (hidden + 3 * inner + width + h + 7 * inner)
+    padding = math.ceil(mix.length / KERNEL_CHUNK) * KERNEL_CHUNK / mix.length
+    tiles = e * (4 * inner + 2 * h * KERNEL_CHUNK + inner * width / KERNEL_CHUNK)
+    return rows + (tiles + WIDE * (inner / KERNEL_CHUNK + 2 * h)) * padding
+
+
+def _mla_saved_by_kernels(config: K3Config, mix: Mix) -> float:
+    """Bytes a token: as `_mla_saved`, with queries, keys, values and outputs of the flash kernel, all as wide as a key,
+    and a normalizer for each head."""
+    e, h, hidden = mix.bytes_each, config.num_attention_heads, config.hidden_size
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
+    rows = hidden + joint + config.q_lora_rank + config.kv_lora_rank + 2 * h * value + 4 * h * key
+    return e * rows + WIDE * (2 + h)
 
 
 def _kda_saved(config: K3Config, mix: Mix) -> float:
@@ -268,10 +309,12 @@ def _moe_saved(config: K3Config, mix: Mix) -> dict[str, float]:
     z, width, k = config.expert_hidden_size, config.moe_intermediate_size, config.num_experts_per_token
     shared = config.num_shared_experts * width
     found: dict[str, float] = {
-        "router": (w * hidden if e < w else 0) + w * config.num_experts + k * (2 * w + 8) + w,
-        "shared_experts": e * hidden + shared * (3 * w + e),
+        "router": (w * hidden if e < w and not mix.kernels else 0) + w * config.num_experts + k * (2 * w + 8) + w,
+        "shared_experts": e * hidden + shared * _unit_saved(mix),
         ROUTED: k * (e * z + width * (3 * w + e) + 3 * 8),
     }
+    if mix.kernels and mix.grouped:  # rows are gathered again, parts made again from the products
+        found[ROUTED] = e * z + k * (3 * e * width + 3 * 8)
     if config.ablation.experts == "latent_norm":
         found["latent_projections"] = 2 * e * z + w
     elif config.ablation.experts == "latent":
@@ -279,13 +322,32 @@ def _moe_saved(config: K3Config, mix: Mix) -> dict[str, float]:
     return found
 
 
+def backward_rows(config: K3Config, mix: Mix) -> float:
+    """Bytes of rows that the backward of one layer makes besides what was kept, by kernels: of the experts or of KDA.
+
+    Experts: gradients of their rows as they came, weighted, and to go back, of what the unit gave and read. KDA:
+    gradients of q, k, v and gate, of every chunk's state, and three tiles a chunk. And gradients of the stream.
+    """
+    e, w, k = mix.bytes_each, mix.wide, config.num_experts_per_token
+    linear = config.linear_attn_config
+    inner = linear.num_heads * linear.head_dim
+    experts = k * 3 * (e * config.expert_hidden_size + (e if mix.grouped else w) * config.moe_intermediate_size)
+    kda = e * inner * (4 + linear.head_dim / KERNEL_CHUNK + 3)
+    blocks = math.ceil(config.num_hidden_layers / config.attn_res_block_size)
+    stream = config.hidden_size * (3 * e + blocks * w)
+    return mix.tokens * (max(experts if config.moe_layers else 0.0, kda if config.kda_layers else 0.0) + stream)
+
+
 def _residual_saved(config: K3Config, mix: Mix) -> float:
     """Each reading keeps the running sum; the rows of the bank are kept once; weights and norms are small."""
     readings = list(_sources(config))
-    rows: float = (2 * config.num_hidden_layers) * config.hidden_size * mix.wide
+    sums, small = mix.wide, 2 * sum(readings)
+    if mix.kernels:  # running sums as they are, and two more numbers a reading
+        sums, small = mix.bytes_each, small + 2 * len(readings)
+    rows: float = (2 * config.num_hidden_layers) * config.hidden_size * sums
     if mix.bytes_each < mix.wide:
         rows += math.ceil(config.num_hidden_layers / config.attn_res_block_size) * config.hidden_size * mix.wide
-    return rows + mix.wide * sum(2 * sources for sources in readings)
+    return rows + mix.wide * small
 
 
 def _head_saved(config: K3Config, mix: Mix) -> float:

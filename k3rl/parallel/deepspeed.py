@@ -291,7 +291,9 @@ class DeepSpeedTrainer(Trainer):
         self.mesh.world.maximum(most)
         return self._passes(micros, int(most))
 
-    def _backward(self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float) -> Accumulator:
+    def _backward(
+        self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float, clips: bool
+    ) -> Accumulator:
         metrics, failure = Accumulator(), None
         try:
             for micro, counts in self._passes(micros, most):

@@ -39,52 +39,82 @@ class SendPlan:
     expert: Tensor
 
 
-def plan_exchange(ids: Tensor, starts: Sequence[int]) -> SendPlan:
-    """ids [N, k] -> who gets what, where destination r holds the experts from starts[r] up to the next start."""
-    edges = torch.tensor(list(starts[1:]), dtype=ids.dtype, device=ids.device)
+@dataclass(frozen=True)
+class Reach:
+    """Where assignments go: owner [N, k] of each; hit int64 [N, ranks], 1 where a row has any assignment to a rank."""
+
+    owner: Tensor
+    hit: Tensor
+
+
+def reach_of(ids: Tensor, edges: Tensor, ranks: int) -> Reach:
+    """ids [N, k]; edges [ranks - 1]: the first expert of each rank but the first."""
     owner = torch.bucketize(ids.contiguous(), edges, right=True)
-    hit = torch.zeros(len(ids), len(starts), dtype=torch.int64, device=ids.device)
-    hit.scatter_(1, owner, 1)
-    pairs = hit.t().nonzero()
+    hit = torch.zeros(len(ids), ranks, dtype=torch.int64, device=ids.device)
+    return Reach(owner, hit.scatter_(1, owner, 1))
+
+
+def plan_exchange(
+    ids: Tensor, starts: Sequence[int], reach: Reach | None = None, pairs: int | None = None
+) -> SendPlan:  # fmt: skip
+    """ids [N, k] -> who gets what, where destination r holds the experts from starts[r] up to the next start.
+
+    reach, pairs: of these ids, and how many (row, rank) pairs there are, where they are known; with both the host waits
+    for nothing.
+    """
+    ranks = len(starts)
+    if reach is None:
+        reach = reach_of(ids, torch.tensor(list(starts[1:]), dtype=ids.dtype, device=ids.device), ranks)
+    owner, hit = reach.owner, reach.hit
+    by_rank = hit.t().reshape(-1)
+    total = int(by_rank.sum()) if pairs is None else pairs
+    number = torch.arange(len(by_rank), device=ids.device).remainder_(max(1, len(ids)))
+    cell = torch.where(by_rank != 0, by_rank.cumsum(0) - 1, total)  # one more cell for what is no pair
     flat = owner.reshape(-1)
     order = torch.sort(flat, stable=True).indices
     place = (hit.cumsum(0) - 1).gather(1, owner).reshape(-1)
     return SendPlan(
-        rows=pairs[:, 1],
+        rows=number.new_empty(total + 1).scatter_(0, cell, number)[:total],
         row_counts=hit.sum(0),
         order=order,
-        counts=torch.bincount(flat, minlength=len(starts)),
+        counts=torch.zeros(ranks, dtype=torch.int64, device=ids.device).scatter_add_(0, flat, torch.ones_like(flat)),
         place=place[order],
         expert=ids.reshape(-1)[order],
     )
 
 
 class ExpertExchange:
-    """One trip of a layer's rows (an `Exchange`)."""
+    """One trip of a layer's rows (an `Exchange`). The host waits for the device once."""
 
     def __init__(self, parallel: ExpertParallel, ids: Tensor, weights: Tensor) -> None:
         self._parallel = parallel
-        sent = plan_exchange(ids, parallel.starts)
-        self._sent_rows, self._order = sent.rows, sent.order
-        numbers = torch.stack([sent.row_counts, sent.counts], dim=1)
+        reach = reach_of(ids, parallel.edges_on(ids), parallel.axis.size)
+        # For each rank: rows that go there, and assignments to each of its experts.
+        sent = torch.cat([reach.hit.sum(0).unsqueeze(1), parallel.by_expert(ids)], dim=1)
         ones = [1] * parallel.axis.size
-        coming = parallel.all_to_all(numbers, ones, ones)
-        (out_rows, out), (in_rows, in_) = numbers.t().tolist(), coming.t().tolist()
+        coming = parallel.all_to_all(sent, ones, ones)
+        sums = [torch.stack([table[:, 0], table[:, 1:].sum(1)]) for table in (sent, coming)]
+        own = coming[:, 1:].sum(0)[: len(parallel.experts)]
+        self.ends = own.cumsum(0).to(torch.int32)
+        read = torch.cat([torch.cat(sums).reshape(-1), own]).tolist()
+        size = parallel.axis.size
+        out_rows, out, in_rows, in_ = (read[start : start + size] for start in range(0, 4 * size, size))
+        self.counts: list[int] = read[4 * size :]
         self._row_splits, self._splits = (out_rows, in_rows), (out, in_)
-        note = torch.stack([sent.place, sent.expert], dim=1).to(torch.int32).view(torch.uint8)
-        weight = weights.reshape(-1, 1).index_select(0, sent.order)
+        plan = plan_exchange(ids, parallel.starts, reach, sum(out_rows))
+        self._sent_rows, self._order = plan.rows, plan.order
+        note = torch.stack([plan.place, plan.expert], dim=1).to(torch.int32).view(torch.uint8)
+        weight = weights.reshape(-1, 1).index_select(0, plan.order)
         notes = parallel.all_to_all(torch.cat([note, weight.view(torch.uint8)], dim=1), out, in_)
         orders = notes[:, :_NOTE].contiguous().view(torch.int32).long()
-        first = torch.repeat_interleave(
-            coming[:, 0].cumsum(0) - coming[:, 0], coming[:, 1], output_size=sum(in_)
-        )  # of each sender's rows
+        before = sums[1][0].cumsum(0) - sums[1][0]
+        first = torch.repeat_interleave(before, sums[1][1], output_size=sum(in_))  # of each sender's rows
         local = orders[:, 1] - parallel.experts.start
         self._sorted = torch.sort(local, stable=True).indices
         self._unsorted = torch.empty_like(self._sorted)
         self._unsorted[self._sorted] = torch.arange(len(local), device=ids.device)
         self._reads = (orders[:, 0] + first)[self._sorted]
         self.weights = notes[:, _NOTE:].contiguous().view(weights.dtype).view(-1)[self._sorted]
-        self.counts: list[int] = torch.bincount(local, minlength=len(parallel.experts)).tolist()
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Rows [N, C] -> [R, C], in expert order; each row travels once to each rank that reads it."""
@@ -113,7 +143,24 @@ class ExpertParallel:
         self._world = mesh.world
         self.experts = mesh.experts(n_experts)
         self.sent_bytes = 0
-        self.starts = [expert_run(n_experts, rank, self.axis.size).start for rank in range(self.axis.size)]
+        runs = [expert_run(n_experts, rank, self.axis.size) for rank in range(self.axis.size)]
+        self.starts = [run.start for run in runs]
+        self._most = max(map(len, runs))
+        cells = [rank * self._most + place for rank, run in enumerate(runs) for place in range(len(run))]
+        self._edges, self._cells = torch.tensor(self.starts[1:]), torch.tensor(cells)
+
+    def edges_on(self, ids: Tensor) -> Tensor:
+        """The first expert of each rank but the first, where ids are."""
+        if self._edges.device != ids.device:
+            self._edges, self._cells = self._edges.to(ids.device), self._cells.to(ids.device)
+        return self._edges
+
+    def by_expert(self, ids: Tensor) -> Tensor:
+        """Assignments to each expert [ranks, most experts of a rank], zero behind the last one of a rank."""
+        self.edges_on(ids)
+        cells = self._cells.index_select(0, ids.reshape(-1))
+        found = torch.zeros(self.axis.size * self._most, dtype=torch.int64, device=ids.device)
+        return found.scatter_add_(0, cells, torch.ones_like(cells)).view(self.axis.size, self._most)
 
     def exchange(self, expert_ids: Tensor, weights: Tensor) -> ExpertExchange:
         """The trip of rows with these experts [N, k] and weights [N, k]; a collective."""

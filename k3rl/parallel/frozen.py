@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from k3rl.config import ConfigError
 from k3rl.model import K3ForCausalLM
 from k3rl.model.fused import fused_in
-from k3rl.model.packed import share_stored_blocks
 from k3rl.optim.buckets import master_dtype
 from k3rl.parallel.mesh import Axis, Mesh
 from k3rl.parallel.world import World
@@ -280,7 +279,6 @@ def _move(model: K3ForCausalLM, parameters: list[nn.Parameter], device: torch.de
             parameter.data = parameter.data.to(device)
     for bank in model.packed_banks.values():
         bank.to(device)
-    share_stored_blocks(model)
 
 
 def _modules(model: K3ForCausalLM) -> Iterator[nn.Module]:

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from k3rl.data.batch import TrainBatch
+from k3rl.kernels import packed_ends
 from k3rl.losses import LossInputs, LossOutput, target_logprobs
 from k3rl.losses.base import Tallied
 from k3rl.model import K3ForCausalLM
@@ -32,6 +33,7 @@ from k3rl.model.gated import SiTU, SwiGLU
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.layout import FixedLayout
 from k3rl.model.moe import MLP, ExpertBank
+from k3rl.parallel.flat_gradients import FlatGradients
 from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.statistics import Statistics
 
@@ -181,7 +183,7 @@ class Passes:
         self._made_for: tuple[Loss, float] | None = None
         self._memory: Any = None  # which all graphs share
         self.held = 0  # bytes of it: they stay, and torch counts them as used by nobody
-        self._gradients: dict[nn.Parameter, Tensor] = {}  # buffers that graphs add to
+        self._gradients = FlatGradients(model)  # what graphs add to
         self._ran: list[tuple[TrainBatch, Tallied, Tensor]] = []
         # Kept: a walk over thousands of modules takes milliseconds. Experts are views of their bank's matrices.
         experts = {parameter for part in model.moe_parts() for parameter in part.experts.parameters()}
@@ -225,7 +227,7 @@ class Passes:
                 self.forget()
                 return False
         program.fill(micro, counted, padding)
-        self._hold_gradients()
+        self._gradients.hold()
         if program.graph is None:
             output = self._compute(program)
         else:
@@ -235,6 +237,11 @@ class Passes:
         assert program.tallied is not None
         self._ran.append((micro, program.tallied, output))
         return True
+
+    @property
+    def running(self) -> bool:
+        """Whether the device has replays to do or has done them, which `read` waits for."""
+        return self.capture and bool(self._ran)
 
     def read(self) -> list[tuple[TrainBatch, float, LossOutput]]:
         """(micro-batch, its loss, its metrics) of every `run` since the last call; the host waits for them here."""
@@ -286,6 +293,8 @@ class Passes:
             return "micro-batches whose targets were drawn from cut sets (top-p, top-k, min-p) are not captured"
         if not all(isinstance(holder.unit, SiTU | SwiGLU) for holder in self._units):
             return "micro-batches whose activations are watched are not captured"
+        if any(bank.sums is None and any(leaf.requires_grad for leaf in bank.seen) for bank in self._banks):
+            return "micro-batches whose experts leave their gradients to autograd are not captured"
         live = micro.loss_mask & (micro.weights != 0)
         for name in _STREAMS:
             stream = getattr(micro, name)
@@ -309,11 +318,19 @@ class Passes:
 
     def _compute(self, program: _Program) -> Tensor:
         """The program itself: adds gradients and statistics -> float64 [1 + tallied numbers], the loss first."""
+        out = self._forward(program)
+        self._gradients.add(self._gradients.of(out.loss))
+        assert out.tallied is not None
+        program.tallied = replace(out.tallied, numbers=torch.empty(0))  # no memory of a graph
+        return torch.cat([out.loss.detach().double().view(1), out.tallied.numbers])
+
+    def _forward(self, program: _Program) -> LossOutput:
         size, given, model = program.size, program.inputs, self._model
         assert self._made_for is not None
         loss, temperature = self._made_for
         row = torch.arange(size.tokens, device=model.device)
-        layout = FixedLayout(given["ends"].to(torch.int32), size.tokens, size.longest, row >= given["real"])
+        ends = packed_ends.covering(given["ends"].to(torch.int32))
+        layout = FixedLayout(ends, size.tokens, size.longest, row >= given["real"])
         self._statistics.counted = given["counted"] != 0
         model.observer = self._statistics
         try:
@@ -337,23 +354,20 @@ class Passes:
         )
         if out.tallied is None:
             raise _Refused(_READS)
-        out.loss.backward()
-        program.tallied = replace(out.tallied, numbers=torch.empty(0))  # no memory of a graph
-        return torch.cat([out.loss.detach().double().view(1), out.tallied.numbers])
+        return out
 
     def _prepare(self, program: _Program) -> None:
         """Makes a program ready for `run`: warmed up, and captured, with inputs that have no weight."""
         if not self.capture:
-            self._warm_up(program)
+            self._compute(program)  # adds zeros, and shows which parameters get a gradient
             program.ready = True
             return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self._warm_up(program)
+                self._compute(program)
         torch.cuda.current_stream().wait_stream(side)
-        self._hold_gradients()
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -369,42 +383,6 @@ class Passes:
             raise _Refused(f"the passes could not be captured ({place}): {type(error).__name__}: {said}") from error
         self.held += torch.cuda.memory_reserved() - before
         program.graph, program.ready = graph, True
-
-    def _warm_up(self, program: _Program) -> None:
-        """One run that adds zeros, and shows which parameters get a gradient: what they get becomes their buffer.
-
-        Not experts: their bank adds up what those with rows get.
-        """
-        self._hold_gradients()
-        others = [p for p in self._parameters if p.requires_grad and p not in self._gradients]
-        held = [p.grad for p in others]
-        try:
-            for parameter in others:
-                parameter.grad = None
-            self._compute(program)
-            for parameter in others:
-                grad = parameter.grad
-                if grad is not None:
-                    alone = grad.untyped_storage().nbytes() == grad.nbytes and grad.is_contiguous()
-                    self._gradients[parameter] = grad if alone else torch.zeros_like(grad)
-        finally:
-            for parameter, grad in zip(others, held, strict=True):
-                parameter.grad = grad
-
-    @torch.no_grad()
-    def _hold_gradients(self) -> None:
-        """Every parameter that gets a gradient has its buffer as `.grad`, with what it held, or zeros."""
-        fresh = []
-        for parameter, buffer in self._gradients.items():
-            if parameter.grad is buffer:
-                continue
-            if parameter.grad is None:
-                fresh.append(buffer)
-            else:
-                buffer.copy_(parameter.grad)
-            parameter.grad = buffer
-        if fresh:
-            torch._foreach_zero_(fresh)
 
 
 def captures(model: K3ForCausalLM) -> bool:

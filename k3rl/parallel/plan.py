@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from k3rl.config import ConfigError
@@ -18,9 +18,10 @@ from k3rl.losses.logprob import TABLE_ELEMENTS
 from k3rl.model import K3Config
 from k3rl.numerics import mx
 from k3rl.optim.buckets import BUCKET_ELEMENTS
+from k3rl.optim.rest import SLOTS
 from k3rl.parallel import costs
 from k3rl.parallel.costs import ROUTED, Mix
-from k3rl.parallel.plan_types import GIB, GPUS, Cluster, Efficiency, Gpu, Layout, Method, Workload
+from k3rl.parallel.plan_types import GIB, GPUS, Cluster, Efficiency, Gpu, Layout, Method, Workload, has_kernels
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ def model_counts(config: K3Config) -> ModelCounts:
 
 
 @cache
-def _optimizer(config: K3Config, variant: str) -> costs.OptimizerCosts:
-    return costs.optimizer_costs(config, variant)
+def _optimizer(config: K3Config, variant: str, products: int = costs.WIDE) -> costs.OptimizerCosts:
+    return costs.optimizer_costs(config, variant, products)
 
 
 @cache
@@ -155,11 +156,14 @@ class _Held:
         return cls(held_routed, held_rest, adapters[True] * share / layout.expert, adapters[False] * share)
 
 
-def learner_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -> dict[str, float]:
+def learner_memory(
+    config: K3Config, layout: Layout, method: Method, mix: Mix, *, one_pass: bool = False
+) -> dict[str, float]:
     """Bytes of one device of the learner, by part, when a pass is at its peak and gradients of earlier ones are there.
 
     With LoRA the frozen experts stay packed, half a byte a number and a scale for 32. `step` replaces `activations`
-    during the optimizer's step; only the larger of the two counts.
+    during the optimizer's step; only the larger of the two counts, but for CUDA graphs, which keep the memory of both.
+    one_pass: there are no earlier passes; gradients of all but experts then come as activations go.
     """
     held = _Held.of(config, layout, method)
     everyone = layout.data * layout.expert * layout.context
@@ -179,6 +183,13 @@ def learner_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -
         memory["gathered"] = _window(config) * method.weight_bytes
     working = activation_memory(config, layout, method, mix)
     step = _workspace(config, method, sharded)
+    if method.captures(layout):
+        # A graph's backward hands all but experts' gradients over together, as they come, to be added.
+        handed = held.trained_rest * method.weight_bytes
+        return memory | working | {"handed_over": handed, "step": step}
+    if one_pass and not method.lora_rank:
+        kept = _kept(config, layout, method, _on(mix, layout, method))
+        working["activations"] -= min(kept, held.trained_rest * method.gradient_bytes)
     if sum(working.values()) >= step:
         return memory | working
     return memory | {"step": step}
@@ -221,23 +232,40 @@ def _state_each(config: K3Config, method: Method) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -> dict[str, float]:
-    """Bytes of one pass at its peak, by part: saved tensors of all layers, or the stream and one layer."""
-    saved = _saved(config, mix)
-    table = min(mix.targets * config.vocab_size, TABLE_ELEMENTS)
-    head = saved["head"] + 2.0 * table * mix.wide  # the table's gradient and the logits'
-    layers = sum(value for name, value in saved.items() if name != "head")
+def _on(mix: Mix, layout: Layout, method: Method) -> Mix:
+    """The mix as ranks of a layout compute it: which of them the kernels take."""
+    grouped = layout.expert == 1 and not method.lora_rank
+    return replace(mix, split=layout.context > 1, grouped=grouped)
+
+
+def _kept(config: K3Config, layout: Layout, method: Method, mix: Mix) -> float:
+    """Bytes that the layers of a stage keep until their backward, of all passes that are under way."""
     count = model_counts(config).layers
     share = math.ceil(count / layout.pipeline) / count
-    during = 0.5 * layers / count  # what the last layer's gradients take besides what it kept
+    layers = sum(value for name, value in _saved(config, mix).items() if name != "head")
     if method.recompute == "layer":
         bank = math.ceil(count / config.attn_res_block_size) + 1
         layers = mix.tokens * config.hidden_size * (2 * count * mix.bytes_each + bank * mix.wide)
-        during = 1.5 * _largest_site(config, saved)
+    return layers * share * layout.pipeline  # the first stage holds as many passes as there are stages
+
+
+def activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -> dict[str, float]:
+    """Bytes of one pass at its peak, by part: saved tensors of all layers, or the stream and one layer."""
+    mix = _on(mix, layout, method)
+    saved = _saved(config, mix)
+    table = min(mix.targets * config.vocab_size, TABLE_ELEMENTS)
+    head = saved["head"] + 2.0 * table * mix.wide  # the table's gradient and the logits'
+    layer = sum(value for name, value in saved.items() if name != "head") / model_counts(config).layers
+    again = method.recompute == "layer"
+    if again:
+        layer = _largest_site(config, saved)
+    # What the last layer's gradients take besides what it kept.
+    during = costs.backward_rows(config, mix) if mix.kernels else 0.5 * layer
+    if again:
+        during += layer
         head = max(0.0, head - during)  # the head is done before the first site runs again
-    passes = layout.pipeline  # the first stage holds as many passes as there are stages
     found = {
-        "activations": layers * share * passes + during,
+        "activations": _kept(config, layout, method, mix) + during,
         "logits": head,
         "working": _layer_gradient(config, layout, method),
     }
@@ -274,10 +302,14 @@ def _workspace(config: K3Config, method: Method, sharded: float) -> float:
     """Temporaries of the optimizer's largest bucket, and what of its state rests elsewhere and visits."""
     if method.lora_rank:
         return min(sharded, BUCKET_ELEMENTS) * (costs.WIDE + (3 * costs.WIDE if method.offload else 0))
-    found = _optimizer(config, method.optimizer)
+    on_gpu = method.weight_bytes == 2  # products in bf16, and copies while others are computed with
+    found = _optimizer(config, method.optimizer, 2 if on_gpu else costs.WIDE)
     adamw = method.optimizer == "adamw"
     least = sharded * costs.WIDE * (1 if adamw else 6)  # everything in one bucket
-    visits = (3 if adamw else 2) * costs.WIDE if method.offload else costs.WIDE * (method.momentum_bytes == 2)
+    visits = float(costs.WIDE * (method.momentum_bytes == 2 and not adamw))
+    if method.offload:
+        state = 3 * costs.WIDE if adamw else costs.WIDE + method.momentum_bytes
+        visits += state * (SLOTS if on_gpu else 1)
     bucket = float(max(BUCKET_ELEMENTS, config.vocab_size * config.hidden_size)) if adamw else found.bucket
     return min(found.workspace, least) + visits * min(sharded, bucket)
 
@@ -297,7 +329,8 @@ def plan_layout(
     _check_frozen(method, layout)
     efficiency = efficiency or Efficiency()
     mix = _mix(workload, method)
-    memory = learner_memory(config, layout, method, mix)
+    own_tokens = workload.tokens / (layout.data * layout.expert * layout.context)
+    memory = learner_memory(config, layout, method, mix, one_pass=own_tokens <= mix.tokens)
     engine_gpus = engine_size(config, cluster) if rollout_gpus else 0
     engines = rollout_gpus // engine_gpus if engine_gpus else 0
     engine, waves = _engine_memory(config, cluster, workload, engine_gpus, engines)
@@ -369,7 +402,7 @@ def _check_frozen(method: Method, layout: Layout) -> None:
 def _mix(workload: Workload, method: Method) -> Mix:
     tokens = workload.micro_batch_tokens
     share = workload.new_tokens / workload.length if workload.new_tokens else 1.0
-    return Mix(tokens, min(workload.length, tokens), math.ceil(tokens * share), method.weight_bytes)
+    return Mix(tokens, min(workload.length, tokens), math.ceil(tokens * share), method.weight_bytes, method.kernels)
 
 
 def engine_size(config: K3Config, cluster: Cluster) -> int:
@@ -406,8 +439,8 @@ def expert_bytes(config: K3Config, ranks: int, bytes_each: int) -> tuple[float, 
     """Bytes that leave a rank for each of its tokens and MoE layers, (forward, backward), when routes are even.
 
     What `k3rl.parallel.expert` sends: a row once to each rank that holds one of its experts, in MXFP8 where experts
-    read that; a result, with a note of 8 bytes and the routing weight, for each choice. Counts of rows, 16 bytes a
-    message, are left out.
+    read that; a result, with a note of 8 bytes and the routing weight, for each choice. Counts, a number
+    for each expert, are left out.
     """
     k, latent, wide = config.num_experts_per_token, config.expert_hidden_size, max(costs.WIDE, bytes_each)
     elsewhere = config.num_experts - config.num_experts / ranks
@@ -417,6 +450,14 @@ def expert_bytes(config: K3Config, ranks: int, bytes_each: int) -> tuple[float, 
     row = latent * (1 + 1 / mx.BLOCK) if rounded else latent * bytes_each
     forward = rows * row + choices * (8 + wide + latent * bytes_each)
     return forward, rows * latent * bytes_each + choices * (latent + 1) * bytes_each
+
+
+def gradient_bytes(config: K3Config, layout: Layout, method: Method) -> tuple[float, float]:
+    """Bytes that a rank sends in a step, gradients to owners and weights from them: (all but experts, experts)."""
+    held = _Held.of(config, layout, method)
+    everyone, replicas = layout.data * layout.expert * layout.context, layout.data * layout.context
+    both = method.gradient_bytes + method.weight_bytes
+    return both * held.trained_rest * (everyone - 1) / everyone, both * held.trained_routed * (replicas - 1) / replicas
 
 
 def _traffic(
@@ -443,11 +484,9 @@ def _traffic(
         latents = tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * method.weight_bytes * readers
         each = border * calls * model_counts(config).kda + latents * model_counts(config).mla
         add("context", (2 + (method.recompute == "layer")) * each * stages, layout.context)
-    held = _Held.of(config, layout, method)
-    everyone, replicas = layout.data * layout.expert * layout.context, layout.data * layout.context
-    both = method.gradient_bytes + method.weight_bytes  # gradients to their owner, new weights from it
-    add("gradients", both * held.trained_rest * (everyone - 1) / everyone, everyone)
-    add("gradients", both * held.trained_routed * (replicas - 1) / replicas, replicas)
+    rest, routed = gradient_bytes(config, layout, method)
+    add("gradients", rest, layout.data * layout.expert * layout.context)
+    add("gradients", routed, layout.data * layout.context)
     if layout.pipeline > 1:
         bank = math.ceil(config.num_hidden_layers / config.attn_res_block_size) + 1
         sent = 2 * tokens * config.hidden_size * method.weight_bytes * bank
@@ -542,6 +581,8 @@ __all__ = [
     "engine_size",
     "expert_bytes",
     "forward_flops",
+    "gradient_bytes",
+    "has_kernels",
     "learner_memory",
     "lora_parameters",
     "model_counts",

@@ -231,6 +231,16 @@ def _momentum(method: Method) -> str:
     return "moments 8" if method.optimizer == "adamw" else f"momentum {method.momentum_bytes} (AdamW's moments 8)"
 
 
+def _activations(method: Method) -> str:
+    if not method.kernels:
+        return "activations are those of the torch code, KDA states at every 16 tokens included"
+    said = "activations are those of the kernels, KDA states at every 32 tokens included"
+    if method.capture and not method.lora_rank:
+        said += "; where one rank holds all experts and whole documents, passes and steps are CUDA graphs, which keep "
+        said += "the memory of both"
+    return said
+
+
 def _frozen(method: Method) -> str:
     if method.shard_frozen == 1:
         return "what is no expert is whole on every rank of a stage"
@@ -252,7 +262,7 @@ def assumptions(cluster: Cluster, workload: Workload, method: Method, efficiency
         + ("moments of adapters 8; frozen experts stay packed" if method.lora_rank else _momentum(method))
         + f"; masters and momentum are {'sharded over' if method.shard_optimizer else 'repeated on'} the ranks that "
         "share a weight; " + _frozen(method),
-        "activations are those of the torch code, KDA states at every 16 tokens included; experts get equal loads",
+        _activations(method) + "; experts get equal loads",
         "links and arithmetic do not overlap; sampling overlaps training, one step ahead",
     ]
     if workload.kind != "sft":

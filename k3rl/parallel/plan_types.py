@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from k3rl.kernels.dispatch import HEAD_DIMS
+from k3rl.model import K3Config
+from k3rl.parallel.settings import TrainerConfig
+
 GIB = 2**30
 RUNS_TODAY = ("data", "expert", "context")
 """The degrees that k3rl's learner has; pipeline stages are planned only."""
@@ -28,6 +32,15 @@ GPUS = {
     "b200": Gpu(178, 2250, 8000, 900, 50, 55),
     "b300": Gpu(268, 2250, 8000, 900, 100, 110),
 }
+
+
+KERNEL_GPUS = ("h100", "h200")
+"""What the kernels are compiled for (`k3rl.kernels.dispatch`)."""
+
+
+def has_kernels(config: K3Config, gpu: str) -> bool:
+    """Whether the kernels take this model on a device of `GPUS`."""
+    return gpu in KERNEL_GPUS and config.linear_attn_config.head_dim in {key for key, _ in HEAD_DIMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +92,9 @@ class Method:
     lora_rank 0 trains everything; adapters train with AdamW beside packed experts. momentum_bytes: of Muon. offload:
     masters and momentum live in host memory and visit the device in the step. recompute "layer" keeps the residual
     stream only and runs a layer's forward again before its backward. shard_frozen: neighbouring ranks that share the
-    frozen weights beside the experts (LoRA only).
+    frozen weights beside the experts (LoRA only). kernels: devices run the kernels of `k3rl.kernels` in bf16, which
+    keep less for a backward (`has_kernels`). capture: passes and the step are CUDA graphs where one rank holds all
+    experts and whole documents; their memory then stays theirs.
     """
 
     lora_rank: int = 0
@@ -91,6 +106,28 @@ class Method:
     recompute: Literal["none", "layer"] = "none"
     shard_optimizer: bool = True
     shard_frozen: int = 1
+    kernels: bool = False
+    capture: bool = False
+
+    @classmethod
+    def of(cls, settings: TrainerConfig, config: K3Config, gpu: str) -> Method:
+        """How a trainer with these settings changes the weights of a model in bf16 on a device of `GPUS`."""
+        kernels = has_kernels(config, gpu)
+        return cls(
+            0 if settings.lora is None else settings.lora.rank,
+            settings.optimizer,
+            momentum_bytes=2 if settings.momentum_dtype == "bfloat16" else 4,
+            offload=settings.offload_optimizer,
+            recompute="layer" if {"attention", "mlp"} <= set(settings.recompute) else "none",
+            shard_optimizer=settings.shard_optimizer,
+            shard_frozen=settings.shard_frozen,
+            kernels=kernels,
+            capture=kernels and settings.capture != "off",
+        )
+
+    def captures(self, layout: Layout) -> bool:
+        """Whether passes of this layout are CUDA graphs."""
+        return self.capture and not self.lora_rank and layout.expert == layout.context == layout.pipeline == 1
 
     @property
     def words(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from k3rl.model.lora import prepare_adapter
 from k3rl.model.packed import pack_experts
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, qk_clip_, trained
 from k3rl.optim.shipped import shipped
+from k3rl.parallel import aside
 from k3rl.parallel.agree import agree_on_start, agree_on_step, check_layout
 from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
 from k3rl.parallel.exact import ValueOf, exact_target_logprobs
@@ -114,6 +115,7 @@ class Trainer:
             self.auxiliary = AuxiliaryLoss(config.auxiliary_weight, model.config.num_experts_per_token)
         self.statistics = Statistics(model, self.balancer)
         self.passes = passes_of(model, config, self.statistics, alone=not self._in_step)
+        self._clipping: Hashable = None  # what the device is at, of the clipping that comes next
         self.steps = 0
         self.skipped = 0  # steps in a row that were left out
         self.notes: list[str] = []  # what a person should read
@@ -231,15 +233,17 @@ class Trainer:
         metrics, max_logits = self.gradients(batch, loss, temperature=temperature, settings=settings)
         try:
             try:
-                norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip)
+                norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip, self._clipping)
             except NonFiniteGradient as error:
                 raise self._bad_gradient(error, batch, loss, temperature) from error
+            summed = aside.moment(self.model.device) if self.mesh.world.size == 1 else None
             self.optimizer.step(lr_scale, checked=True)
             clipped = 0
             if self.config.lora is None:
                 clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
             self.shards.share_parameters()
-            balance(self.model, self.balancer, self.config, self.mesh.world, metrics, last_of_batch)
+            with aside.aside(self.model.device, summed):  # the host reads counts, which are older than the step
+                balance(self.model, self.balancer, self.config, self.mesh.world, metrics, last_of_batch)
         except (PeerFailed, NonFiniteStep):  # all ranks know
             self.balancer.clear()
             raise
@@ -265,10 +269,14 @@ class Trainer:
         """Bytes on this rank's device by part, named as in `k3rl plan`, and on a GPU the `peak` since the last call."""
         found = self._parameter_bytes | {"optimizer": 0 if self.config.offload_optimizer else self.optimizer.nbytes}
         if self.model.device.type == "cuda":
-            held = 0 if self.passes is None else self.passes.held
-            found["peak"] = torch.cuda.max_memory_allocated(self.model.device) + held
+            found["peak"] = torch.cuda.max_memory_allocated(self.model.device) + self.graph_bytes
             torch.cuda.reset_peak_memory_stats(self.model.device)
         return found
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of memory of CUDA graphs, which stays theirs and which torch counts as used by nobody."""
+        return (0 if self.passes is None else self.passes.held) + self.optimizer.held
 
     @cached_property
     def _parameter_bytes(self) -> dict[str, int]:
@@ -309,7 +317,7 @@ class Trainer:
         self.statistics.begin()
         try:
             micros, most = self._shares(batch, loss, {"temperature": temperature, **(settings or {})})
-            metrics = self._backward(micros, most, loss, temperature)
+            metrics = self._backward(micros, most, loss, temperature, clips=settings is not None)
         except Exception:
             self.balancer.clear()  # what a failed step counted must not move the next update
             raise
@@ -345,10 +353,16 @@ class Trainer:
             self.mesh.world.maximum(self.statistics.largest)
         return self.statistics.max_logits()
 
-    def _backward(self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float) -> Accumulator:
-        """Gradients of this rank's share, micro-batch by micro-batch; all ranks leave it, or fail, together."""
+    def _backward(
+        self, micros: list[TrainBatch], most: int, loss: Loss, temperature: float, clips: bool
+    ) -> Accumulator:  # fmt: skip
+        """Gradients of this rank's share, micro-batch by micro-batch; all ranks leave it, or fail, together.
+
+        clips: their norm is wanted next.
+        """
         metrics, failure = Accumulator(), None
-        self.shards.zero_grad()
+        self._clipping = None
+        self.shards.zero_grad(leaves=self.passes is None)
         if self.passes is not None:
             self.passes.begin()
         try:
@@ -359,6 +373,8 @@ class Trainer:
                 fine, failure = self._pass(micro, loss, temperature, metrics)
                 if not fine:
                     break
+            if self.passes is not None and self.passes.running:
+                self._clipping = self.shards.expect(self.optimizer if clips else None, self.config.grad_clip)
             failure = self._read_passes(temperature, metrics) or failure
         except PeerFailed:
             raise

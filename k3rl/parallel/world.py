@@ -28,6 +28,7 @@ from k3rl.config import K3Error
 _BEATS = 25  # notes a timeout, or more
 _BEAT_S = 2.0  # between notes, at most
 _NAMING = 3  # beats without a note until a rank counts as silent
+_STORE_GONE = "rank 0 is gone, and with it the store where ranks meet"
 _LINGER_S = 10.0  # how long rank 0 keeps the store for ranks that still have to read it
 
 
@@ -53,6 +54,14 @@ class RanksDisagree(K3Error):
         self.rank, self.what = rank, what
 
 
+class _Queued(NamedTuple):
+    """The last collective that was given to a GPU."""
+
+    ends: torch.cuda.Event
+    deadline: float
+    what: str
+
+
 class _Note(NamedTuple):
     """What a rank last said of itself."""
 
@@ -67,6 +76,10 @@ class World:
 
     Ranks call collectives in one order, inside `during`. Nothing waits longer than the timeout: then, or as soon as a
     connection breaks, RankFailed names the rank that is missing, and this object can only be closed.
+
+    On a GPU a collective returns before it is done, and the host may wait for it anywhere. So the thread that tells of
+    this rank also looks whether the last one has ended in time. If not it finds the name, ends the groups, which frees
+    the host, and the next collective raises.
     """
 
     def __init__(
@@ -79,6 +92,7 @@ class World:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self.group: dist.ProcessGroup | None = None
         self._entered, self._inside, self._what = 0, False, "start"
+        self._queued: _Queued | None = None
         self._verdict: dict[str, Any] | None = None
         self._ended = threading.Event()
         if size == 1:
@@ -147,10 +161,19 @@ class World:
         self._inside, self._what = True, what
         try:
             yield
+            if self.device.type == "cuda":
+                self._queue(what)
         except RuntimeError as error:
             raise self._failure(what, error) from error
         finally:
             self._inside = False
+        if self._verdict is not None and self.device.type == "cuda":  # what it gave may mean nothing
+            raise self._failure(what, None)
+
+    def _queue(self, what: str) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        self._queued = _Queued(event, time.monotonic() + self._collective_s.total_seconds(), what)
 
     def sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Sums a tensor over all ranks in place, or over those of `group`."""
@@ -198,7 +221,7 @@ class World:
         """A text of each rank -> all of them, by rank."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8)  # an empty text too
         sizes = self.gather(torch.tensor([len(data)], device=self.device)).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
         rows = self.gather(padded).cpu()
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
@@ -236,7 +259,7 @@ class World:
         """This rank failed where others may be waiting for it: they end with its name and `reason`."""
         if self.size > 1 and not self._ended.is_set():
             with suppress(RuntimeError):  # when the store is gone, the others have a name already
-                self._conclude(self.rank, f"rank {self.rank} failed: {reason}")
+                self._conclude(self._store, self.rank, f"rank {self.rank} failed: {reason}")
             self._end()
 
     def close(self) -> None:
@@ -252,14 +275,33 @@ class World:
                 store.set(f"note/{self.rank}", json.dumps([beat, self._entered, self._inside, self._what]))
                 if store.check(["verdict"]):
                     self._verdict = json.loads(store.get("verdict"))
+                self._look_at_device(store)
             except RuntimeError:  # rank 0 is gone; whoever waits for anyone will notice
+                with suppress(RuntimeError):
+                    self._free_device({"rank": 0, "text": _STORE_GONE})
                 return
+
+    def _look_at_device(self, store: dist.TCPStore) -> None:
+        """Ends the groups when the GPU waits in a collective that is overdue, or that another rank has given up."""
+        queued = self._queued
+        if queued is None or (self._verdict is None and time.monotonic() < queued.deadline) or queued.ends.query():
+            return
+        self._free_device(self._verdict or self._find_out(queued.what, store))
+
+    def _free_device(self, verdict: dict[str, Any]) -> None:
+        """Whoever waits for the GPU goes on, with values that mean nothing; the next collective raises."""
+        queued = self._queued
+        if queued is None or self._ended.is_set() or queued.ends.query():
+            return
+        self._verdict = self._verdict or verdict
+        self._queued = None
+        distributed_c10d._abort_process_group()
 
     def _failure(self, what: str, error: Exception | None) -> RankFailed:
         try:
-            verdict = self._verdict or self._find_out(what)
+            verdict = self._verdict or self._find_out(what, self._store)
         except RuntimeError:
-            verdict = self._verdict or {"rank": 0, "text": "rank 0 is gone, and with it the store where ranks meet"}
+            verdict = self._verdict or {"rank": 0, "text": _STORE_GONE}
         self._verdict = verdict
         self._end()
         detail = f" ({error})" if error is not None and verdict["rank"] == self.rank else ""
@@ -267,36 +309,37 @@ class World:
             verdict["rank"], f"{verdict['text']}; rank {self.rank} ended in {what}{detail}. Restart from a checkpoint"
         )
 
-    def _find_out(self, what: str) -> dict[str, Any]:
+    def _find_out(self, what: str, store: dist.TCPStore) -> dict[str, Any]:
         """The one verdict of all ranks: the first to be written into the store."""
-        self._store.set(f"asks/{self.rank}", "")
-        before = self._notes()
+        store.set(f"asks/{self.rank}", "")
+        before = self._notes(store)
         for _ in range(_NAMING):
             time.sleep(self._every_s)
-            if self._store.check(["verdict"]):
-                return dict(json.loads(self._store.get("verdict")))
-        now = self._notes()
+            if store.check(["verdict"]):
+                return dict(json.loads(store.get("verdict")))
+        now = self._notes(store)
         others = (r for r in range(self.size) if r != self.rank)
-        there = [r for r in others if not any(self._store.check([f"{word}/{r}"]) for word in ("asks", "left"))]
+        there = [r for r in others if not any(store.check([f"{word}/{r}"]) for word in ("asks", "left"))]
         silent = [r for r in there if now.get(r) is None or (r in before and before[r].beat == now[r].beat)]
         late = sorted((now[r].entered, r) for r in there if r in now and not now[r].inside)
         waiting = sorted((now[r].entered, r) for r in there if r in now)
         if silent:
-            return self._conclude(silent[0], f"rank {silent[0]} died: it gave no sign of life while others waited")
+            rank = silent[0]
+            return self._conclude(store, rank, f"rank {rank} died: it gave no sign of life while others waited")
         if late:
             rank = late[0][1]
-            return self._conclude(rank, f"rank {rank} hangs: it did not come to {what}, where others waited")
+            return self._conclude(store, rank, f"rank {rank} hangs: it did not come to {what}, where others waited")
         if waiting:
             rank = waiting[0][1]
-            return self._conclude(rank, f"rank {rank} hangs in {now[rank].what}, others in {what}")
-        return self._conclude(self.rank, f"rank {self.rank} lost its connections in {what}")
+            return self._conclude(store, rank, f"rank {rank} hangs in {now[rank].what}, others in {what}")
+        return self._conclude(store, self.rank, f"rank {self.rank} lost its connections in {what}")
 
-    def _notes(self) -> dict[int, _Note]:
+    def _notes(self, store: dist.TCPStore) -> dict[int, _Note]:
         keys = {r: f"note/{r}" for r in range(self.size)}
-        return {r: _Note(*json.loads(self._store.get(k))) for r, k in keys.items() if self._store.check([k])}
+        return {r: _Note(*json.loads(store.get(k))) for r, k in keys.items() if store.check([k])}
 
-    def _conclude(self, rank: int, text: str) -> dict[str, Any]:
-        first = self._store.compare_set("verdict", "", json.dumps({"rank": rank, "text": text}))
+    def _conclude(self, store: dist.TCPStore, rank: int, text: str) -> dict[str, Any]:
+        first = store.compare_set("verdict", "", json.dumps({"rank": rank, "text": text}))
         self._verdict = dict(json.loads(first))
         return self._verdict
 

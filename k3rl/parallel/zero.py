@@ -7,10 +7,11 @@ owners among the ranks that hold them, everything else among all ranks; each par
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from k3rl.model import K3ForCausalLM
+from k3rl.model.bank_gradients import clear_all
 from k3rl.optim import NonFiniteGradient, ParamInfo, PerHeadMuon
-from k3rl.optim.buckets import fill_buckets, master_dtype
+from k3rl.optim.buckets import fill_buckets, master_dtype, storage_kind
+from k3rl.optim.joined import joined
 from k3rl.optim.newton_schulz import STEPS
 from k3rl.parallel.mesh import Mesh, expert_run
 from k3rl.parallel.world import World
@@ -28,6 +31,8 @@ FLOPS_PER_BYTE = 100.0  # of a step: what an accelerator's matrix units do while
 _MUON_BYTES, _ADAMW_BYTES = 20, 28  # moved per element of float32: gradient, master, momenta, read and written
 _MESSAGE_ELEMENTS = 1 << 25  # of one reduction or broadcast
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_NUMBERS = re.compile(r"(\d+)")
+_LARGE = 1 << 20  # numbers of a tensor that is a message by itself
 
 
 def step_cost(info: ParamInfo, shape: Sequence[int]) -> float:
@@ -58,15 +63,24 @@ def assign_owners(shares: Iterable[Share], size: int) -> dict[str, int]:
     """name -> owner among `size` ranks, balanced by cost; the same on every rank.
 
     Those with the fewest possible owners first, then the costliest first, each to the least loaded rank that may
-    have it.
+    have it. Then parameters of one cost change owners among each other, so that each has a run of neighbours.
     """
     load = [0.0] * size
-    owners: dict[str, int] = {}
+    alike: dict[tuple[tuple[int, ...], float], list[tuple[list[str | int], str, int]]] = {}
     for share in sorted(shares, key=lambda s: (len(s.ranks), -s.cost, s.name)):
         owner = min(share.ranks, key=lambda rank: (load[rank], rank))
-        owners[share.name] = owner
         load[owner] += share.cost
+        alike.setdefault((share.ranks, share.cost), []).append((_places(share.name), share.name, owner))
+    owners: dict[str, int] = {}
+    for members in alike.values():  # neighbours among equals, as the experts of a layer, go to one rank
+        names = [name for _, name, _ in sorted(members)]
+        owners |= zip(names, sorted(owner for _, _, owner in members), strict=True)
     return owners
+
+
+def _places(name: str) -> list[str | int]:
+    """A name as it sorts in official order: numbers by their value."""
+    return [int(word) if word.isdigit() else word for word in _NUMBERS.split(name)]
 
 
 def shares_of(model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Mesh) -> list[Share]:
@@ -130,15 +144,25 @@ class Shards:
         for bank, rows in zip(banks, self._rows.split(counts) if trains else [None] * len(banks), strict=True):
             bank.keep_sums(rows)
         self._sums = [bank.sums for bank in banks if bank.sums is not None]
+        self._banks = [bank for bank in banks if bank.sums is not None]
+        by_leaf = {leaf: view for sums in self._sums for leaf, view in sums.places()}
+        self._views = {name: by_leaf[p] for name, p in self.params.items() if p in by_leaf}
+        self._ordered: dict[tuple[str, int], list[tuple[int | None, list[str]]]] = {}
         summed = {leaf for sums in self._sums for leaf in sums.leaves}
         self._by_autograd = [parameter for parameter in self.params.values() if parameter not in summed]
 
-    def zero_grad(self) -> None:
-        """Forgets every gradient. Sums at fixed addresses (`BankGradients`) are zero afterwards."""
+    def zero_grad(self, *, leaves: bool = True) -> None:
+        """Forgets every gradient. Sums at fixed addresses (`BankGradients`) are zero afterwards; leaves: see there."""
         for parameter in self._by_autograd:
             parameter.grad = None
+        clear_all(self._sums, leaves=leaves)
+
+    def expect(self, optimizer: PerHeadMuon | None, maximum: float) -> Hashable:
+        """What `collect_gradients` and `clip_grad_norm_` are about to do, as far as it goes while the device is at the
+        backward: leaves of experts as after the step before, and with an optimizer its norm, for `expected` there."""
         for sums in self._sums:
-            sums.clear()
+            sums.expect()
+        return None if optimizer is None or self._world.size > 1 else optimizer.expect_clip(maximum)
 
     def collect_gradients(self) -> None:
         """Gives the leaves of experts their `.grad` after backwards, where rows were counted on the device."""
@@ -152,72 +176,130 @@ class Shards:
     def reduce_gradients(self) -> None:
         """Sums gradients over the ranks that hold a parameter. Owners get the sum, others are left without.
 
-        A parameter that no rank has a gradient for keeps None. Sums are float32 or wider, in long messages: a model has
-        hundreds of small tensors, and a collective costs more than their bytes.
+        A parameter that no rank has a gradient for keeps None. Sums are float32 or wider, where the gradients are: what
+        is large, as a bank of experts, is a message as it lies, and small ones are copied into one and back. Messages
+        are all under way before the first one is waited for.
         """
         self.collect_gradients()
         for names, ranks, group in self._kinds:
             grads = [self.params[name].grad is not None for name in names]
             present = torch.tensor(grads, dtype=torch.int32, device=self._world.device)
             self._world.maximum(present, group)
-            used = [name for name, seen in zip(names, present.tolist(), strict=True) if seen]
-            for owner, members in self._messages(used, ranks):
-                flat = torch.cat([self._gradient(name) for name in members])
-                with self._world.during("summing gradients"):
-                    if owner is None:
-                        dist.all_reduce(flat, group=group)
-                    else:
-                        dist.reduce(flat, dst=owner, group=group)
-                for name, value in zip(members, flat.split([self.params[n].numel() for n in members]), strict=True):
-                    parameter = self.params[name]
-                    kept = owner is None or owner == self._world.rank
-                    parameter.grad = value.view_as(parameter) if kept else None
+            used = {name for name, seen in zip(names, present.tolist(), strict=True) if seen}
+            for name in used:
+                self._have_gradient(name)
+            started = [
+                self._start(owner, [name for name in members if name in used or name in self._views], group)
+                for owner, members in self._owned_by(names, ranks)
+            ]
+            with self._world.during("summing gradients"):
+                for work, _ in itertools.chain.from_iterable(started):
+                    work.wait()
+            for (owner, members), messages in zip(self._owned_by(names, ranks), started, strict=True):
+                if owner in (None, self._world.rank):
+                    for _, back in messages:
+                        back()
+                else:
+                    for name in members:
+                        self.params[name].grad = None
 
-    def _gradient(self, name: str) -> Tensor:
+    def _owned_by(self, names: Sequence[str], ranks: Sequence[int]) -> list[tuple[int | None, list[str]]]:
+        """(owner, its names, those stored alike together) of these; owner None when every rank keeps the masters."""
+        key = names[0], len(names)
+        if key not in self._ordered:
+            found: dict[int | None, list[str]] = {owner: [] for owner in (ranks if self._sharded else [None])}
+            for name in sorted(names, key=storage_kind):
+                found[self.owners[name] if self._sharded else None].append(name)
+            self._ordered[key] = list(found.items())
+        return self._ordered[key]
+
+    def _have_gradient(self, name: str) -> None:
+        """Gives a parameter that another rank has a gradient for zeros of its own."""
         parameter = self.params[name]
-        kind = master_dtype(parameter.dtype)
         if parameter.grad is None:
-            return torch.zeros(parameter.numel(), dtype=kind, device=parameter.device)
-        return parameter.grad.reshape(-1).to(kind)
+            view = self._views.get(name)
+            parameter.grad = torch.zeros_like(parameter, dtype=master_dtype(parameter.dtype)) if view is None else view
+        elif not parameter.grad.is_contiguous():
+            parameter.grad = parameter.grad.contiguous()
 
-    def _messages(self, names: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[int | None, list[str]]]:
-        """(owner, names of one dtype) of each message; owner None when every rank keeps the masters."""
-        for owner in ranks if self._sharded else [None]:
-            mine = [name for name in names if owner is None or self.owners[name] == owner]
-            for kind in dict.fromkeys(self.params[name].dtype for name in mine):
-                alike = [name for name in mine if self.params[name].dtype == kind]
-                for start, stop in fill_buckets([self.params[n].numel() for n in alike], _MESSAGE_ELEMENTS):
-                    yield owner, alike[start:stop]
+    def _sum_of(self, name: str) -> Tensor:
+        """What is to be summed for a parameter. An expert's place in its bank is there without a gradient too."""
+        grad = self.params[name].grad
+        if grad is None:
+            return self._views[name].view(-1)
+        return grad.view(-1)
+
+    def _start(
+        self, owner: int | None, names: Sequence[str], group: dist.ProcessGroup | None
+    ) -> list[tuple[dist.Work, Callable[[], None]]]:
+        """Begins to sum gradients on their owner: messages, and what brings each one's sum to where it belongs."""
+        found: list[tuple[dist.Work, Callable[[], None]]] = []
+        for message, back in self._packed(names, [self._sum_of(name) for name in names]):
+            with self._world.during("summing gradients"):
+                if owner is None:
+                    work = dist.all_reduce(message, group=group, async_op=True)
+                else:
+                    work = dist.reduce(message, dst=owner, group=group, async_op=True)
+            found.append((work, back))
+        return found
+
+    def _packed(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
+        """Messages of flat tensors, and what brings an arrived one back. The same on every rank: what a message is
+        follows from shapes, and from where experts lie in their banks."""
+        small: dict[torch.dtype, list[Tensor]] = {}
+        pairs = zip(names, tensors, strict=True)
+        for in_bank, run in itertools.groupby(pairs, key=lambda pair: pair[0] in self._views):
+            own = [tensor for _, tensor in run]
+            for whole in joined(own) if in_bank else own:  # others as they are, however they happen to lie
+                if whole.numel() >= _LARGE:
+                    yield whole, _nothing
+                else:
+                    small.setdefault(whole.dtype, []).append(whole)
+        for alike in small.values():
+            for start, stop in fill_buckets([tensor.numel() for tensor in alike], _MESSAGE_ELEMENTS):
+                pieces = alike[start:stop]
+                flat = torch.cat(pieces)
+
+                def back(flat: Tensor = flat, pieces: list[Tensor] = pieces) -> None:
+                    torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
+
+                yield flat, back
 
     @torch.no_grad()
     def share_parameters(self) -> None:
         """Gives every rank the owners' values of the parameters it holds."""
+        for bank in self._banks:
+            bank.matrices()  # which lie joined from here on, on every rank
         for names, ranks, group in self._kinds if self._sharded else ():
-            for owner, members in self._messages(names, ranks):
-                values = [self.params[name].detach() for name in members]
-                flat = torch.cat([value.reshape(-1) for value in values])
-                with self._world.during("sending updated parameters"):
-                    dist.broadcast(flat, src=owner, group=group)
-                if owner != self._world.rank:
-                    pieces = flat.split([value.numel() for value in values])
-                    torch._foreach_copy_(values, [p.view_as(v) for p, v in zip(pieces, values, strict=True)])
+            started: list[tuple[dist.Work, Callable[[], None], bool]] = []
+            for owner, members in self._owned_by(names, ranks):
+                for message, back in self._packed(members, [self.params[name].detach().view(-1) for name in members]):
+                    with self._world.during("sending updated parameters"):
+                        work = dist.broadcast(message, src=owner, group=group, async_op=True)
+                    started.append((work, back, owner != self._world.rank))
+            with self._world.during("sending updated parameters"):
+                for work, _, _ in started:
+                    work.wait()
+            for _, back, comes in started:
+                if comes:
+                    back()
 
     @torch.no_grad()
-    def clip_grad_norm_(self, optimizer: PerHeadMuon, maximum: float) -> float:
+    def clip_grad_norm_(self, optimizer: PerHeadMuon, maximum: float, expected: Hashable = None) -> float:
         """Scales reduced gradients so that their norm over all parameters is at most `maximum`, at the latest as the
-        next step reads them; the norm before.
+        next step reads them; the norm before. expected: what `expect` gave since these gradients were summed.
 
         Raises NonFiniteGradient on every rank, with the first such parameter in official order.
         """
         if self._world.size == 1:
-            return optimizer.clip_grad_norm_(maximum, in_step=True)
+            return optimizer.clip_grad_norm_(maximum, in_step=True, expected=expected)
         square = optimizer.grad_norm(self.counted) ** 2
         total = torch.tensor([square], dtype=torch.float64, device=self._world.device)
         self._world.sum(total)
         norm = math.sqrt(float(total)) if float(total) >= 0 else math.nan
         if not math.isfinite(norm):
             self._refuse_non_finite(optimizer)
-        optimizer.scale_gradients(norm, maximum)
+        optimizer.scale_gradients(norm, maximum, in_step=True)
         return norm
 
     def _refuse_non_finite(self, optimizer: PerHeadMuon) -> None:
@@ -231,6 +313,10 @@ class Shards:
         self._world.maximum(facts)
         if -int(first) < len(self.names):
             raise NonFiniteGradient(self.names[-int(first)], int(facts[0]), int(facts[1]))
+
+
+def _nothing() -> None:
+    pass
 
 
 @torch.no_grad()

@@ -11,8 +11,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from k3rl.kernels import add_groups_kernels, muon, muon_kernels
+from k3rl.kernels import add_groups_kernels, add_many, add_many_kernels, muon, muon_kernels, symmetric_kernels
 from k3rl.kernels.add_groups import add_groups_reference
+from k3rl.kernels.symmetric import symmetric_reference
 from k3rl.numerics import project
 
 
@@ -71,8 +72,41 @@ def groups() -> None:
         add_groups_kernels.add_groups(total, part, ends, None)
 
 
+def many() -> None:
+    """More tensors than one launch takes, of one element, of less and of more than a program's, one with gaps."""
+    sizes = [5, 1, *[8] * 33, add_many.BLOCK + 3]
+    for kind in (torch.bfloat16, torch.float32):
+        parts = [torch.randn(size).to(kind) for size in sizes]
+        parts[2] = torch.randn(16).to(kind)[::2]
+        parts[3] = torch.randn(9).to(kind)[1:]
+        total = torch.randn(sum(sizes))
+        wanted = total.clone()
+        add_many_kernels.add_many(
+            total, [add_many.aligned(part) for part in parts], add_many.Table(sizes, total.device)
+        )
+        add_many.add_many_reference(wanted, parts)
+        near("sums of many", total, wanted, 0)
+
+
+def squares() -> None:
+    """Sizes that fill no tile, wide and tall, and more than one column of tiles; bf16 results of float32 sums."""
+    for r, k in ((40, 72), (150, 70), (256, 64)):
+        wide = torch.randn(2, r, k).bfloat16() / k**0.5
+        for p in (wide, wide.mT.contiguous().mT):
+            out = torch.full((2, r, r), float("nan")).bfloat16()
+            symmetric_kernels.symmetric(p, out, 1.0, 0.0, 0.0)
+            near("product", out, symmetric_reference(p), 2.0**-7)
+            if not torch.equal(out, out.mT):
+                raise SystemExit("the product is not symmetric")
+        grown = torch.full((2, r, r), float("nan")).bfloat16()
+        symmetric_kernels.symmetric(out, grown, 2.0, -4.5, 3.4)
+        near("polynomial", grown / 16, symmetric_reference(out, 2.0, -4.5, 3.4) / 16, 2.0**-8)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     muon_step()
     projection()
     groups()
+    squares()
+    many()

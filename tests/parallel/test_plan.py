@@ -126,7 +126,7 @@ def test_too_few_devices_for_an_engine_are_a_plan_that_says_so(capsys) -> None:
 
 
 def test_layers_are_recomputed_where_nothing_else_fits(capsys) -> None:
-    assert main(["plan", "k3-small", "--gpus", "2", "--gpu-gib", "25", "--no-suggest", "--json"]) == 0
+    assert main(["plan", "k3-small", "--gpus", "2", "--gpu-gib", "18", "--no-suggest", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["fits"]
     assert result["method"].endswith("recomputed layers")
