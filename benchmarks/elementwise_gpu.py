@@ -222,7 +222,7 @@ def time_gather(timed: Timed, inputs: Inputs, tokens: int, width: int, k: int) -
     token, inverse = order // k, torch.argsort(order)
     grad = rows.index_select(0, token)
     shape, weight = f"{tokens} x {k} x {width}", torch.rand(tokens, k, device=inputs.device)
-    flat, sort = weight.view(-1, 1), moe_grouped.SortedIds(order, inverse, order)
+    flat, sort = weight.view(-1, 1), moe_grouped.SortedIds(order, inverse, order, order)
     moved = bytes_of(rows, token) + width * 2 * len(order)
     timed("gather", shape, moved, lambda: gather_rows.gather_rows(rows, token),
           lambda: gather_rows.gather_rows_reference(rows, token), lambda: rows.index_select(0, token))  # fmt: skip

@@ -347,11 +347,12 @@ def memory_rows(lengths: tuple[int, ...] = (1_000, 10_000, 100_000), page: int =
 
 def held_bytes(cache: PagedCache) -> int:
     """All that a paged cache holds, used or free."""
-    held = 0
+    held = {}
     for value in vars(cache._store).values():
         tensors = value.values() if isinstance(value, dict) else [value]
-        held += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
-    return held
+        storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        held |= {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(held.values())
 
 
 def exact_row(name: str, batch: int, sampled: int, repeats: int) -> dict[str, Any]:

@@ -4,11 +4,13 @@
     python benchmarks/engine_gpu.py --dry          # the same control flow on a CPU with a tiny model
 
 `decode` rows: k3-small, as many requests as the shape says, 128 prompt tokens; `ours_ms` is one step of the engine,
-sampling and host included, `device_ms` the replay of its graph alone. Variants: graphs off, kernels off, fusing off.
-`split` rows: parts of a step, each captured by itself, times its layers. `group` rows: one group of K3's real width.
+sampling and host included, `device_ms` the replay of its graph alone. Variants: experts in bf16; graphs, kernels and
+fusing off. `split` rows: parts of a step, each captured by itself, times its layers. `group` rows: one group of K3's
+real width.
 Floor: bytes that a step must move over 4.3 TB/s: weights once (routed experts: those that the batch's choices hit in
-expectation, as stored, MXFP4), KDA states read and written, latents read. `floor_as_held_ms` counts experts as they are
-held today, in bf16. `first_token`: 16 new tokens behind a cached prefix against the same prompt cold.
+expectation, as stored, MXFP4), KDA states read and written, latents read. `floor_as_held_ms` counts experts as the
+engine holds them: as stored, or, in the rows "experts in bf16", as their values. `first_token`: 16 new tokens behind a
+cached prefix against the same prompt cold.
 The file is whole after every row; `not_started` names what the budget did not allow.
 """
 
@@ -29,10 +31,10 @@ import numpy as np
 import torch
 
 from k3rl.checkpoint.hf import load_checkpoint
-from k3rl.engine import Engine, PrefixCache, SamplingParams
+from k3rl.engine import Engine, SamplingParams
 from k3rl.engine.decode_graph import padded_batch
 from k3rl.engine.device_sampler import sample_uncut
-from k3rl.kernels import few_rows, latent_attention, route
+from k3rl.kernels import few_rows, few_rows_packed, latent_attention, route
 from k3rl.kernels.draw import draw
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.attn_res import ResidualStream
@@ -44,12 +46,18 @@ from k3rl.model.mla import GatedMLA
 from k3rl.model.moe_grouped import _exact_rounding, _trial, rounded
 from k3rl.numerics import mx
 
-_spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
-assert _spec is not None
-assert _spec.loader is not None
-gpu = importlib.util.module_from_spec(_spec)
-sys.modules["gpu"] = gpu
-_spec.loader.exec_module(gpu)
+
+def _neighbour(name: str) -> Any:
+    """The module of a file beside this one, which is in no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu, prefixes = _neighbour("gpu"), _neighbour("engine_prefix_gpu")
 
 PARTS = ("checks", "decode", "split", "prefix", "memory", "group")
 PROMPT = 128
@@ -66,7 +74,8 @@ class Setting:
         self.small = gpu.dry_model() if dry else K3Config.named("k3-small")
         self.batches = (1, 3) if dry else (1, 16, 64, 256)
         self.steps = 3 if dry else 64
-        self.prefix = 300 if dry else 65_536
+        self.prefixes = (40, 300) if dry else (1_024, 4_096, 16_384, 65_536)
+        self.fresh = (5, 20) if dry else (16, 256)
         self.lengths = (100, 1_000) if dry else (1_000, 10_000, 100_000)
         self.context = 512 if dry else 2_048
         self.prompt = 8 if dry else PROMPT
@@ -243,6 +252,30 @@ def check_route(report: Any, setting: Setting) -> None:
                      weight_gap=gap, sum_gap=off)  # fmt: skip
 
 
+def check_packed(report: Any, setting: Setting) -> None:
+    """Experts as stored bytes against their values in bf16: decoded, multiplied with few rows, and in an engine."""
+    generator = torch.Generator().manual_seed(0)
+    for experts, b, a, rows in ((8, 512, 512, 60), (8, 512, 256, 400), (4, 128, 3584, 330)):
+        packed = torch.randint(0, 256, (experts, b, a // 2), dtype=torch.uint8, generator=generator).to(setting.device)
+        scale = torch.randint(100, 129, (experts, b, a // 32), dtype=torch.uint8, generator=generator)
+        tiles = few_rows_packed.tiled(packed, scale.to(setting.device))
+        matrices = few_rows_packed.decode(*tiles, torch.bfloat16)
+        ok = torch.equal(matrices, mx.dequantize_mxfp4(packed, scale.to(setting.device), torch.bfloat16))
+        ends = torch.sort(torch.randint(0, rows, (experts,), generator=generator)).values.to(torch.int32)
+        ends[-1] = rows
+        x = torch.randn(rows, a, generator=generator).to(setting.device, setting.dtype)
+        found = few_rows_packed.product(x, None, *tiles, ends.to(setting.device))
+        wanted = few_rows.product(x, None, matrices, ends.to(setting.device))
+        report.check(f"packed experts [{experts}, {b}, {a}], {rows} rows", ok=ok and torch.equal(found, wanted))
+    model = setting.model(checked_config(setting), seed=1)
+    given = prompts(model.config, 4 if setting.dry else 48, 20)
+    own = SamplingParams(max_tokens=8 if setting.dry else 40, seed=3)
+    options = {"max_running": len(given), "max_context": setting.context}
+    engines = [Engine(model, packed=packed, **options) for packed in (True, False)]
+    done = [[(c.token_ids, c.logprobs) for c in engine.generate(given, own)] for engine in engines]
+    report.check("engine with packed experts against values", ok=done[0] == done[1], packed=engines[0].model.packed)
+
+
 def distance(model: K3ForCausalLM, prompts: list[list[int]], completions: list[Any]) -> dict[str, Any]:
     """Mean KL (k3 estimator) and gaps of the sampler's logprobs from the learner's, whose routes are the sampler's."""
     kl, gaps = [], []
@@ -342,12 +375,14 @@ def decode_row(report: Any, setting: Setting, model: K3ForCausalLM, name: str, b
         if variant == "fusing off":
             context.enter_context(fusing(False))
         own: dict[str, Any] = {"static_decode": True} if setting.dry else {}
-        engine = started(model, batch, setting, overlap=variant != "overlap off", **own)
+        own |= {"overlap": variant != "overlap off", "packed": variant != "experts in bf16"}
+        engine = started(model, batch, setting, **own)
         if variant == "graphs off" and engine.program is not None:
             engine.program.capture = False
         took = step_seconds(engine, setting.steps, setting.device)
         length = int(engine._pool.cache.lengths[:batch].max())
         stored, held = floors(model, batch, length)
+        held = stored if engine.model.packed else held
         device_s = replay_seconds(engine, batch) if variant == "as it is" else None
         report.row(
             f"decode, {variant}", f"{name}, {batch} sequences of {length} tokens", took, floor_s=stored,
@@ -381,7 +416,7 @@ def replay_seconds(engine: Engine, batch: int) -> float | None:
 
 def decode(report: Any, setting: Setting) -> None:
     model = setting.model(setting.small)
-    for variant in ("as it is", "overlap off", "graphs off", "fusing off", "kernels off"):
+    for variant in ("as it is", "experts in bf16", "overlap off", "graphs off", "fusing off", "kernels off"):
         batches = setting.batches if variant == "as it is" else setting.batches[-2:]
         for batch in batches:
             guarded(report, f"decode, {variant}", f"k3-small, {batch} sequences",
@@ -391,7 +426,7 @@ def decode(report: Any, setting: Setting) -> None:
 def split_rows(report: Any, setting: Setting, model: K3ForCausalLM, name: str, batch: int) -> None:
     """Each part captured by itself; the engine's own buffers, all rows live."""
     engine = started(model, batch, setting, **({"static_decode": True} if setting.dry else {}))
-    program, config = engine.program, model.config
+    program, model, config = engine.program, engine.model, model.config
     if program is None:
         raise RuntimeError("the engine decodes by the ordinary path here; there is no program to split")
     engine.step()
@@ -434,32 +469,12 @@ def split_rows(report: Any, setting: Setting, model: K3ForCausalLM, name: str, b
 
 
 def prefix(report: Any, setting: Setting) -> None:
-    length, fresh = setting.prefix, 16
+    guarded(report, "check_attention", "checks", lambda: prefixes.check_attention(report, setting))
     model = setting.model(setting.small)
-    one = SamplingParams(max_tokens=1, seed=0)
-    options: dict[str, Any] = {"max_running": 1, "max_context": length + 64, "prefill_tokens": 8192}
-    (long,) = prompts(model.config, 1, length)
-    cold_engine = Engine(model, **options)
-    warm_engine = Engine(model, **options, prefix_cache=PrefixCache.of_bytes(8 << 30))
-    warm_engine.generate([long], one)
-    times: dict[str, list[float]] = {"cold": [], "warm": [], "new": []}
-    for repeat in range(1 if setting.dry else 4):
-        (new,) = prompts(model.config, 1, fresh, seed=1 + repeat)
-        for kind, engine, ids in (("cold", cold_engine, long + new), ("warm", warm_engine, long + new),
-                                  ("new", cold_engine, new)):  # fmt: skip
-            gpu.synchronize(setting.device)
-            began = time.perf_counter()
-            engine.generate([ids], one)
-            gpu.synchronize(setting.device)
-            times[kind].append(time.perf_counter() - began)
-    cold, warm, new_s = (min(times[kind]) for kind in ("cold", "warm", "new"))  # the first compiles
-    hits = warm_engine.prefix_cache.counters.hits
-    cached_us, fresh_us = 1e6 * max(warm - new_s, 0.0) / length, 1e6 * cold / (length + fresh)
-    report.row(
-        "first_token", f"k3-small, {length} cached tokens, {fresh} new", warm, peer="the same prompt cold", peer_s=cold,
-        share_of_cold=round(warm / cold, 4), cached_token_us=round(cached_us, 4), fresh_token_us=round(fresh_us, 4),
-        cached_share=round(cached_us / fresh_us, 4), hits=hits,
-    )  # fmt: skip
+    guarded(report, "check_program", "checks", lambda: prefixes.check_program(report, setting, model, distance))
+    for variant in prefixes.VARIANTS:
+        guarded(report, f"first_token, {variant}", "k3-small",
+                lambda v=variant: prefixes.rows(report, setting, model, v))  # fmt: skip
 
 
 def memory(report: Any, setting: Setting) -> None:
@@ -486,6 +501,10 @@ def group(report: Any, setting: Setting) -> None:
     for batch in setting.batches:
         guarded(report, "decode, as it is", f"real-width group, {batch} sequences",
                 lambda b=batch: decode_row(report, setting, model, "real-width group", b, "as it is"))  # fmt: skip
+    held = "experts in bf16"
+    for batch in setting.batches[-2:]:
+        guarded(report, f"decode, {held}", f"real-width group, {batch} sequences",
+                lambda b=batch: decode_row(report, setting, model, "real-width group", b, held))  # fmt: skip
     for batch in setting.batches[-2:-1]:
         guarded(report, "split", f"real-width group, {batch} sequences",
                 lambda b=batch: split_rows(report, setting, model, "real-width group", b))  # fmt: skip
@@ -504,6 +523,7 @@ def checks(report: Any, setting: Setting) -> None:
         check_route,
         check_draw,
         check_latents,
+        check_packed,
         check_forward,
         check_gradients,
         check_engine,

@@ -5,13 +5,16 @@
 
 Ranks are processes of one thread over gloo, or each with a GPU of its own over NCCL. Both trainers take turns; a figure
 is the fastest of the repeats on the slowest rank. `weights_bytes`: what a rank holds between passes, whole and cut;
-`peak_bytes`: of a GPU in a step; `waiting_ms`: of rank 0, in a mean step, until gathered weights were there;
-`difference`: of gradients after a step, the largest over tensors.
+`peak_bytes`: that and what a step takes besides, on a GPU; `waiting_ms`: of rank 0, in a mean step, until gathered
+weights were there. `difference`: of gradients at equal adapters, that of the tensor that differs most,
+in units of its norm, and `from_itself` that of the whole model's second time from its first: on a GPU some
+sums have no fixed order.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -33,6 +36,12 @@ from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
 from k3rl.parallel import Mesh, Trainer, TrainerConfig, World, deal
 from k3rl.parallel.frozen import _Part
 
+_spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
+if _spec is None or _spec.loader is None:
+    raise ImportError("gpu.py is not beside this file")
+gpu = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(gpu)
+
 BOTH = ("attention", "mlp")
 
 
@@ -44,15 +53,30 @@ def batch_of(config: K3Config, tokens: int, length: int) -> TrainBatch:
 
 
 def trainer_of(config: K3Config, mesh: Mesh, ranks: int, given: argparse.Namespace) -> Trainer:
-    cuda = given.device == "cuda"
-    place = "cpu" if ranks > 1 or not cuda else mesh.world.device  # a trainer moves what it cuts
-    model = K3ForCausalLM(config, dtype=torch.bfloat16 if cuda else torch.float32, device=place)
-    model.init_weights(0)
+    if given.device == "cuda":
+        model = gpu.filled(config, mesh.world.device, torch.bfloat16)
+        model = model.cpu() if ranks > 1 else model  # a trainer moves what it cuts
+    else:
+        model = K3ForCausalLM(config, dtype=torch.float32)
+        model.init_weights(0)
     again = BOTH if given.recompute else ()
     settings = TrainerConfig(
         micro_batch_tokens=given.tokens, lora=LoraConfig(rank=8, alpha=16.0), recompute=again, shard_frozen=ranks
     )
     return Trainer(model, settings, mesh)
+
+
+def gradients(trainer: Trainer, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    trainer.gradients(batch, CrossEntropy())
+    trainer.balancer.clear()
+    return {n: p.grad.double() for n, p in trainer.shards.params.items() if p.grad is not None}
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[Any]:
+    """(distance, name, tensors that are not bit-equal) of the tensor that differs most, in units of its norm."""
+    gaps = {n: float((g - other[n]).norm() / g.norm().clamp_min(1e-30)) for n, g in one.items()}
+    worst = max(gaps, key=lambda n: gaps[n])
+    return [gaps[worst], worst, sum(not torch.equal(g, other[n]) for n, g in one.items())]
 
 
 def rank_main(given: argparse.Namespace) -> None:
@@ -77,25 +101,25 @@ def rank_main(given: argparse.Namespace) -> None:
     for turn in range(given.repeats + 1):
         for number, trainer in enumerate(trainers):
             waited[0] = 0.0
+            held = 0
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
+                held = torch.cuda.memory_allocated()  # the other trainer's too
             began = time.perf_counter()
-            trainer.train(own, CrossEntropy())
+            metrics = trainer.train(own, CrossEntropy())
             if device.type == "cuda":
                 torch.cuda.synchronize()
-                peaks[number] = torch.cuda.max_memory_allocated()
+                peaks[number] = int(metrics.values()["memory/peak"]) - held + trainer.memory()["weights"]
             if turn:
                 seconds[number] = min(seconds[number], time.perf_counter() - began)
                 total += waited[0]
-    grads = []
-    for trainer in trainers:
-        trainer.gradients(own, CrossEntropy())
-        grads.append({n: p.grad.double() for n, p in trainer.shards.params.items() if p.grad is not None})
-    worst = max(float((one - grads[1][n]).norm() / one.norm().clamp_min(1e-30)) for n, one in grads[0].items())
+    # Steps of both went their own ways where sums have no fixed order; from here on the adapters are equal.
+    trainers[1].load_state_tensors(trainers[0].state_tensors())
+    first, again, cut = (gradients(trainer, own) for trainer in (trainers[0], *trainers))
     found = {
         "seconds": seconds, "peaks": peaks, "weights": [trainer.memory()["weights"] for trainer in trainers],
-        "waiting": total / given.repeats, "difference": worst,
+        "waiting": total / given.repeats, "difference": apart(first, cut), "from_itself": apart(first, again),
     }  # fmt: skip
     (given.folder / f"{given.rank}.json").write_text(json.dumps(found))
     world.close()
@@ -129,6 +153,7 @@ def results(given: argparse.Namespace) -> dict[str, Any]:
         "waiting_ms": round(1e3 * found[0]["waiting"], 3), "weights_bytes": found[0]["weights"],
         "peak_bytes": [max(each["peaks"][n] for each in found) or None for n in (0, 1)],
         "difference": max(each["difference"] for each in found),
+        "from_itself": max(each["from_itself"] for each in found),
     }  # fmt: skip
 
 

@@ -112,6 +112,7 @@ def rows(case: cases.Case) -> list[dict[str, object]]:
     """Time one case: a line for what runs by default and one for each variant, each beside the peer."""
     contenders = case.build()
     times, failed = cases.measure(contenders, case.samples, case.graph)
+    times = {name: [value / case.calls for value in values] for name, values in times.items()}
     typical = {name: cases.typical(name, values) for name, values in times.items()}
     if case.without is not None:
         forward, _ = cases.measure({k: run for k, run in case.without().items() if k in ("ours", "peer")}, 24, False)

@@ -14,7 +14,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -33,6 +33,7 @@ LEAD_CYCLES = 6_000_000
 D = 128
 REGIMES = ("production", "slow", "saturated", "mixed")
 # Measured on one NVIDIA H200 on 2026-11-29 with the peers' own harness: (heads, tokens) -> ms.
+LAYERS, LAYER_BYTES = 69, 4 << 30
 FLASHKDA = {(96, 8192): 1.40, (96, 65536): 10.98, (12, 8192): 0.849}
 PACKINGS = {"6 ragged": [1300, 547, 2048, 963, 271, 3063], "8 x 1024": [1024] * 8, "64 x 128": [128] * 64}
 SIZE = "full"
@@ -74,6 +75,7 @@ class Case:
     peer: str = "fla-core"
     recorded: float | None = None  # a figure of the peer from another process
     memory: bool = False
+    calls: int = 1  # that one run of a contender makes; times are of one
     # Backward alone is a difference: autograd does not run it without its forward, which this builds.
     without: Callable[[], Contenders] | None = None
 
@@ -232,13 +234,55 @@ def _decode(H: int, B: int) -> Contenders:
     contenders["ours: deferred"] = under(kda_decode_kernels, late[1], DEFERRED_FROM=0)
     contenders["ours: with pending, written"] = under(kda_decode_kernels, late[2], DEFERRED_FROM=1 << 30)
     if B == 1:
-        for name, parts in (("one program", 1), ("eight programs", 8)):
-            contenders[f"ours: {name} a head"] = under(kda_decode_kernels, plain, PARTS=parts)
-    if B == 1:
+        contenders |= _programs_of_a_head(plain)
         one = torch.zeros(1, device=device())
         contenders["launch"] = lambda: one.add_(1.0)
     if have_peer():
         contenders |= _fla_decode(rows, shared, B, H)
+    return contenders
+
+
+def _programs_of_a_head(run: Callable[[], object]) -> Contenders:
+    names = {"one program": (), "four programs": (4,), "eight programs": (8,)}
+    return {f"ours: {name} a head": under(kda_decode_kernels, run, PARTS=parts) for name, parts in names.items()}
+
+
+def _in_a_row(runs: Iterable[Callable[[], object]]) -> Callable[[], object]:
+    """All of them, one after the other; what they return is kept, so that no two write the same memory."""
+    every = list(runs)
+    return lambda: [run() for run in every]
+
+
+def layers(H: int, B: int) -> int:
+    """Calls in a row: as many as K3 has KDA layers, less where their states would take more than LAYER_BYTES."""
+    return max(4, min(LAYERS, LAYER_BYTES // (B * H * D * D * 4))) if SIZE == "full" else 2
+
+
+def _decode_layers(H: int, B: int) -> Contenders:
+    """A graph of one decode step in every layer: each has its own projections, weights, histories and states."""
+    count, H, B = layers(H, B), heads(H), rows_of(B)
+    plain, late, theirs = [], [], []
+    for layer in range(count):
+        rows, shared, conv_pool, pool = decode_arguments(B, H, seed=layer)
+        index = torch.randperm(B, device=device()).int()
+        step = functools.partial(kda_decode.kda_decode, *rows, *shared)
+        plain.append(functools.partial(step, conv_pool, pool, index, index))
+        if B * H >= kda_decode_kernels.DEFERRED_FROM:
+            pools = conv_pool.clone(), pool.clone()
+            late.append(functools.partial(step, *pools, index, index, pending=waiting_rows(pool, B)))
+        if have_peer():
+            theirs.append(_fla_decode(rows, shared, B, H)["peer"])
+    run = _in_a_row(plain)
+    contenders: Contenders = {"ours": run}
+    if late:
+        contenders["ours: with pending"] = _in_a_row(late)
+    if B * H <= kda_decode_kernels.SPLIT_PROGRAMS:
+        contenders |= _programs_of_a_head(run)
+    if B == 1:
+        ones = torch.zeros(count, 1, device=device())
+        contenders["launch"] = lambda: [one.add_(1.0) for one in ones]
+    if theirs:
+        contenders["peer"] = _in_a_row(theirs)
     return contenders
 
 
@@ -260,23 +304,32 @@ def _fla_decode(rows, shared, B: int, H: int) -> Contenders:
             a, b, c, gate[:, None], beta[:, None], A_log=A_log, dt_bias=dt_bias, initial_state=state,
             output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
-        )[0]  # fmt: skip
+        )  # fmt: skip
 
     def whole():
         mixed = causal_conv1d_update(x, caches, weight=taps, activation="silu")
-        mixed = mixed[0] if isinstance(mixed, tuple) else mixed
-        return rms_norm_gated(alone(mixed)[:, 0], z, norm, None, activation="sigmoid", eps=1e-5)
+        o, final = alone(mixed[0] if isinstance(mixed, tuple) else mixed)
+        return rms_norm_gated(o[:, 0], z, norm, None, activation="sigmoid", eps=1e-5), final
 
     return {"peer": whole, "recurrence": alone}
 
 
 def decode() -> Iterator[Case]:
-    """The fused decode step against fla's convolution update, recurrence and gated norm, all under CUDA graphs."""
+    """The fused decode step against fla's convolution update, recurrence and gated norm, all under CUDA graphs.
+
+    Alone in a graph, and as one of the steps of all layers, whose launches overlap.
+    """
     for H, B in ((96, 1), (96, 16), (96, 64), (96, 256), (12, 1), (12, 16), (12, 64)):
         build = functools.partial(_decode, H, B)
         floor = B * H * D * D * 4 * 2
         yield Case("decode", "kda decode step", f"B={B} H={H} graph", "production", floor, build, True,
                    96 if B < 200 else 48, "fla-core, three kernels")  # fmt: skip
+    for H, B in ((12, 1), (12, 2), (12, 4), (96, 1), (12, 16), (12, 64), (96, 16), (96, 64), (96, 256)):
+        count = layers(H, B)
+        build = functools.partial(_decode_layers, H, B)
+        shape = f"B={B} H={H} in a graph of {count}"
+        yield Case("decode", "kda decode step", shape, "production", B * H * D * D * 4 * 2, build, True, 32,
+                   "fla-core, three kernels", calls=count)  # fmt: skip
 
 
 CONV_BACKWARD = {"four stages": {"stages": 4}}

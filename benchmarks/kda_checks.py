@@ -238,11 +238,12 @@ def decode_steps(regime: str) -> dict[str, float]:
     worst: dict[str, float] = {}
     caps: dict[str, float] = {}
     kernels = kda_decode_kernels
-    # (with pending rows, deferred from so many programs on, None: by turns, split up to so many programs)
-    forms: dict[str, tuple[bool, int | None, int]] = {"read and write": (False, 0, 0), "deferred": (True, 0, 0)}
-    forms |= {"pending, written": (True, 1 << 30, 0), "forms that change": (True, None, 0)}
-    forms |= {"split": (False, 0, 1 << 30), "forms that change, split": (True, None, 1 << 30)}
-    for name, (waiting, least, split) in forms.items():
+    # (with pending rows, deferred from so many programs on, None: by turns, programs that work on a head)
+    forms: dict[str, tuple[bool, int | None, int]] = {"read and write": (False, 0, 1), "deferred": (True, 0, 1)}
+    forms |= {"pending, written": (True, 1 << 30, 1), "forms that change": (True, None, 1)}
+    for parts in kernels.PARTS:
+        forms |= {f"split by {parts}": (False, 0, parts), f"forms that change, split by {parts}": (True, None, parts)}
+    for name, (waiting, least, parts) in forms.items():
         rows, shared, _, _ = cases.decode_arguments(B, H, regime)
         generator = torch.Generator(cases.device()).manual_seed(7)
         conv_pool = torch.randn(slots, 3, 3 * H * D, device=cases.device(), generator=generator).bfloat16()
@@ -257,7 +258,8 @@ def decode_steps(regime: str) -> dict[str, float]:
             kda_decode.kda_decode, *rows, *shared, conv_pool, pool, table[:, 0], table[:, 1], pending=pending
         )
         limits = (0, 0, 1 << 30) if least is None else (least,)
-        runs = [_graphed(cases.under(kernels, step, DEFERRED_FROM=n, SPLIT_PROGRAMS=split)) for n in limits]
+        fixed = {"PARTS": (parts,), "SPLIT_PROGRAMS": 1 << 30}
+        runs = [_graphed(cases.under(kernels, step, DEFERRED_FROM=n, **fixed)) for n in limits]
         found = 0.0
         for at in range(steps):
             order = torch.randperm(B, generator=torch.Generator().manual_seed(at)).to(table)

@@ -14,17 +14,23 @@ backward (recomputation is not counted):
     KDA   h (10 C D + 6 D^2 + 2 C^2) a token and layer, C = 32 tokens a chunk, D head width, h heads
     MLA   2 (L / 2) h (D_key + D_value) a token and layer, L tokens a document
 
-`part` rows: what a step is made of. `split` rows: forward and backward of one layer's part by itself, times its layers.
-`eager` rows: the same model in plain operations with every logit materialized (`benchmarks/eager_k3.py`, "absent" where
-that is not there) with torch's fused AdamW, on the same tokens, and its peak memory beside ours. `wide` rows: one group
-of K3's real width (3 KDA and 1 MLA layers, 56 experts, hidden 7168), 2,048 tokens, with momentum in bf16 and with the
-optimizer's state on the host, where the trainer has those settings.
+`peak_gib` is that of a later call, CUDA graphs' own memory included, and `plan_gib` what `k3rl plan` says of the same
+trainer on one GPU; `plan_over_measured` should be within 15 %. `part` rows: what a step is made of. `split`
+rows: forward and backward of one layer's part by itself, times its layers. `eager` rows: the same model in plain
+operations with every logit materialized (`benchmarks/eager_k3.py`, "absent" where that is not there) with torch's fused
+AdamW, on the same tokens, and its peak memory beside ours. `wide` rows: one group
+of K3's real width (3 KDA and 1 MLA layers, 56 experts, hidden 7168; a vocabulary of 512 stands for embedding and head,
+3.7 M numbers each), 2,048 tokens, with momentum in bf16 and with the optimizer's state on the host: the fastest of the
+steps after the first. Their floor is the work, Newton-Schulz included, at 790, or the state over PCIe at 55 GB/s and
+direction where that is longer; `set_up_s`: to make weights and trainer. `optimizer` rows: what its step is made of.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import gc
 import importlib.util
 import json
 import sys
@@ -44,7 +50,11 @@ from k3rl.model.fuse import fusing
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.layout import Layout
 from k3rl.model.mla import GatedMLA
+from k3rl.optim import buckets
 from k3rl.parallel import Trainer, TrainerConfig
+from k3rl.parallel.costs import Mix, optimizer_costs
+from k3rl.parallel.plan import Layout as Degrees
+from k3rl.parallel.plan import Method, learner_memory
 
 if "gpu" not in sys.modules:
     _spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
@@ -57,14 +67,19 @@ gpu = sys.modules["gpu"]
 PARTS = ("step", "wide", "eager", "capture", "split", "plain")
 PEAK = 989e12  # the datasheet's dense bf16 rate
 CHUNK = 32
+WAYS: dict[str, dict[str, Any]] = {
+    "momentum in bf16": {"momentum_dtype": "bfloat16"},
+    "state on the host": {"offload_optimizer": True},
+}
+PCIE = 55e9  # bytes a second, each way
 GIB = 2.0**30
 
 
 class Setting:
     """Sizes of a run on a GPU, or of a dry one."""
 
-    def __init__(self, dry: bool) -> None:
-        self.dry = dry
+    def __init__(self, dry: bool, way: str | None = None) -> None:
+        self.dry, self.way = dry, way
         self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
         self.dtype = torch.bfloat16
         self.small = gpu.dry_model() if dry else K3Config.named("k3-small")
@@ -114,8 +129,34 @@ def peak(setting: Setting, call: Callable[[], object], trainer: Trainer | None =
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
-    held = 0 if trainer is None or trainer.passes is None else trainer.passes.held
+    held = 0 if trainer is None else trainer.graph_bytes
     return round((torch.cuda.max_memory_allocated() + held) / GIB, 3)
+
+
+def step_peak(setting: Setting, trainer: Trainer, batch: TrainBatch) -> float | None:
+    """The same of a whole step, which counts anew when it is over."""
+    trainer.memory()
+    found = trainer.train(batch, CrossEntropy()).values().get("memory/peak")
+    return None if found is None else round(found / GIB, 3)
+
+
+def planned(trainer: Trainer, tokens: int, length: int, *, step: bool = True) -> dict[str, Any]:
+    """What `k3rl plan` says of this trainer's passes of so many tokens, and of its steps, on one GPU."""
+    config = trainer.model.config
+    method = Method.of(trainer.config, config, "h200")
+    if trainer.passes is None or not trainer.passes.capture:
+        method = dataclasses.replace(method, capture=False)
+    mix = Mix(tokens, length, tokens - tokens // length, kernels=method.kernels)
+    memory = learner_memory(config, Degrees(), method, mix, one_pass=True)
+    if not step:
+        memory.pop("step", None)
+    parts = {name: round(value / GIB, 3) for name, value in memory.items()}
+    return {"plan_gib": round(sum(memory.values()) / GIB, 3), "plan_parts_gib": parts}
+
+
+def beside_plan(plan: dict[str, Any], gib: float | None) -> dict[str, Any]:
+    """Measured and planned peaks of a row."""
+    return {"peak_gib": gib, **plan, "plan_over_measured": round(plan["plan_gib"] / gib, 3) if gib else None}
 
 
 def passes_of(trainer: Trainer, batch: TrainBatch) -> Callable[[], object]:
@@ -135,29 +176,40 @@ def trainer_of(setting: Setting, **options: Any) -> Trainer:
 class _Steps:
     """A trainer of k3-small, its batch, and rows of what they take."""
 
-    def __init__(self, report: Any, setting: Setting) -> None:
+    def __init__(self, report: Any, setting: Setting, **options: Any) -> None:
         self.report, self.setting = report, setting
-        self.trainer, self.batch = trainer_of(setting), batch_of(setting.small, setting.tokens, setting.length)
+        self.trainer = trainer_of(setting, **options)
+        self.batch = batch_of(setting.small, setting.tokens, setting.length)
         self.work = 3 * forward_work(self.trainer.model, setting.length) * setting.tokens
         self.shape = f"k3-small, {setting.tokens} tokens in documents of {setting.length}"
         self.passes = passes_of(self.trainer, self.batch)
 
-    def row(self, name: str, took: float, gib: float | None) -> None:
+    def row(self, name: str, took: float, gib: float | None, *, step: bool = False) -> None:
+        plan = planned(self.trainer, self.setting.tokens, self.setting.length, step=step)
         self.report.row(
             name, self.shape, took, floor_s=self.work / gpu.MATRIX_RATE,
             share_of_peak=round(self.work / took / PEAK, 4), tokens_per_s=round(self.setting.tokens / took),
-            tera_operations=round(self.work / 1e12, 3), peak_gib=gib,
+            tera_operations=round(self.work / 1e12, 3), **beside_plan(plan, gib),
         )  # fmt: skip
+
+    def rows(self, suffix: str = "") -> None:
+        """Of the passes and of the whole step."""
+        setting, warm = self.setting, 1 if self.setting.dry else 3
+        took = gpu.wall(self.passes, setting.device, setting.repeats, warm)
+        self.row(f"step without optimizer{suffix}", took, peak(setting, self.passes, self.trainer))
+        took = gpu.wall(lambda: self.trainer.train(self.batch, CrossEntropy()), setting.device, setting.repeats, warm)
+        self.row(f"step{suffix}", took, step_peak(setting, self.trainer, self.batch), step=True)
 
 
 def step(report: Any, setting: Setting) -> None:
-    """A step as it is."""
+    """A step as it is, and without CUDA graphs."""
     own = _Steps(report, setting)
-    whole = lambda: own.trainer.train(own.batch, CrossEntropy())  # noqa: E731
-    for name, call in (("step without optimizer", own.passes), ("step", whole)):
-        took = gpu.wall(call, setting.device, setting.repeats, 1 if setting.dry else 3)
-        own.row(name, took, peak(setting, call, own.trainer))
+    own.rows()
     part_rows(report, setting, own.trainer, own.batch, own.shape)
+    del own
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+    _Steps(report, setting, capture="off").rows(", capture off")
 
 
 def plain(report: Any, setting: Setting) -> None:
@@ -322,10 +374,8 @@ def wide(report: Any, setting: Setting) -> None:
     experts, hidden = setting.wide.num_experts, setting.wide.hidden_size
     shape = f"3 KDA + 1 MLA, {experts} experts, hidden {hidden}, {setting.wide_tokens} tokens"
     batch = batch_of(setting.wide, setting.wide_tokens, setting.wide_length)
-    for name, option in (("momentum in bf16", {"momentum_dtype": "bfloat16"}), ("state on the host",
-                         {"offload_optimizer": True})):  # fmt: skip
-        if not option.keys() <= TrainerConfig.model_fields.keys():
-            report.row(f"wide, {name}", shape, None, failed="the trainer has no such setting")
+    for name, option in WAYS.items():
+        if setting.way not in (None, name):
             continue
         if not report.time_left(f"wide, {name}"):
             continue
@@ -333,27 +383,123 @@ def wide(report: Any, setting: Setting) -> None:
             wide_row(report, setting, f"wide, {name}", shape, batch, option)
         except Exception as error:  # out of memory is a result here
             report.failed(f"wide, {name}", shape, error)
+        gc.collect()  # a trainer is in circles of references, and the next one needs its memory
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
+    if setting.way != "momentum in bf16" and report.time_left("state on the host, bits of a resident one"):
+        host_check(report, setting)
+
+
+def host_check(report: Any, setting: Setting) -> None:
+    """Steps of a small model with its state on the host and on the GPU, on equal gradients: equal bits."""
+    batch = batch_of(setting.small, setting.tokens, setting.length)
+    here, away = (trainer_of(setting, capture="off", **option) for option in ({}, WAYS["state on the host"]))
+    for _ in range(2):
+        here.gradients(batch, CrossEntropy())
+        here.balancer.clear()
+        here.shards.clip_grad_norm_(here.optimizer, here.config.grad_clip)  # sums have an order, of how gradients lie
+        for name, parameter in here.shards.params.items():
+            away.shards.params[name].grad = None if parameter.grad is None else parameter.grad.clone()
+        for trainer in (here, away):
+            trainer.optimizer.step(checked=True)
+    states = [trainer.optimizer.state_tensors() for trainer in (here, away)]
+    unequal = [name for name, tensor in states[0].items() if not torch.equal(tensor.cpu(), states[1][name].cpu())]
+    report.check(
+        "state on the host, bits of a resident one", ok=not unequal, tensors=len(states[0]), unequal=unequal[:4]
+    )
 
 
 def wide_row(
     report: Any, setting: Setting, name: str, shape: str, batch: TrainBatch, option: dict[str, Any]
 ) -> None:  # fmt: skip
+    gpu.synchronize(setting.device)
+    began = time.perf_counter()
     model = setting.model(setting.wide)
     work = 3 * forward_work(model, setting.wide_length) * setting.wide_tokens
     config = TrainerConfig(micro_batch_tokens=setting.wide_tokens, capture="off", **option)  # for its memory
     trainer = Trainer(model, config)
-    passes = passes_of(trainer, batch)
-    alone = gpu.wall(passes, setting.device, 1, 1)
-    gib = peak(setting, passes, trainer)
     gpu.synchronize(setting.device)
-    began = time.perf_counter()
-    step_gib = peak(setting, lambda: trainer.train(batch, CrossEntropy()), trainer)
-    took = time.perf_counter() - began
-    report.row(name, shape, took, floor_s=work / gpu.MATRIX_RATE, without_optimizer_ms=round(1e3 * alone, 2),
-               share_of_peak_without_optimizer=round(work / alone / PEAK, 4), parameters=model.parameter_count(),
-               peak_gib_without_optimizer=gib, peak_gib=step_gib)  # fmt: skip
+    set_up = time.perf_counter() - began
+    print(f"{name}: set up after {set_up:.1f} s", flush=True)
+    passes = passes_of(trainer, batch)
+    passes()
+    gib = peak(setting, passes, trainer)
+    alone = gpu.wall(passes, setting.device, 2, 0)
+    print(f"{name}: passes of {1e3 * alone:.0f} ms, {gib} GiB", flush=True)
+    took, peaks = [], []
+    for _ in range(2 if setting.dry else 3):
+        gpu.synchronize(setting.device)
+        began = time.perf_counter()
+        peaks.append(step_peak(setting, trainer, batch))
+        gpu.synchronize(setting.device)
+        took.append(time.perf_counter() - began)
+        print(f"{name}: a step of {took[-1]:.3f} s", flush=True)
+    newton_schulz = sum(optimizer_costs(setting.wide).flops.values())
+    floor = (work + newton_schulz) / gpu.MATRIX_RATE
+    if config.offload_optimizer:
+        floor = max(floor, trainer.optimizer.nbytes / PCIE)
+    plan = planned(trainer, setting.wide_tokens, setting.wide_length)
+    report.row(name, shape, min(took[1:]), floor_s=floor, first_ms=round(1e3 * took[0], 1), set_up_s=round(set_up, 2),
+               without_optimizer_ms=round(1e3 * alone, 2), parameters=model.parameter_count(),
+               share_of_peak_without_optimizer=round(work / alone / PEAK, 4), tera_operations=round(work / 1e12, 1),
+               tera_operations_newton_schulz=round(newton_schulz / 1e12, 1), state_bytes=trainer.optimizer.nbytes,
+               peak_gib_without_optimizer=gib, **beside_plan(plan, peaks[-1]))  # fmt: skip
+    parts = optimizer_split(setting, trainer, batch)
+    report.row(f"{name}, optimizer", shape, (parts["norm"] + parts["step"]) / 1e3,
+               floor_s=newton_schulz / gpu.MATRIX_RATE, optimizer_ms=parts)  # fmt: skip
+
+
+class _Spans:
+    """Milliseconds between marks on the device's stream, by name; on a CPU of the host."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._cuda = setting.device.type == "cuda"
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = self._now()
+            found = call(*args, **kwargs)
+            self._marks.append((name, began, self._now()))
+            return found
+
+        return timed
+
+    def totals(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, began, ended in self._marks:
+            took = began.elapsed_time(ended) if self._cuda else 1e3 * (ended - began)
+            found[name] = found.get(name, 0.0) + took
+        return {name: round(took, 2) for name, took in found.items()}
+
+
+def optimizer_split(setting: Setting, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
+    """What the norm and the optimizer's step are made of; `other` are AdamW, copies and waiting for state."""
+    spans, optimizer = _Spans(setting), trainer.optimizer
+    trainer.gradients(batch, CrossEntropy())
+    trainer.balancer.clear()
+    kept = buckets.iterated, buckets.muon.start, buckets.muon.finish, optimizer.project
+    buckets.iterated = spans.around("Newton-Schulz", kept[0])
+    buckets.muon.start = spans.around("momentum and start", kept[1])
+    buckets.muon.finish = spans.around("masters", kept[2])
+    if kept[3] is not None:
+        optimizer.project = spans.around("shipped values", kept[3])
+    try:
+        clip = spans.around("norm", trainer.shards.clip_grad_norm_)
+        clip(optimizer, trainer.config.grad_clip)
+        spans.around("step", optimizer.step)(checked=True)
+        gpu.synchronize(setting.device)
+    finally:
+        buckets.iterated, buckets.muon.start, buckets.muon.finish, optimizer.project = kept
+    found = spans.totals()
+    return found | {"other": round(2 * found["step"] + found["norm"] - sum(found.values()), 2)}
 
 
 def measured(report: Any, setting: Setting, parts: tuple[str, ...]) -> None:
@@ -385,12 +531,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--way", choices=tuple(WAYS), help="of `wide`, one alone")
     parser.add_argument("--budget-s", type=float, default=400.0, help="no measurement is begun after this long")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not arguments.dry and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; --dry runs its control flow on a CPU")
-    setting = Setting(arguments.dry)
+    setting = Setting(arguments.dry, arguments.way)
     report = gpu.Report(setting.device, arguments.out, arguments.budget_s)
     measured(report, setting, tuple(part for part in PARTS if part in arguments.parts))
     if arguments.json:
