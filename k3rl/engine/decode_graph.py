@@ -15,8 +15,8 @@ in between, so whatever copies, frees or restores rows does so between two steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,9 +32,11 @@ from k3rl.model.fuse import fused
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.lanes import lanes
 
+T = TypeVar("T")
+
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = 1 << 22  # latents that a layer gathers at once: 2 to 5 GiB
-_WARM_UPS = 2  # of a shape before its first capture: kernels are compiled and workspaces made then; later one
+WARM_UPS = 2  # of a shape before its first capture: kernels are compiled and workspaces made then; later one
 _COLUMNS = 6  # token, slot, past, place, temperature, uniform; the table comes after them
 
 
@@ -283,19 +285,25 @@ class DecodeProgram:
         """Records the program of one shape. It warms up on padding alone, which changes no state."""
         last = self._last.clone()
         shape.clear(self._cache.scratch_place)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), lanes():
-            for _ in range(1 if shape.compiled else _WARM_UPS):
-                self._compute(shape)
+        warm_ups = 1 if shape.compiled else WARM_UPS
+        shape.graph, shape.outputs = recorded(lambda: self._compute(shape), self._memory, warm_ups)
         shape.compiled = True
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"), lanes():
-            shape.outputs = self._compute(shape)
-        shape.graph = graph
         self._last.copy_(last)
+
+
+def recorded(run: Callable[[], T], memory: Any, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of what `run` does, in a pool of memory, and its results there; it runs `warm_ups` times first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), lanes():
+        for _ in range(warm_ups):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of the process may use the device meanwhile.
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"), lanes():
+        results = run()
+    return graph, results
 
 
 def captures(model: K3ForCausalLM) -> bool:

@@ -19,18 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.engine.decode_graph import captures
+from k3rl.engine.decode_graph import WARM_UPS, captures, recorded
 from k3rl.engine.paged import PagedCache
 from k3rl.kernels import latent_attention
 from k3rl.model import K3ForCausalLM
 from k3rl.model.cache import ChunkCache
-from k3rl.model.lanes import lanes
 from k3rl.model.layout import FixedLayout
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024)
 SEGMENTS = (1, 8)
 RUNS = 4  # of the program for one call, at most; beyond, an ordinary forward of all tokens is the cheaper one
-_WARM_UPS = 2  # of a shape before its first capture: kernels are compiled and workspaces made then; later one
 
 
 class _Shape:
@@ -195,18 +193,9 @@ class PrefillProgram:
     def _capture(self, shape: _Shape, slot: int) -> None:
         """Records the program of one shape. It warms up on padding alone, which changes no state."""
         shape.clear(slot, self._cache.scratch_place)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), lanes():
-            for _ in range(1 if shape.compiled else _WARM_UPS):
-                self._compute(shape)
+        warm_ups = 1 if shape.compiled else WARM_UPS
+        shape.graph, shape.outputs = recorded(lambda: self._compute(shape), self._memory, warm_ups)
         shape.compiled = True
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"), lanes():
-            shape.outputs = self._compute(shape)
-        shape.graph = graph
 
 
 def captures_prefill(model: K3ForCausalLM, cache: PagedCache) -> bool:
