@@ -13,7 +13,6 @@ from k3rl.kernels import symmetric
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-OWN_GRAM = True  # whether X X' is made by the kernel too, or by the library in twice the products
 
 
 def newton_schulz(blocks: Tensor, *, steps: int = STEPS, dtype: torch.dtype | None = None) -> Tensor:
@@ -64,10 +63,7 @@ def _iterated_by_kernel(x: Tensor, steps: int, tall: bool) -> Tensor:
     gram = x.new_empty(x.shape[0], min(x.shape[1:]), min(x.shape[1:]))
     outer, other = torch.empty_like(gram), torch.empty_like(x)
     for _ in range(steps):
-        if OWN_GRAM:
-            symmetric.symmetric(x.mT if tall else x, gram)
-        else:
-            torch.bmm(*((x.mT, x) if tall else (x, x.mT)), out=gram)
+        symmetric.symmetric(x.mT if tall else x, gram)
         symmetric.symmetric(gram, outer, c, b, a)
         torch.bmm(*((x, outer) if tall else (outer, x)), out=other)
         x, other = other, x
