@@ -189,8 +189,17 @@ class _Steps:
         self.report.row(
             name, self.shape, took, floor_s=self.work / gpu.MATRIX_RATE,
             share_of_peak=round(self.work / took / PEAK, 4), tokens_per_s=round(self.setting.tokens / took),
-            tera_operations=round(self.work / 1e12, 3), **beside_plan(plan, gib),
+            tera_operations=round(self.work / 1e12, 3), **(self.programs() if step else {}), **beside_plan(plan, gib),
         )  # fmt: skip
+
+    def programs(self) -> dict[str, Any]:
+        """Which parts of the optimizer are replayed, and why one is not."""
+        optimizer = self.trainer.optimizer
+        both = {"norm": optimizer._clip_program, "step": optimizer._step_program}
+        return {
+            "optimizer_replayed": {name: program._replay is not None for name, program in both.items()},
+            "optimizer_refused": {name: program.refused for name, program in both.items()},
+        }
 
     def rows(self, suffix: str = "") -> None:
         """Of the passes and of the whole step."""
