@@ -17,7 +17,7 @@ import triton.language as tl
 
 from k3rl.kernels.mxfp8_kernels import keep, through
 from k3rl.kernels.rms_norm_kernels import column_sums
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2, now, to_bf16_rne, widen
+from k3rl.kernels.triton_ops import INTERPRET, LOG2E, begin, early, exp2, now, to_bf16_rne, widen
 
 PER_WARP = 256
 MOST_WARPS = (16, 8)  # forward, backward
@@ -81,6 +81,7 @@ def mix_kernel(
 
     The addend is `added` (ADD) and the PARTS rows of sums [PARTS, n, WIDTH], if any, rounded.
     """
+    begin()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     valid = column < WIDTH
@@ -230,6 +231,7 @@ def mix(
         y if running is None else running, n, eps, norm_eps, SOURCES=sources, NORMED=weight is not None, SAVE=save,
         ADD=added is not None, PARTS=0 if sums is None else len(sums), FRESH=fresh,
         BF16=last.dtype == torch.bfloat16, **_shape(last, MOST_WARPS[0]),
+        **early(),
     )  # fmt: skip
     return y, state if running is None else running
 

@@ -6,10 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
+from k3rl.kernels.triton_ops import begin, early
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def draw_kernel(logits, temperature, uniform, out, tokens, logits_t, V: tl.constexpr):
     """V: tokens rounded up to a power of two."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, V)
     here = token < tokens
@@ -42,6 +45,6 @@ def draw(logits, temperature, uniform):
         size = triton.next_power_of_2(tokens)
         draw_kernel[(rows,)](
             logits, temperature.contiguous(), uniform.contiguous(), out, tokens, logits.stride(0),
-            V=size, num_warps=4 if size <= 1024 else 8,
+            V=size, num_warps=4 if size <= 1024 else 8, **early(),
         )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import dot, to_bf16_rne
+from k3rl.kernels.triton_ops import begin, dot, early, to_bf16_rne
 
 STRIP = 64  # outputs a program
 STAGES = {16: 2, 32: 3, 64: 3}  # by the rows of a pass, as measured: few stages, many programs at once
@@ -24,6 +24,7 @@ def product_kernel(
     BF16: tl.constexpr,
 ):  # fmt: skip
     """width and outputs: multiples of DEPTH and STRIP."""
+    begin()
     expert = tl.program_id(1).to(tl.int64)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     last = tl.load(ends + expert)
@@ -61,6 +62,6 @@ def product(rows, token, matrices, ends, *, stages: int | None = None, num_warps
     product_kernel[(outputs // STRIP, experts)](
         rows, rows if token is None else token, ends, matrices, out, width, outputs,
         GATHER=token is not None, ROWS=own, STRIP=STRIP, DEPTH=128 if width % 128 == 0 else 64,
-        STAGES=stages or STAGES[own], BF16=out.dtype == torch.bfloat16, num_warps=num_warps,
+        STAGES=stages or STAGES[own], BF16=out.dtype == torch.bfloat16, num_warps=num_warps, **early(),
     )  # fmt: skip
     return out

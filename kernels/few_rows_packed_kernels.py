@@ -16,9 +16,11 @@ import triton.language as tl
 
 from k3rl.kernels.mxfp8_kernels import CARRY, rounded_blocks, through
 from k3rl.kernels.situ_kernels import situ_value
-from k3rl.kernels.triton_ops import INTERPRET, dot, to_bf16_rne
+from k3rl.kernels.triton_ops import INTERPRET, begin, dot, early, prefetch, to_bf16_rne
 
 CHUNK = 128  # numbers of a row that lie together: four blocks
+# Rows an expert up to which matrices are asked for before it is known who reads them; more take longer than to wait.
+AHEAD_ROWS, AHEAD_CHUNKS = 16, tl.constexpr(4)
 # By the most rows that an expert should have: rows of a pass, beside them, and of the last one if that is enough;
 # outputs a program, stages, blocks at a time, warps, registers. As measured: two to four programs on a multiprocessor.
 _ANY = {"extra": 0, "rest": 0, "strip": 128, "stages": 3, "blocks": 4, "num_warps": 4, "maxnreg": None}
@@ -182,15 +184,25 @@ def packed_product_kernel(
     rows, token, ends, codes, scales, out, outputs, inverse_beta, inverse_linear, scale,
     WIDTH: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr, EXTRA: tl.constexpr, REST: tl.constexpr,
     STRIP: tl.constexpr, STAGES: tl.constexpr, BLOCKS: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr,
-    CARRY: tl.constexpr, CLAMP: tl.constexpr,
+    CARRY: tl.constexpr, CLAMP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """outputs: a multiple of STRIP. A pass takes ROWS + EXTRA rows, powers of two, or EXTRA 0; or, where REST is not 0
     and no more are left, REST.
 
     BLOCKS of 32 inputs are decoded and multiplied at a time. UNIT: a strip is STRIP / 2 gates and their ups, half of
-    all outputs behind them; their unit is what is kept.
+    all outputs behind them; their unit is what is kept. AHEAD: the first chunks are on their way before the rows are.
     """
     expert = tl.program_id(1).to(tl.int64)
+    if AHEAD:
+        RUN: tl.constexpr = STRIP // 2 if UNIT else STRIP
+        for c in tl.static_range(min(AHEAD_CHUNKS, WIDTH // 128)):
+            at = (expert * (WIDTH // 128) + c) * outputs + tl.program_id(0) * RUN
+            prefetch(codes + at * 32, RUN * 64)
+            prefetch(scales + at, RUN * 4)
+            if UNIT:
+                prefetch(codes + (at + outputs // 2) * 32, RUN * 64)
+                prefetch(scales + at + outputs // 2, RUN * 4)
+    begin()
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     last = tl.load(ends + expert)
     lane = tl.arange(0, STRIP)
@@ -257,8 +269,8 @@ def product(rows, token, codes, scales, ends, launch: dict[str, Any] | None = No
         1 / beta, 1 / linear_beta, beta * linear_beta,
         WIDTH=chunks * CHUNK, GATHER=token is not None, ROWS=own["rows"], EXTRA=own["extra"], REST=own["rest"],
         STRIP=strip, STAGES=own["stages"], BLOCKS=own["blocks"], UNIT=unit is not None, ROUND=rule is not None,
-        CARRY=CARRY[rule or "ceil"], CLAMP=rule not in (None, "ceil"), num_warps=own["num_warps"],
-        maxnreg=own["maxnreg"],
+        CARRY=CARRY[rule or "ceil"], CLAMP=rule not in (None, "ceil"), AHEAD=1 <= count / experts <= AHEAD_ROWS,
+        num_warps=own["num_warps"], maxnreg=own["maxnreg"], **early(),
     )  # fmt: skip
     return out
 

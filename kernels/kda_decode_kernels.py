@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.kda_decode import CHUNK, PendingRows
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2, exp_rate, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import INTERPRET, LOG2E, begin, early, exp2, exp_rate, sigmoid, to_bf16_rne
 
 # With pending rows: from this many rows x heads on writes are deferred. With fewer programs the time is a program's own
 # chain of waits, which the read of the rows makes longer (measured at 768 and 1,536).
@@ -254,6 +254,7 @@ def step_kernel(
     D: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
     PENDING: tl.constexpr, DEFERRED: tl.constexpr, BF16: tl.constexpr, POOL_BF16: tl.constexpr,
 ):  # fmt: skip
+    begin()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column, value = tl.arange(0, D), tl.arange(0, BV)
     square = column[:, None] * D + value[None, :]
@@ -418,7 +419,7 @@ def step(*args, tile: int = TILE):
     tile: values of V worked on at a time."""
     y, tensors, numbers, constants = arguments(*args[:-1])
     B, H, D = y.shape
-    step_kernel[(H, B)](*tensors, *numbers, BV=min(tile, D), DEFERRED=args[-1], **constants)
+    step_kernel[(H, B)](*tensors, *numbers, BV=min(tile, D), DEFERRED=args[-1], **constants, **early())
     return y
 
 

@@ -24,7 +24,7 @@ from k3rl.kernels.kda_decode_kernels import (
     store_as,
     sums2,
 )
-from k3rl.kernels.triton_ops import LOG2E, exp2, sigmoid
+from k3rl.kernels.triton_ops import LOG2E, begin, early, exp2, sigmoid
 
 COUNTERS = 1 << 18
 
@@ -37,6 +37,7 @@ def split_kernel(
     D: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, BF16: tl.constexpr,
     POOL_BF16: tl.constexpr,
 ):  # fmt: skip
+    begin()
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     column = tl.arange(0, D)
@@ -129,5 +130,5 @@ def step(*args):
     y, tensors, numbers, constants = arguments(*args[:-2])
     B, H, D = y.shape
     o = torch.empty(B, H, D, dtype=torch.float32, device=y.device)
-    split_kernel[(args[-1], H, B)](*tensors, o, args[-2], *numbers, BV=D // args[-1], **constants)
+    split_kernel[(args[-1], H, B)](*tensors, o, args[-2], *numbers, BV=D // args[-1], **constants, **early())
     return y

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import LOG2E, dot, exp2, to_bf16_rne
+from k3rl.kernels.triton_ops import LOG2E, begin, dot, early, exp2, to_bf16_rne
 
 PROGRAMS = 264  # two on each of 132 multiprocessors
 MOST_SPLITS = 32
@@ -25,6 +25,7 @@ def attend_kernel(
     Z: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
@@ -66,6 +67,7 @@ def attend_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def merge_kernel(parts, sums, out, heads, rows, Z: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr):
     """Adds up the parts of one row and head; LANES: splits rounded up to a power of two."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channel = tl.arange(0, Z)
@@ -108,12 +110,13 @@ def attend(
         absorbed, q_r, pages, table, past, out, parts, sums, scale, h, rows, table.stride(0),
         absorbed.stride(0), absorbed.stride(1), q_r.stride(1), q_r.stride(0),
         Z=z, ROPE=r, HEADS=heads, TOKENS=tokens, PAGE=page, SPLITS=splits, STAGES=2,
-        num_warps=num_warps or (4 if heads * z <= 4096 else 8),
+        num_warps=num_warps or (4 if heads * z <= 4096 else 8), **early(),
     )  # fmt: skip
     if 1 < splits <= most_parts:
         return out, parts, sums
     if splits > 1:
         merge_kernel[(rows, h)](
             parts, sums, out, h, rows, Z=z, SPLITS=splits, LANES=triton.next_power_of_2(splits), num_warps=4,
+            **early(),
         )  # fmt: skip
     return (out, None, None) if most_parts else out

@@ -16,7 +16,7 @@ from k3rl.kernels import latent_attention_kernels
 from k3rl.kernels.latent_attention_kernels import NEVER
 from k3rl.kernels.latent_step import ROWS, Norm
 from k3rl.kernels.mxfp8_kernels import through
-from k3rl.kernels.triton_ops import dot, exp2, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import begin, dot, early, exp2, sigmoid, to_bf16_rne
 
 MOST_PARTS = 4  # that are added up in registers
 WARPS, STAGES = 8, 3  # of the queries
@@ -37,6 +37,7 @@ def query_kernel(
     ROPE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """RANK: width of q_a, BLOCK: that rounded up to a power of two; part_h: elements of a head's part of kv_b."""
+    begin()
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = (row < rows)[:, None]
@@ -52,12 +53,12 @@ def query_kernel(
         tl.store(to + Z + rope, key, mask=here)
     else:
         given = q_a + at * a_t
+        nope, turned = tl.arange(0, NOPE)[:, None], NOPE + tl.arange(0, ROPE)[:, None]
+        up = tl.load(kv_b + head.to(tl.int64) * part_h + nope * Z + channel)  # asked for before all waits
         whole = tl.arange(0, BLOCK)[None, :]
         inverse = _scale(tl.load(given + whole, mask=here & (whole < RANK), other=0.0).to(tl.float32), RANK, q_eps)
         depth = tl.arange(0, DEPTH)[None, :]
         first = q_b + head * (NOPE + ROPE) * RANK + depth
-        nope, turned = tl.arange(0, NOPE)[:, None], NOPE + tl.arange(0, ROPE)[:, None]
-        up = tl.load(kv_b + head.to(tl.int64) * part_h + nope * Z + channel)  # asked for before all waits
         q_n = tl.zeros([ROWS, NOPE], tl.float32)
         q_s = tl.zeros([ROWS, ROPE], tl.float32)
         for k in tl.range(0, RANK, DEPTH, num_stages=STAGES):
@@ -76,6 +77,7 @@ def values_kernel(
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """value_h: elements of the key half of a head's part of kv_b, which comes first. Offsets fit into 32 bits."""
+    begin()
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
@@ -121,7 +123,7 @@ def queries(q_a, c, k_r, q_norm: Norm, c_norm: Norm, q_b, kv_b, nope: int, pages
         q_a, c, k_r, q_norm.weight, c_norm.weight, q_b, kv_b, place, pages, absorbed, q_r, rows, h,
         q_a.stride(0), c.stride(0), k_r.stride(0), both * z, q_norm.eps, c_norm.eps,
         RANK=rank, BLOCK=triton.next_power_of_2(rank), DEPTH=128 if rank % 128 == 0 else 64, Z=z, NOPE=nope,
-        ROPE=rope, ROWS=ROWS, STAGES=STAGES, num_warps=WARPS,
+        ROPE=rope, ROWS=ROWS, STAGES=STAGES, num_warps=WARPS, **early(),
     )  # fmt: skip
     return absorbed, q_r
 
@@ -139,6 +141,6 @@ def attend(absorbed, q_r, pages, table, past, scale: float, kv_b, nope: int, gat
         context, context if parts is None else parts, context if sums is None else sums, kv_b, gate, out, rows, h,
         gate.stride(0), both * z, nope * z,
         Z=z, V=value, COLUMNS=columns, ROWS=ROWS, DEPTH=min(DEPTH, z),
-        SPLITS=1 if parts is None else parts.shape[1], num_warps=4,
+        SPLITS=1 if parts is None else parts.shape[1], num_warps=4, **early(),
     )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import INTERPRET, to_bf16_rne
+from k3rl.kernels.triton_ops import INTERPRET, begin, early, to_bf16_rne
 
 # What is added to the bits of the largest magnitude before its exponent is taken, by rule: a carry where the mantissa
 # exceeds that of 448, none, half a unit of the third mantissa bit.
@@ -61,6 +61,7 @@ def rounded_blocks(x, CARRY: tl.constexpr, CLAMP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups"])
 def rounding_kernel(x, y, groups, CARRY: tl.constexpr, CLAMP: tl.constexpr, GROUPS: tl.constexpr, BF16: tl.constexpr):
+    begin()
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     at = group * 32 + tl.arange(0, 32)[None, :]
     value = _widened(tl.load(x + at, mask=group < groups, other=0.0), BF16)
@@ -73,6 +74,7 @@ def mxfp8(x: torch.Tensor, rule: str) -> torch.Tensor:
     y = torch.empty_like(x)
     groups = x.numel() // 32
     rounding_kernel[(triton.cdiv(groups, GROUPS),)](
-        x, y, groups, CARRY=CARRY[rule], CLAMP=rule != "ceil", GROUPS=GROUPS, BF16=x.dtype == torch.bfloat16
-    )
+        x, y, groups, CARRY=CARRY[rule], CLAMP=rule != "ceil", GROUPS=GROUPS, BF16=x.dtype == torch.bfloat16,
+        **early(),
+    )  # fmt: skip
     return y

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.mxfp8_kernels import keep, through
+from k3rl.kernels.triton_ops import begin, early
 
 FORWARD = {"elements": 1024, "per_warp": 512}
 BACKWARD = {"elements": 4096, "num_warps": 8, "programs": 132 * 2, "stages": 3}
@@ -21,12 +22,13 @@ SUMS = {"rows": 256, "columns": 16}
 def normed_kernel(
     x, gain, y, r, n, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, BF16: tl.constexpr
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     at = row * WIDTH + column
     valid = (row < n) & (column < WIDTH)
-    value = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
     weight = tl.load(gain + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)[:, None]
     keep(y + at, through(value * inverse, BF16) * weight, valid, BF16)
     tl.store(r + row, inverse, mask=row < n)
@@ -99,7 +101,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
     y, r = torch.empty_like(x), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     normed_kernel[(triton.cdiv(n, rows),)](
         x, weight, y, r, n, eps, WIDTH=width, BLOCK=block, ROWS=rows, BF16=x.dtype == torch.bfloat16,
-        num_warps=max(1, min(8, rows * block // FORWARD["per_warp"])),
+        num_warps=max(1, min(8, rows * block // FORWARD["per_warp"])), **early(),
     )  # fmt: skip
     return y, r
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import begin, early, sigmoid, to_bf16_rne
 
 EXPERTS_A_WARP = 256
 RANKED, RANKED_WARPS = tl.constexpr(128), 4  # up to so many experts are ranked by comparing all with all
@@ -32,6 +32,7 @@ def choose_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * logits_t
+    begin()
     choice = tl.arange(0, LANES)
     here = choice < CHOICES
     to = token * CHOICES + choice
@@ -81,6 +82,7 @@ def largest(biased, expert, experts, choice, E: tl.constexpr, CHOICES: tl.conste
 @triton.jit(do_not_specialize=["count"])
 def sort_kernel(ids, token, inverse, ends, count, CHOICES: tl.constexpr, ROWS: tl.constexpr):
     """ROWS: assignments rounded up to a power of two."""
+    begin()
     expert = tl.program_id(0)
     row = tl.arange(0, ROWS)
     found = tl.load(ids + row, mask=row < count, other=2**30).to(tl.int32)
@@ -98,6 +100,7 @@ def sum_kernel(
     CHOICES: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """NORM: the sum's RMSNorm, which reads it in the precision of the rows; a program has all columns then."""
+    begin()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     valid = column < width
@@ -138,6 +141,7 @@ def choose(logits, bias, k: int, renormalize: bool, scaling: float, recorded=Non
             E=size, CHOICES=k, LANES=triton.next_power_of_2(k), RENORMALIZE=renormalize,
             RECORDED=recorded is not None, PARTS=len(parts),
             num_warps=RANKED_WARPS if size <= RANKED.value else max(1, size // EXPERTS_A_WARP),
+            **early(),
         )  # fmt: skip
     return weights, ids
 
@@ -150,7 +154,7 @@ def sort_assignments(ids, experts: int):
     size = triton.next_power_of_2(count)
     sort_kernel[(experts,)](
         ids.contiguous(), token, inverse, ends, count,
-        CHOICES=ids.shape[1], ROWS=size, num_warps=SORT_WARPS[size > 1024],
+        CHOICES=ids.shape[1], ROWS=size, num_warps=SORT_WARPS[size > 1024], **early(),
     )  # fmt: skip
     return token, inverse, ends
 
@@ -167,5 +171,6 @@ def sum_choices(rows, inverse, weights, norm=None):
     sum_kernel[(n, triton.cdiv(width, columns))](
         rows.contiguous(), inverse, weights.float().contiguous(), gain, out, width, eps,
         CHOICES=k, COLUMNS=columns, BF16=rows.dtype == torch.bfloat16, NORM=norm is not None, num_warps=4,
+        **early(),
     )  # fmt: skip
     return out

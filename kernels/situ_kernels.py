@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.mxfp8_kernels import CARRY, keep, rounded_blocks, through
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, exp2, sigmoid
+from k3rl.kernels.triton_ops import INTERPRET, LOG2E, begin, early, exp2, sigmoid
 
 GROUPS = 32
 GRADIENT = {"elements": 1024, "columns": 512, "num_warps": 4}
@@ -59,6 +59,7 @@ def situ_kernel(
     WIDTH: tl.constexpr, ROUND: tl.constexpr, CARRY: tl.constexpr, CLAMP: tl.constexpr, GROUPS: tl.constexpr,
     BF16: tl.constexpr,
 ):  # fmt: skip
+    begin()
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]
     at = group.to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
     there = at + (group // (WIDTH // 32)).to(tl.int64) * WIDTH
@@ -115,7 +116,7 @@ def situ(gate_up: torch.Tensor, beta: float, linear_beta: float, rule: str | Non
     situ_kernel[(triton.cdiv(groups, GROUPS),)](
         gate_up, y, groups, 1 / beta, 1 / linear_beta, beta * linear_beta,
         WIDTH=width, ROUND=rule is not None, CARRY=CARRY[rule or "ceil"], CLAMP=rule not in (None, "ceil"),
-        GROUPS=GROUPS, BF16=y.dtype == torch.bfloat16,
+        GROUPS=GROUPS, BF16=y.dtype == torch.bfloat16, **early(),
     )  # fmt: skip
     return y
 

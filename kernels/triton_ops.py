@@ -16,6 +16,11 @@ INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+def early() -> dict[str, bool]:
+    """Launch options of a kernel that begins with `begin`: it may be launched while the one ahead of it still runs."""
+    return {} if INTERPRET else {"launch_pdl": True}
+
+
 @triton.jit
 def dot(a, b, acc=None):
     """a @ b (+ acc) of bf16 or fp16 operands with an fp32 accumulator."""
@@ -38,6 +43,18 @@ def to_bf16_rne(x):
         return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(tl.bfloat16)
+
+
+@triton.jit
+def begin():
+    """In a kernel launched with `early`, before it reads and writes anything; `prefetch` alone may come first.
+
+    Waits until the kernels ahead are done, and lets the next one be launched, which waits in the same way. Weights are
+    no exception: the kernel ahead may be the one that wrote them.
+    """
+    if not INTERPRET:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

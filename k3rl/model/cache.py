@@ -259,6 +259,17 @@ class Cache:
         rows = segment + self._rows.start if isinstance(self._rows, slice) else self._rows[segment]
         self._pool.latent[layer].index_put_((rows, position), latent)
 
+    def next_places(self) -> Tensor:
+        """[B] int64: where `put_latent` puts the next token of each row. Call `reserve` before."""
+        rows = torch.arange(self._rows.start, self._rows.stop) if isinstance(self._rows, slice) else self._rows
+        room = next(iter(self._pool.latent.values())).shape[1]
+        return rows * room + self.lengths
+
+    def put_latent(self, layer: int, places: Tensor, latent: Tensor) -> None:
+        """Writes latent [B, width] of one token of each row, at `next_places`."""
+        held = self._pool.latent[layer]
+        held.view(-1, held.shape[2]).index_copy_(0, places, latent)
+
     def reserve(self, length: int) -> None:
         """Makes room for rows of `length` tokens."""
         self._pool.reserve(length)

@@ -27,7 +27,7 @@ class Weight(nn.Module):
 
     def linear(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] of a matrix [out, in], the adapter's part included."""
-        out = nn.functional.linear(x, self.weight)
+        out = nn.functional.linear(x, self.weight) if torch.is_grad_enabled() else thin.product(x, self.weight)
         return out if self.adapter is None else out + self.adapter.delta(x)
 
     def summand(self, x: Tensor, base: Tensor | None = None) -> Tensor | thin.Parts:
@@ -37,9 +37,7 @@ class Weight(nn.Module):
         """
         if self.adapter is None and thin.takes(x, self.weight):
             return thin.parts(x, self.weight, base)
-        if base is None:
-            return self.linear(x)
-        out = base.addmm_(x, self.weight.t())
+        out = thin.product(x, self.weight, base)
         return out if self.adapter is None else out + self.adapter.delta(x)
 
 
@@ -61,7 +59,11 @@ class Fused:
         return fused
 
     def _join(self) -> Tensor:
-        flat = torch.cat([p.data.reshape(-1) for p in self.parameters])
+        first = self.parameters[0]
+        if first.is_meta:  # nothing to copy, and torch's `cat` without data imports its whole compiler
+            flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        else:
+            flat = torch.cat([p.data.reshape(-1) for p in self.parameters])
         start = 0
         for parameter in self.parameters:
             parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
@@ -108,7 +110,7 @@ class Fused:
         if torch.is_grad_enabled():
             out = _FusedLinear.apply(x, self, *self.parameters)
         else:
-            out = nn.functional.linear(x, self.tensor())
+            out = thin.product(x, self.tensor())
         adapters = [weight.adapter for weight in self._weights]
         if all(adapter is None for adapter in adapters):
             return out

@@ -302,7 +302,7 @@ class ExpertBank:
         """The second of `matrices`."""
         return self._down.tensor() if self.packed is None else self.packed.down()
 
-    def _inputs_first(self) -> tuple[Tensor, Tensor]:
+    def inputs_first(self) -> tuple[Tensor, Tensor]:
         """[E, Z, 2I] and [E, I, Z], as rows are multiplied with them."""
         gate_up, down = self.matrices()
         if not self.keeps_transposed or not self._leaves:  # without leaves nothing tells of a write
@@ -389,7 +389,7 @@ class ExpertBank:
 
     def _on_grid(self, z: Tensor, weights: Tensor, cells: Cells) -> Tensor:
         """All experts in one batched product; what is not a product is over the assignments alone, not the cells."""
-        gate_up, down = self._inputs_first()
+        gate_up, down = self.inputs_first()
         place, shape = cells.place, (self.experts, cells.room, -1)
         rows = self.read(z).index_select(0, cells.token).view(shape)
         hidden = torch.bmm(rows, gate_up)
@@ -591,7 +591,7 @@ class LatentMoE(nn.Module):
 
         chosen = beside(choose, 1)
         shared = beside(lambda: self.shared_experts(x))
-        read = self._bank.read(nn.functional.linear(x, self.routed_expert_down_proj.weight))
+        read = self._bank.read(thin.product(x, self.routed_expert_down_proj.weight))
         weights, ids, sort = chosen()
         norm = (self.routed_expert_norm.weight, self.routed_expert_norm.eps) if self.norms_sum else None
         u = moe_grouped.static_sorted(self._bank, read, weights, sort, norm)

@@ -28,35 +28,54 @@ def _reserved() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
 
 
+PAYS = 4  # replays that a capture takes the time of
+_MOST_WAITS = 64
+
+
 class Program:
     """Calls with the key of the call before are replayed; one that cannot be captured runs as it is from then on, which
-    is said once (a `UserWarning`). capture: makes a replay of a run, `capture` unless told otherwise."""
+    is said once (a `UserWarning`). capture: makes a replay of a run, `capture` unless told otherwise.
+
+    Where captures did not pay, one after the other, the next key must come up longer and longer before it is captured.
+    changes: how often a call had another key than the one before; previous: that key, and `key` the one now.
+    """
 
     def __init__(self, name: str, capture: Callable[[Run], Replay] = capture) -> None:
         self._name, self._capture = name, capture
-        self._key: Hashable = None
+        self.key: Hashable = None
+        self.previous: Hashable = None
+        self.changes = 0
         self._replay: Replay | None = None
-        self._captures = self._replays = 0
+        self._calls = self._replays = 0  # with this key since it came up; of the graph that there is
+        self._unpaid = 0  # captures in a row
         self.refused: str | None = None
         self.held = 0  # bytes of the graph's own memory, which torch counts as used by nobody
 
     def __call__(self, key: Hashable, run: Run) -> None:
         """Does what `run` does; with an equal key it must be the same operations on the same memory."""
-        if self.refused is None and key == self._key:
-            # A capture takes as long as several runs: where keys rarely last there are few.
-            if self._replay is None and 4 * self._captures <= self._replays + 8:
-                self._captures += 1
+        if key != self.key:
+            self._change(key)
+        elif self.refused is None:
+            self._calls += 1
+            if self._replay is None and self._calls >= min(1 << max(0, self._unpaid - 1), _MOST_WAITS):
                 self._replay = self._captured(run)
             if self._replay is not None:
                 self._replays += 1
                 self._replay()
                 return
-        self._key, self._replay, self.held = key, None, 0  # the memory of another capture is given back
         run()
+
+    def _change(self, key: Hashable) -> None:
+        if self._replay is not None:
+            self._unpaid = 0 if self._replays >= PAYS else self._unpaid + 1
+        self.changes += self.key is not None
+        self.previous, self.key = self.key, key
+        self._replay, self.held = None, 0  # the memory of another capture is given back
+        self._calls = self._replays = 0
 
     def has(self, key: Hashable) -> bool:
         """Whether a call with this key is a replay."""
-        return self._replay is not None and key == self._key
+        return self._replay is not None and key == self.key
 
     def _captured(self, run: Run) -> Replay | None:
         before = _reserved()

@@ -152,8 +152,14 @@ def _few_rows_packed(rows: int, width: int, unit: bool):
         "ROUND": unit,
         "CARRY": mxfp8_kernels.CARRY["ceil"],
         "CLAMP": False,
+        "AHEAD": True,
     }
     return few_rows_packed_kernels.packed_product_kernel, constants | own, options
+
+
+def _whole(width: int, even: bool, rows: int) -> dict[str, int]:
+    own = {name.upper(): thin_kernels.PRODUCT[name] for name in ("strip", "depth", "stages")}
+    return {"WIDTH": width, "EVEN": even, "ADD": not even, "ROWS": rows} | own
 
 
 LARGEST = _options(largest_logits_kernels.LAUNCH, rows="ROWS", keys="KEYS", stages="STAGES")
@@ -224,6 +230,12 @@ CONFIGURATIONS = {
     "latent-values": (latent_step_kernels.values_kernel, VALUES, {}),
     "thin": (
         thin_kernels.thin_kernel, {"ROWS": 64, "STRIP": thin_kernels.LAUNCH["strip"], "DEPTH": thin_kernels.DEPTH}, {},
+    ),
+    "thin-product": (
+        thin_kernels.whole_kernel, _whole(1024, True, 64), {"num_warps": thin_kernels.PRODUCT["num_warps"]},
+    ),
+    "thin-product-uneven": (
+        thin_kernels.whole_kernel, _whole(7168, False, 16), {"num_warps": thin_kernels.PRODUCT["num_warps"]},
     ),
     "norm": (gated_norm_kernels.forward_kernel, NORM | {"ROWS": gated_norm_kernels.ROWS_FORWARD}, {}),
     "norm-backward": (

@@ -56,6 +56,17 @@ def thin_products() -> None:
         require("thin product", thin_kernels.parts(x, matrix), want.sums, 1e-6)
 
 
+def whole_products() -> None:
+    """Strips and tiles that are not full, strided rows, a width of one step and of several, with a base and without."""
+    for n, width, outputs in ((1, 64, 64), (19, 256, 200)):
+        x, matrix, base = bf16(n, width + 8)[:, :width], bf16(outputs, width), bf16(n, outputs)
+        want = x.double() @ matrix.double().T
+        got = thin_kernels.product(x, matrix)
+        require("product", got, want, 4e-3)
+        require("product and base", thin_kernels.product(x, matrix, base), want + base.double(), 4e-3)
+        require_equal("product of one row", [got[:1]], [thin_kernels.product(x[:1], matrix)])
+
+
 def choices() -> None:
     """Logits in parts are chosen from as their sum is, ties and NaN too; few experts and many, choices kept as well."""
     for experts, k in ((24, 3), (130, 2)):
@@ -79,3 +90,4 @@ if __name__ == "__main__":
     latents()
     choices()
     thin_products()
+    whole_products()

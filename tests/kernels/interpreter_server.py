@@ -7,8 +7,11 @@ One JSON list in, a script and its arguments; one out, the exit status and the l
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import sys
 import tempfile
@@ -16,13 +19,18 @@ import tempfile
 import hypothesis  # noqa: F401
 import quick_interpreter
 import torch
+import torch.fx.experimental.symbolic_shapes
 
-import k3rl.kernels  # noqa: F401
+import k3rl.kernels
 
 
 def serve() -> None:
     torch.set_num_threads(1)
+    for module in pkgutil.iter_modules(k3rl.kernels.__path__):
+        importlib.import_module(f"k3rl.kernels.{module.name}")
     quick_interpreter.quicken()
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         with tempfile.TemporaryFile() as written:
             child = os.fork()

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from k3rl.kernels import dispatch, doctor_checks, ptxas
+from k3rl.kernels import dispatch, doctor_checks, ptxas, thin
 
 
 def fake_ptxas(folder, version: str):
@@ -70,3 +70,30 @@ def test_the_package_imports_and_runs_without_triton():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     assert done.stdout.strip() == "(1, 3, 1, 2) (1, 1, 2, 2)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width", "kind", "taken"),
+    [
+        (1, 37_000, 7168, torch.bfloat16, True),  # few rows: whatever the matrix
+        (16, 64, 64, torch.bfloat16, True),
+        (17, 12_288, 128, torch.bfloat16, False),  # many outputs, which every tile of rows would read again
+        (64, 8192, 1024, torch.bfloat16, True),
+        (64, 8192, 1088, torch.bfloat16, False),  # more than 16 MiB
+        (65, 3208, 1024, torch.bfloat16, False),
+        (256, 2048, 1024, torch.bfloat16, True),
+        (257, 64, 64, torch.bfloat16, False),
+        (0, 64, 64, torch.bfloat16, False),
+        (8, 63, 64, torch.bfloat16, False),
+        (8, 64, 96, torch.bfloat16, False),
+        (8, 64, 64, torch.float32, False),  # quietly: no kernel is meant to take it
+    ],
+)
+def test_products_of_few_rows_are_the_kernels_where_they_were_faster(
+    monkeypatch, rows: int, outputs: int, width: int, kind: torch.dtype, taken: bool
+) -> None:
+    monkeypatch.setattr(thin.dispatch, "use_kernel", lambda *tensors, **options: True)
+    x, matrix = (torch.empty(n, width, dtype=kind, device="meta") for n in (rows, outputs))
+    assert thin.multiplies(x, matrix) is taken
+    assert not thin.multiplies(x.unsqueeze(0), matrix)
+    assert not thin.multiplies(torch.empty(rows, width, dtype=kind), torch.empty(1, 1, dtype=kind))

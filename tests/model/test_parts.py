@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from k3rl.model import K3Config, QuantizationConfig
+from k3rl.model import K3Config, K3ForCausalLM, QuantizationConfig
 from k3rl.model.attn_res import ResidualStream
 from k3rl.model.moe import LatentMoE
 from k3rl.model.norm import rms_norm
@@ -204,3 +204,13 @@ def test_joined_parameters_stay_joined_through_writes_copies_and_moves(nano) -> 
         expert.w1.weight.zero_()
     routed = twin(ids, routes=torch.stack([torch.zeros(1, 9, 4), torch.ones(1, 9, 4)], dim=-1).to(torch.int16))
     assert not torch.equal(routed.logits, before)
+
+
+def test_weights_that_are_on_no_device_are_joined_without_data(monkeypatch):
+    """torch's `cat` on `meta` would import its whole compiler: two seconds in every rank that shares experts."""
+    nano = K3Config.named("k3-nano")
+    real = {name: value.shape for name, value in K3ForCausalLM(nano).named_parameters()}
+    monkeypatch.setattr(torch, "cat", None)
+    made = K3ForCausalLM(nano, device="meta")
+    assert all(value.is_meta for value in made.parameters())
+    assert {name: value.shape for name, value in made.named_parameters()} == real

@@ -145,7 +145,30 @@ def test_keys_that_rarely_last_are_seldom_captured() -> None:
     for number in range(40):
         program(number // 2, lambda: ran.append(1))
     assert len(ran) == 40
-    assert len(captured) == 3
+    assert len(captured) == 2
     for _ in range(40):
         program("lasting", lambda: ran.append(1))
     assert len(ran) == 80
+    assert len(captured) == 3
+
+
+def test_keys_that_do_not_last_are_waited_for_longer_but_not_for_good() -> None:
+    runs: list[str] = []
+
+    def capture(run: Callable[[], object]) -> Callable[[], None]:
+        runs.append("capture")
+        return lambda: runs.append("replay")
+
+    def called(key: str, times: int) -> list[str]:
+        runs.clear()
+        for _ in range(times):
+            program(key, lambda: runs.append("run"))
+        return list(runs)
+
+    program = Program("step", capture)
+    for key, waits in (("a", 1), ("b", 1), ("c", 2), ("d", 4)):
+        assert called(key, waits + 1) == ["run"] * waits + ["capture", "replay"]
+    assert called("e", 6) == ["run"] * 6, "8 are wanted now"
+    assert called("f", 12) == ["run"] * 8 + ["capture"] + ["replay"] * 4
+    assert called("g", 2) == ["run", "capture", "replay"], "the last one paid"
+    assert (program.changes, program.previous, program.key) == (6, "f", "g")
