@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from k3rl.cli_words import Parser
@@ -24,14 +26,17 @@ def serve(words: Sequence[str]) -> int:
     )
     parser.add_argument("checkpoint", type=Path, help="a folder in the official layout, or an adapter")
     parser.add_argument("--host", default="127.0.0.1", help="loopback by default")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-running", type=int, default=64, help="sequences decoded at a time")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--prefix-cache-mb", type=int, default=0, help="memory for prefixes of multi-turn requests")
-    parser.add_argument("--prefix-host-mb", type=int, default=0, help="host memory for what leaves that")
-    parser.add_argument("--prefix-disk-mb", type=int, default=0, help="room in files for what leaves memory")
+    parser.add_argument("--port", type=_number(0, 65535), default=8000)
+    parser.add_argument("--max-running", type=_number(1), default=64, help="sequences decoded at a time")
+    parser.add_argument("--max-context", type=_number(2), help="tokens of one request; by default the model's")
+    parser.add_argument("--max-samples", type=_number(1), default=256, help="completions in flight, then status 429")
+    parser.add_argument("--max-body-mb", type=_number(1), default=4, help="size of one request")
+    parser.add_argument("--threads", type=_number(1), default=1, help="torch threads")
+    parser.add_argument("--prefix-cache-mb", type=_number(0), default=0, help="memory for prefixes of conversations")
+    parser.add_argument("--prefix-host-mb", type=_number(0), default=0, help="host memory for what leaves that")
+    parser.add_argument("--prefix-disk-mb", type=_number(0), default=0, help="room in files for what leaves memory")
     parser.add_argument("--prefix-directory", type=Path, help="where those files go")
-    parser.add_argument("--memory-mb", type=int, help="memory of states; by default a share of what is free")
+    parser.add_argument("--memory-mb", type=_number(1), help="memory of states; by default a share of what is free")
     parser.add_argument("--exact", action="store_true", help="bits that depend on the request alone; slow")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda computes in bf16")
     arguments = parser.read(words)
@@ -55,6 +60,8 @@ def serve(words: Sequence[str]) -> int:
     if token is None:
         token = secrets.token_hex(16)
         print(f"bearer token: {token}", file=sys.stderr)
+    # Uvicorn stops the server and then raises the signal again: Python must end by itself, so that files go with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"serving {arguments.checkpoint} at http://{arguments.host}:{arguments.port}/v1", file=sys.stderr)
     server.serve_checkpoint(
         arguments.checkpoint,
@@ -76,5 +83,18 @@ def serve(words: Sequence[str]) -> int:
         memory_bytes="auto" if arguments.memory_mb is None else arguments.memory_mb << 20,
         exact=arguments.exact,
         device=arguments.device,
+        context=arguments.max_context,
+        limits=server.ServerLimits(body_bytes=arguments.max_body_mb << 20, samples=arguments.max_samples),
     )
     return 0
+
+
+def _number(least: int, most: int = 2**40) -> Callable[[str], int]:
+    """Reads a whole number from `least` to `most`."""
+
+    def number(word: str) -> int:
+        if not word.isdecimal() or not least <= int(word) <= most:
+            raise ArgumentTypeError(f"got {word}, wants a whole number from {least} to {most}")
+        return int(word)
+
+    return number

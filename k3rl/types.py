@@ -167,6 +167,7 @@ class SamplingParams:
     request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
     cache_salt: prefix-cache entries are shared only between requests of one salt (a tenant).
     adapter: the name of a published adapter to compute with; empty for the weights as they are.
+    top_logprobs: how many of the likeliest tokens to give with each sampled one (`Completion.top_logprobs`).
     constraint: what the text must match; tokens that would leave it are forbidden before anything else, and it needs a
     stop id, which is allowed only where the text is complete.
     """
@@ -184,16 +185,19 @@ class SamplingParams:
     cache_salt: str = ""
     constraint: Constraint | None = None
     adapter: str = ""
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (argmax) or more")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (argmax) or more, and finite")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or more")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1], 0 is off")
+        if self.top_logprobs < 0:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be 0 (off) or more")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if isinstance(self.stop, str) or not all(self.stop):
@@ -204,6 +208,9 @@ class SamplingParams:
             raise ValueError("a constraint needs a stop id, which ends the text; stop_ids is empty")
         if not all(bias < float("inf") for _, bias in self.logit_bias):
             raise ValueError("a logit_bias is NaN or infinite; it must be a number, or -inf to forbid the token")
+
+
+Alternatives: TypeAlias = tuple[tuple[int, float], ...]  # (token id, logprob) pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +224,8 @@ class Completion:
     kept: per sampled token the ids that top-p, top-k, min-p, forbidden tokens and a constraint left, or None when
     nothing was cut (equal sets in a row are one array);
     finite logit biases are not in it, whoever recomputes a logprob adds them from the request.
+    top_logprobs: per sampled token the likeliest ones of the distribution that it was drawn from, the likeliest first,
+    or None when not asked for.
     stop_string: the text of `SamplingParams.stop` that ended it. cached_tokens: prompt tokens whose states came from
     the prefix cache (rows, where there are images); how a result was computed is no part of it, so it does not count
     when results are compared.
@@ -231,6 +240,7 @@ class Completion:
     kept: tuple[np.ndarray, ...] | None = None
     stop_string: str | None = None
     cached_tokens: int = field(default=0, compare=False)
+    top_logprobs: tuple[Alternatives, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

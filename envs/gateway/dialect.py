@@ -111,6 +111,9 @@ def read_request(body: bytes) -> tuple[Request, bool, bool]:
 def _message(number: int, row: Any) -> Message:
     if not isinstance(row, dict) or not isinstance(row.get("role"), str):
         raise _invalid(f"message {number} must be an object with a role")
+    calls = row.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple):
+        raise _invalid(f"message {number} must have a list as its tool_calls")
     role = {"developer": "system"}.get(row["role"], row["role"])
     if role not in ("system", "user", "assistant", "tool"):
         raise _invalid(f"message {number} has the role {role!r}; wants system, user, assistant or tool")
@@ -118,7 +121,7 @@ def _message(number: int, row: Any) -> Message:
         role,
         _content(number, role, row.get("content")),
         reasoning=_text_or_none(row.get("reasoning_content") or row.get("reasoning")),
-        tool_calls=tuple(_call(number, call) for call in row.get("tool_calls") or ()) if role == "assistant" else (),
+        tool_calls=tuple(_call(number, call) for call in calls) if role == "assistant" else (),
         name=_text_or_none(row.get("name")),
         tool_call_id=_text_or_none(row.get("tool_call_id")) if role == "tool" else None,
     )

@@ -36,6 +36,8 @@ from k3rl.types import (
     Turn,
 )
 
+CONTEXT_EXCEEDED = "context_length_exceeded"  # the code of a conversation that outgrew the policy's context
+
 
 class Refused(Exception):
     """A request that gets no tokens. status: of HTTP; code: a word for programs."""
@@ -146,8 +148,10 @@ class GatewaySession:
             branch = self._enter(place)
             try:
                 turn = await self._sample(place, limit, number)
-            except BaseException:
+            except BaseException as error:
                 self._branches[branch].busy = False
+                if isinstance(error, Refused) and error.code == CONTEXT_EXCEEDED:
+                    self.stop_reason = StopReason.CONTEXT_OVERFLOW
                 raise
         finally:
             await self._release(limit)

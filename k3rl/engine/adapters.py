@@ -119,10 +119,11 @@ class AdapterStore:
         return np.array([self.version(adapter_in(row), base) for row in rows.tolist()], np.int64)
 
     def salt(self, params: SamplingParams) -> str:
-        """What keeps the prefix-cache entries of requests apart: their salt, adapter and its version."""
-        if not params.adapter:
-            return params.cache_salt
-        return f"{params.cache_salt}\0{params.adapter}\0{self._served[params.adapter][0]}"
+        """What keeps the prefix-cache entries of requests apart: their salt, adapter and its version.
+
+        The salt is a caller's own text, so it goes last: nothing in it can read as an adapter.
+        """
+        return f"{params.adapter!r} {self.version(params.adapter, 0)} {params.cache_salt}"
 
     def grouped(self, items: Sequence[T], name_of: Callable[[T], str]) -> Iterator[tuple[str, list[T]]]:
         """(adapter, its items in order), adapters in order of their first item: what one forward can compute."""
@@ -184,9 +185,11 @@ class AdapterStore:
         """Drops what is open or prepared."""
         self._update = self._next = None
 
-    def refuse_new_weights(self) -> None:
-        """Raises WeightUpdateError where adapters are served, which belong to the weights that are there."""
+    def refuse_new_weights(self, drop: Callable[[], None] = lambda: None) -> None:
+        """Raises WeightUpdateError, after `drop`, where adapters are served, which belong to the weights that are
+        there."""
         if self._served:
+            drop()
             raise WeightUpdateError(
                 f"this engine serves {', '.join(self.names)}, trained beside its weights; load other weights afresh"
             )

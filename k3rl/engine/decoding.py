@@ -26,9 +26,11 @@ from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.cache import StatePool
 from k3rl.engine.counters import EngineCounters
 from k3rl.engine.decode_graph import DecodeProgram, Started
+from k3rl.engine.memory import keeps_copies
 from k3rl.engine.rows import Request, RowTable
 from k3rl.engine.sampler import Draws
 from k3rl.model import K3ForCausalLM
+from k3rl.model.flat_step import FlatStep
 
 
 class Decoded(NamedTuple):
@@ -80,6 +82,7 @@ class Decoder:
     ) -> None:
         self._pool, self._table, self._adapters, self._requests = pool, table, adapters, requests
         self._counters, self._program, self._exact = counters, program, exact
+        self._flat: tuple[K3ForCausalLM, FlatStep | None] | None = None  # of the model that decoded last
         self._overlaps = overlaps and program is not None
         self._ahead: _Ahead | None = None
 
@@ -131,12 +134,23 @@ class Decoder:
         tokens = self._table.token[index]
         if program is not None:
             logits, routes = program.run(model, rows, tokens)
+        elif (flat := self._flat_step(model, adapter)) is not None:
+            hidden, routes = flat.hidden(torch.from_numpy(tokens), self._pool.view(rows))
+            logits = model.logits(hidden)
         else:
             with self._adapters.serving(model, adapter):
                 out = model.hidden(torch.from_numpy(tokens).to(model.device)[:, None], cache=self._pool.view(rows))
             logits, routes = model.logits(out.hidden[:, 0]), out.routes[:, 0]
         self._table.add_routes(index, routes)
         return logits
+
+    def _flat_step(self, model: K3ForCausalLM, adapter: str) -> FlatStep | None:
+        """What decodes rows of the model alone, where it is made for such a model."""
+        if adapter or model.adapter is not None:
+            return None
+        if self._flat is None or self._flat[0] is not model:
+            self._flat = model, FlatStep(model, keeps_copies(model)) if FlatStep.takes(model) else None
+        return self._flat[1]
 
     def _start(
         self, program: DecodeProgram, model: K3ForCausalLM, rows: np.ndarray, tokens: np.ndarray, later: int

@@ -9,25 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from contextlib import suppress
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from k3rl.config import MissingResource
 from k3rl.data.images import ImagePatches
 from k3rl.engine.engine import Engine
-from k3rl.engine.protocol import EngineError, Outcome, UnknownRequest
+from k3rl.engine.protocol import EngineError, Outcome, Tokens, UnknownRequest
 from k3rl.types import Completion, SamplingParams
 
 T = TypeVar("T")
 State: TypeAlias = Literal["starting", "ready", "failed", "closed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What a request sampled since the last event: ids and logprobs of equal length."""
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+PAUSED_S = 0.1  # between two looks at an engine that computes nothing; a command ends the wait
 
 
 class Stream:
@@ -39,6 +31,7 @@ class Stream:
         self.ended = False  # by a completion or an error
         self.number: int | None = None  # the engine's, once it has the request
         self.seen = 0  # sampled tokens handed out
+        self.routed = 0  # tokens of prompt and answer whose routes were handed out
         self.events: asyncio.Queue[Tokens | Outcome] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[Tokens]:
@@ -49,7 +42,12 @@ class Stream:
                 raise event
             if isinstance(event, Completion):
                 self.completion = event
-                rest = Tokens(event.token_ids[self.seen :], event.logprobs[self.seen :])
+                rest = Tokens(
+                    event.token_ids[self.seen :],
+                    event.logprobs[self.seen :],
+                    (event.top_logprobs or ())[self.seen :],
+                    None if event.routes is None else event.routes[self.routed :],
+                )
                 if self.incremental and rest.ids:
                     yield rest
             else:
@@ -66,7 +64,8 @@ class Stream:
 class EngineDriver:
     """Owns an engine that `load` makes on the driver's thread. `start` first, `close` at last.
 
-    state: starting until it is loaded, then ready; failed when loading or a step raised (`failure` says what).
+    state: starting until it is loaded, then ready; failed when loading or a step raised (`error`; `failure` says what).
+    on_failure is called then, in the event loop.
     """
 
     def __init__(self, load: Callable[[], Engine]) -> None:
@@ -74,9 +73,12 @@ class EngineDriver:
         self._engine: Engine | None = None
         self.state: State = "starting"
         self.failure: str | None = None
+        self.error: Exception | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="k3rl-engine")
         self._live: dict[int, Stream] = {}  # of the thread
         self._open: set[Stream] = set()  # of the loop: streams whose end has not been told
+        self._calls: set[asyncio.Future[Any]] = set()  # of the loop: calls that have not been made
         self._commands: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -115,8 +117,10 @@ class EngineDriver:
             try:
                 stream.number = engine.submit(prompt_ids, params, images)
                 self._live[stream.number] = stream
-            except (EngineError, MissingResource) as error:
-                self._tell(stream, error if isinstance(error, EngineError) else EngineError(str(error)))
+            except EngineError as error:
+                self._tell(stream, error)
+            except Exception as error:  # its caller's alone: nothing was queued
+                self._tell(stream, EngineError(f"the request could not be read: {type(error).__name__}: {error}"))
 
         self._open.add(stream)
         self._send(command)
@@ -136,13 +140,18 @@ class EngineDriver:
             self._send(command)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Runs `function` on the engine between two steps and returns what it returns."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        """Runs `function` on the engine between two steps and returns what it returns.
+
+        Raises what it raises, or EngineError when the engine fails or is closed before.
+        """
         engine, loop = self.engine, asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
         def settle(result: T | None, error: Exception | None) -> None:
-            if future.cancelled():
-                return
+            if future.done():
+                return  # nobody waits any more
             if error is not None:
                 future.set_exception(error)
             else:
@@ -175,16 +184,22 @@ class EngineDriver:
                     self._wake.clear()
                     await self._wake.wait()
                 commands, self._commands = self._commands, []
-                await self._loop.run_in_executor(self._thread, self._turn, self._engine, commands)
+                if not await self._loop.run_in_executor(self._thread, self._turn, self._engine, commands):
+                    self._wake.clear()
+                    if not self._commands:
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(self._wake.wait(), PAUSED_S)
         except Exception as error:
-            self.state, self.failure = "failed", f"{type(error).__name__}: {error}"
+            self.state, self.failure, self.error = "failed", f"{type(error).__name__}: {error}", error
             self._fail_all(EngineError(f"the engine failed: {self.failure}"))
+            self.on_failure()
             raise
 
-    def _turn(self, engine: Engine, commands: list[Callable[[], None]]) -> None:
-        """On the thread: commands, one step, and news for whoever waits for them."""
+    def _turn(self, engine: Engine, commands: list[Callable[[], None]]) -> bool:
+        """On the thread: commands, one step, and news for whoever waits for them; whether anything was computed."""
         for command in commands:
             command()
+        steps = engine.counters.steps
         for number, outcome in engine.step():
             stream = self._live.pop(number, None)
             if stream is not None:
@@ -193,7 +208,11 @@ class EngineDriver:
             if stream.incremental:
                 ids, logprobs = engine.sampled(number, stream.seen)
                 if ids:
-                    self._tell(stream, Tokens(ids, logprobs))
+                    held = engine.held(number)
+                    others = () if held is None or held.alternatives is None else held.alternatives[stream.seen :]
+                    routes = engine.routes(number, stream.routed)
+                    self._tell(stream, Tokens(ids, logprobs, tuple(others), routes))
+        return engine.counters.steps > steps
 
     def _tell(self, stream: Stream, event: Tokens | Outcome) -> None:
         def put() -> None:
@@ -203,6 +222,7 @@ class EngineDriver:
 
         if isinstance(event, Tokens):
             stream.seen += len(event.ids)
+            stream.routed += 0 if event.routes is None else len(event.routes)
         self._loop.call_soon_threadsafe(put)
 
     def _fail_all(self, error: EngineError) -> None:
@@ -210,3 +230,5 @@ class EngineDriver:
             stream.events.put_nowait(error)
         self._open.clear()
         self._live.clear()
+        for call in list(self._calls):
+            call.set_exception(error)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from k3rl.data.images import ImagePatches
-from k3rl.engine import device_sampler, diagnose, exact, sampler, weights
+from k3rl.engine import alternatives, device_sampler, diagnose, exact, memory, sampler, weights
 from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.checkpoints import Checkpoints
@@ -43,9 +43,9 @@ from k3rl.engine.protocol import (
     PauseMode,
     UnknownRequest,
 )
-from k3rl.engine.rows import PromptState, Request, RowTable
+from k3rl.engine.rows import Progress, PromptState, Request, RowTable
 from k3rl.engine.sampler import Draws
-from k3rl.engine.scheduler import Scheduler, Segment
+from k3rl.engine.scheduler import Scheduler, Segment, portions
 from k3rl.engine.stopping import StopStrings
 from k3rl.engine.weights import DeltaUpdate, DirectoryUpdate, Update, WeightReceiver, WeightUpdate, check_names
 from k3rl.model import K3ForCausalLM
@@ -60,8 +60,7 @@ class Engine:
     request, images by their rows, at most (default and upper bound: the model's `max_position_embeddings`).
     prefill_tokens: prompt tokens per step. seed: of requests that bring none. version: number of the weights that
     `model` holds. poison: fill rows that nobody owns with NaN, so that a state read by mistake is seen. tokenizer:
-    needed for stop strings only. prefix_cache: keeps the states at prompt and turn ends, for prompts that begin with
-    them.
+    for stop strings only. prefix_cache: keeps the states at prompt and turn ends, for prompts that begin with them.
     memory_bytes: what states and latents may take together. Latents then live in pages of `page_tokens`, there are as
     many rows as leave room for one longest request, requests are admitted by the pages left, and the youngest are
     preempted (and go on with the same tokens) when running ones need them; how many are admitted follows from how
@@ -171,22 +170,28 @@ class Engine:
 
     def abort(self, request: int) -> None:
         """Frees the request's slot at once; the next `step` returns it as aborted. Raises UnknownRequest."""
-        if request not in self._requests:
-            raise UnknownRequest(f"request {request} is neither waiting nor running: it ended or never was")
+        self.held(request)
         self._end([(request, self._aborted(request))])
 
     def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """(ids, logprobs) of what a live request has sampled from its `start`-th token on; nothing while it waits."""
+        if (held := self.held(request)) is None:
+            return (), ()
+        return tuple(held.tokens[start:].tolist()), tuple(held.logprobs[start:].tolist())
+
+    def routes(self, request: int, start: int = 0) -> np.ndarray | None:
+        """int16 [n, M, k] of prompt and sampled tokens from the `start`-th on, as far as known; None without any."""
+        held, row = self.held(request), self._scheduler.row_of.get(request)
+        if row is not None:
+            return self._table.routes_of(row, start)
+        return None if held is None or held.routes is None else held.routes[start:]
+
+    def held(self, request: int) -> Progress | None:
+        """What a live request has, its routes aside, in arrays that its next step changes; None while it waits."""
+        if request not in self._requests:
+            raise UnknownRequest(f"request {request} is neither waiting nor running: it ended or never was")
         row = self._scheduler.row_of.get(request)
-        if row is None:
-            if request not in self._requests:
-                raise UnknownRequest(f"request {request} is neither waiting nor running: it ended or never was")
-            progress = self._requests[request].progress
-            if progress is None:
-                return (), ()
-            return tuple(progress.tokens[start:].tolist()), tuple(progress.logprobs[start:].tolist())
-        place = slice(start, int(self._table.count[row]))
-        return tuple(self._table.tokens[row, place].tolist()), tuple(self._table.logprobs[row, place].tolist())
+        return self._requests[request].progress if row is None else self._table.held(row)
 
     def generate(
         self,
@@ -208,12 +213,10 @@ class Engine:
             outcomes.update(self.step())
         mine = [outcomes.pop(number) for number in numbers]
         self._ended += outcomes.items()  # of requests that others submitted
-        completions = []
         for outcome in mine:
             if isinstance(outcome, EngineError):
                 raise outcome
-            completions.append(outcome)
-        return completions
+        return [outcome for outcome in mine if isinstance(outcome, Completion)]
 
     def samples(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int, images: Sequence[ImagePatches] = ()
@@ -307,7 +310,8 @@ class Engine:
         work = [segment for segment in segments if segment.stop > segment.start]
         for name, own in self.adapters.grouped(work, lambda s: self._requests[s.request].params.adapter):
             with self.adapters.serving(self.model, name):
-                self._compute(own)
+                for run in portions(own, memory.prefill_run(self.model)):
+                    self._compute(run)
         complete = [segment for segment in segments if segment.starts]
         hidden = [last for segment in complete if (last := self._prompts[segment.row].hidden) is not None]
         if self._exact or not hidden:
@@ -416,10 +420,8 @@ class Engine:
     def _draw(self, rows: np.ndarray, logits: Tensor, ended: list[tuple[int, Outcome]]) -> tuple[np.ndarray, Draws]:
         table = self._table
         free = constrain(table, rows, logits)
-        for number in table.request[free.dead].tolist():
-            reason = "its constraint and its forbidden tokens leave nothing to sample"
-            ended.append((number, DeadEnd(f"request {number}: {reason}")))
-        rows = free.rows
+        ended += [(number, DeadEnd.of(number)) for number in table.request[free.dead].tolist()]
+        rows, biases = free.rows, table.biases(free.rows)
         draws = (exact.sample if self._exact else device_sampler.sample)(
             free.logits,
             table.temperature[rows],
@@ -427,9 +429,10 @@ class Engine:
             table.top_k[rows],
             sampler.uniforms(table.seed[rows], table.count[rows]),
             table.min_p[rows],
-            table.biases(rows),
+            biases,
             free.allowed,
         )
+        alternatives.record(table, free, biases, draws)
         return rows, draws
 
     # ---- endings
@@ -549,6 +552,7 @@ class Engine:
         """
         name = self.adapters.finish(version, self.model)  # of an adapter; None when the model itself is exchanged
         if name is None:
+            self.adapters.refuse_new_weights(self._receiver.abort)  # some may have come since the update was opened
             self.model, self._version = self._receiver.take(version, self.model), version
         if self._in_flight == "recompute":
             running = [n for n in self._scheduler.row_of if name in (None, self._requests[n].params.adapter)]
@@ -574,15 +578,12 @@ class Engine:
     ) -> tuple[np.ndarray, Placed]:
         """The prompt in rows, int64 [P], and where its images are."""
         prompt, placed = checked_prompt(prompt_ids, images, params.max_tokens, self.model.config, self.max_context)
-        self._validate_options(params)
-        return prompt, placed
-
-    def _validate_options(self, params: SamplingParams) -> None:
         self._grammars.check(params)
         self.adapters.check(params.adapter)
         if self._exact and params.adapter:
             raise InvalidRequest("an exact engine does not compute adapters; use an engine without `exact` for them")
         check_options(params, self.model.config.vocab_size, has_tokenizer=self._tokenizer is not None)
+        return prompt, placed
 
     def _refuse_if_stalled(self) -> None:
         """A paused engine would be waited for without end."""

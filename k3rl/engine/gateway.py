@@ -20,8 +20,10 @@ from starlette.routing import Route
 
 from k3rl.data.images import preprocess_files
 from k3rl.engine.driver import EngineDriver
+from k3rl.engine.protocol import InvalidRequest
 from k3rl.envs.gateway import Answer, GatewaySession, answer
 from k3rl.envs.gateway.dialect import MAX_BODY_BYTES, models, not_found
+from k3rl.envs.gateway.session import CONTEXT_EXCEEDED, Refused
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
 
@@ -34,10 +36,16 @@ class EnginePolicy:
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
     ) -> Completion:
-        """Sample one completion; a caller that is cancelled takes its request back."""
+        """Sample one completion; a caller that is cancelled takes its request back.
+
+        Raises Refused for a request that no engine could serve, such as a conversation that outgrew the context.
+        """
         stream = self._driver.submit(list(prompt_ids), params, images=preprocess_files(images, {}))
         try:
             return await stream.result()
+        except InvalidRequest as error:
+            code = CONTEXT_EXCEEDED if "context" in str(error) else "invalid_request"
+            raise Refused(str(error), 400, code) from error
         finally:
             self._driver.abort(stream)
 

@@ -37,6 +37,10 @@ CACHE_BYTES = 256 << 20  # of the compiler
 class DeadEnd(EngineError):
     """A constraint and the forbidden tokens of one request left no token to sample; what it had is lost."""
 
+    @classmethod
+    def of(cls, request: int) -> DeadEnd:
+        return cls(f"request {request}: its constraint and its forbidden tokens leave nothing to sample")
+
 
 class Matcher:
     """Where one request stands in its grammar."""
@@ -77,6 +81,11 @@ class Grammars:
         Raises InvalidRequest when it cannot be kept, MissingResource without xgrammar.
         """
         if params.constraint is not None:
+            if not self._stop_ids(params):
+                raise InvalidRequest(
+                    f"a constraint ends with a stop id, and none of {list(params.stop_ids)} is in the vocabulary of "
+                    f"{self._vocab_size}"
+                )
             self._compiled(params.constraint)
 
     def matcher(self, request: Request) -> Matcher | None:
@@ -84,12 +93,16 @@ class Grammars:
         constraint = request.params.constraint
         if constraint is None:
             return None
-        stops = request.params.stop_ids
-        made = self._xgrammar().GrammarMatcher(self._compiled(constraint), override_stop_tokens=list(stops))
+        stops = self._stop_ids(request.params)
+        made = self._xgrammar().GrammarMatcher(self._compiled(constraint), override_stop_tokens=stops)
         matcher = Matcher(made, self._vocab_size, stops)
         for token in () if request.progress is None else request.progress.tokens.tolist():
             matcher.accept(token)
         return matcher
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """Those that can be sampled."""
+        return [token for token in params.stop_ids if 0 <= token < self._vocab_size]
 
     def _compiled(self, constraint: Constraint) -> Any:
         known = self._known.get(constraint)

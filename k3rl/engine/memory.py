@@ -10,7 +10,8 @@ import torch
 from k3rl.model import K3ForCausalLM
 
 SHARE = 0.5  # of what is free, when nobody says how much memory states may take
-TRANSPOSED_BYTES = 256 << 20  # of experts on a CPU that are held a second time, at most
+TRANSPOSED_BYTES = 256 << 20  # of weights on a CPU that are held a second time, experts and the rest apart, at most
+CPU_RUN = 2048  # prompt tokens that a CPU computes at a time: temporaries of more are fetched page by page, each time
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
     (
@@ -34,6 +35,17 @@ def keep_experts_transposed(model: K3ForCausalLM) -> None:
     small = sum(part.bank.leaf_bytes for part in parts) <= TRANSPOSED_BYTES
     for part in parts:
         part.bank.keeps_transposed = small and model.device.type == "cpu"
+
+
+def prefill_run(model: K3ForCausalLM) -> int | None:
+    """Prompt tokens to compute together, at most, where whole prompts allow it; None: no matter how many."""
+    return CPU_RUN if model.device.type == "cpu" else None
+
+
+def keeps_copies(model: K3ForCausalLM) -> bool:
+    """Whether what is not an expert is small enough to be held a second time, as decode reads it fastest."""
+    experts = sum(part.bank.leaf_bytes for part in model.moe_parts())
+    return sum(parameter.nbytes for parameter in model.parameters()) - experts <= TRANSPOSED_BYTES
 
 
 def free_bytes(device: torch.device) -> int:

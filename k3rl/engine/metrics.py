@@ -76,10 +76,15 @@ class ServerMetrics:
         ]
         for kind, values in (("counter", {**own, **counters}), ("gauge", gauges)):
             for name, (description, value) in values.items():
-                lines += [f"# HELP {name} {description}", f"# TYPE {name} {kind}", f"{name} {value:g}"]
+                lines += [f"# HELP {name} {description}", f"# TYPE {name} {kind}", f"{name} {_number(value)}"]
         lines += _histogram("k3rl_time_to_first_token_seconds", "Streamed requests.", self.first_token)
         lines += _histogram("k3rl_request_seconds", "Whole requests.", self.whole)
         return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """All digits: a counter that is rounded stands still between two readings."""
+    return str(int(value)) if value == int(value) else repr(value)
 
 
 def _histogram(name: str, description: str, histogram: Histogram) -> Iterable[str]:
@@ -88,5 +93,5 @@ def _histogram(name: str, description: str, histogram: Histogram) -> Iterable[st
     for bound, count in zip(LATENCY_BUCKETS_S, histogram.counts, strict=True):
         yield f'{name}_bucket{{le="{bound:g}"}} {count}'
     yield f'{name}_bucket{{le="+Inf"}} {histogram.count}'
-    yield f"{name}_sum {histogram.sum:g}"
+    yield f"{name}_sum {_number(histogram.sum)}"
     yield f"{name}_count {histogram.count}"

@@ -3,7 +3,8 @@
 Nothing here knows of sockets or of the engine. Beyond the public fields, both dialects take `top_k`, `min_p`,
 `stop_token_ids`, `ignore_eos`, `cache_salt`, `structured_outputs`, `return_token_ids` and `return_routes`; answers
 then carry `prompt_token_ids` (one id for an image), and per choice `token_ids` and `routes` ({dtype, shape, data}:
-base64 of int16 [T, M, k], an image counted as all its rows).
+base64 of int16 [T, M, k], an image counted as all its rows). In a stream each chunk carries those of its own tokens,
+the first one those of the prompt, too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from k3rl.config import K3Error
+from k3rl.engine.protocol import Tokens
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.images import encode_image, image_parts, image_prompts, part_source, url_bytes
-from k3rl.types import Completion, Constraint, EncodedImage, Message, SamplingParams, StopReason
+from k3rl.types import Alternatives, Completion, Constraint, EncodedImage, Message, SamplingParams, StopReason
+
+MAX_ALTERNATIVES = 20  # as in the dialect
 
 
 class RequestError(K3Error, ValueError):
@@ -100,9 +105,15 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """A field that is null is a field that is not there."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
     model: str = ""
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -159,7 +170,12 @@ class Sampling(BaseModel):
             return_routes=self.return_routes,
             cache_salt=self.cache_salt,
             constraint=self.constraint(),
+            top_logprobs=self.alternatives(),
         )
+
+    def alternatives(self) -> int:
+        """How many likely tokens to name with each sampled one."""
+        return 0
 
 
 class ChatRequest(Sampling):
@@ -173,16 +189,22 @@ class ChatRequest(Sampling):
     reasoning_effort: Literal["none", "low", "high", "max"] | None = None
     thinking: bool = True
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
+
+    @field_validator("messages")
+    @classmethod
+    def _roles(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A developer message is what a system message was called before."""
+        return [{**said, "role": "system"} if said.get("role") == "developer" else said for said in messages]
 
     @model_validator(mode="after")
-    def _of_sampled_tokens(self) -> ChatRequest:
-        if self.top_logprobs:
-            raise ValueError(
-                f"top_logprobs is {self.top_logprobs}; the logprobs given are those of the sampled tokens alone: "
-                "leave it at 0"
-            )
+    def _beside_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
         return self
+
+    def alternatives(self) -> int:
+        return self.top_logprobs or 0
 
     @property
     def thinks(self) -> bool:
@@ -236,16 +258,19 @@ class ChatRequest(Sampling):
         )
 
     def params(self, max_tokens: int, stop_id: int) -> SamplingParams:
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else max_tokens
-        return super().params(limit, stop_id)
+        limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
+        return dataclasses.replace(super().params(max_tokens, stop_id), max_tokens=min(limits, default=max_tokens))
 
 
 class TextRequest(Sampling):
     """POST /v1/completions. A prompt is text, token ids, or a list of either."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: Literal[0, 1] | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
     echo: Literal[False] | None = None
+
+    def alternatives(self) -> int:
+        return self.logprobs or 0
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Token ids of each prompt; text never gives a special id."""
@@ -260,7 +285,10 @@ class TextRequest(Sampling):
 
 
 class TextCutter:
-    """Bytes of one text as they come -> text that is safe to show: whole characters, and nothing of a stop string."""
+    """Bytes of one text as they come -> text that is safe to show: whole characters, and nothing of a stop string.
+
+    Of several stop strings it is cut before the one that the engine stopped at (`StopStrings`).
+    """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
@@ -273,10 +301,10 @@ class TextCutter:
         if self._done:
             return ""
         text = self._held + self._decoder.decode(data, final)
-        cuts = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        cuts = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
         if cuts:
             self._done = True
-            return text[: min(cuts)]
+            return text[: min(cuts)[1]]
         hold = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
@@ -288,15 +316,24 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class PlainText:
-    """Sampled ids -> ("text", piece) pairs; special tokens stand for nothing."""
+    """Sampled ids -> ("text", piece) pairs; special tokens stand for nothing.
+
+    offsets: of each id, the whole characters before it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer, self._cutter = tokenizer, TextCutter(stop)
+        self._whole = TextCutter(())
+        self._characters = 0
+        self.offsets: list[int] = []
 
     def feed(self, ids: Iterable[int], final: bool = False) -> list[tuple[str, str]]:
         """The text that these ids add; `final` with the last ones."""
-        data = b"".join(token_bytes(self._tokenizer, token) for token in ids)
-        text = self._cutter.feed(data, final)
+        pieces = [token_bytes(self._tokenizer, token) for token in ids]
+        for piece in pieces:
+            self.offsets.append(self._characters)
+            self._characters += len(self._whole.feed(piece))
+        text = self._cutter.feed(b"".join(pieces), final)
         return [("text", text)] if text else []
 
 
@@ -400,34 +437,33 @@ def finish_reason(completion: Completion, calls: Sequence[Any] = ()) -> str:
     return "length" if completion.stop_reason is StopReason.LENGTH else str(completion.stop_reason)
 
 
-def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    """The logprobs object of the chat dialect, alternatives left empty."""
-    return {
-        "content": [
-            {
-                "token": piece,
-                "logprob": _finite(value),
-                "bytes": list(token_bytes(tokenizer, token)),
-                "top_logprobs": [],
-            }
-            for piece, token, value in zip(_pieces(tokenizer, ids), ids, logprobs, strict=True)
-        ],
-        "refusal": None,
-    }
+def chat_logprobs(tokenizer: Tokenizer, event: Tokens) -> dict[str, Any]:
+    """The logprobs object of the chat dialect."""
+
+    def said(tokens: Alternatives) -> list[dict[str, Any]]:
+        pieces = _pieces(tokenizer, [token for token, _ in tokens])
+        return [
+            {"token": piece, "logprob": _finite(value), "bytes": list(token_bytes(tokenizer, token))}
+            for piece, (token, value) in zip(pieces, tokens, strict=True)
+        ]
+
+    sampled = said(tuple(zip(event.ids, event.logprobs, strict=True)))
+    others = event.alternatives or [()] * len(sampled)
+    content = [{**one, "top_logprobs": said(beside)} for one, beside in zip(sampled, others, strict=True)]
+    return {"content": content, "refusal": None}
 
 
-def text_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
-    """The logprobs object of the completions dialect; `offset`: characters of text before these tokens."""
-    pieces = _pieces(tokenizer, ids)
-    offsets = []
-    for token in ids:
-        offsets.append(offset)
-        offset += len(token_bytes(tokenizer, token).decode("utf-8", "ignore"))
+def text_logprobs(tokenizer: Tokenizer, event: Tokens, offsets: Sequence[int]) -> dict[str, Any]:
+    """The logprobs object of the completions dialect; offsets: characters of text before each token."""
+    beside = [
+        dict(zip(_pieces(tokenizer, [token for token, _ in one]), (_finite(v) for _, v in one), strict=True))
+        for one in event.alternatives
+    ]
     return {
-        "tokens": pieces,
-        "token_logprobs": [_finite(value) for value in logprobs],
-        "top_logprobs": None,
-        "text_offset": offsets,
+        "tokens": _pieces(tokenizer, event.ids),
+        "token_logprobs": [_finite(value) for value in event.logprobs],
+        "top_logprobs": beside or None,
+        "text_offset": list(offsets),
     }
 
 
@@ -447,10 +483,14 @@ def extras(request: Sampling, completion: Completion) -> dict[str, Any]:
     if completion.stop_string is not None:
         found["stop_reason"] = completion.stop_string
     if completion.routes is not None:
-        routes = completion.routes
-        data = base64.b64encode(routes.astype("<i2").tobytes()).decode()
-        found["routes"] = {"dtype": "int16", "shape": list(routes.shape), "data": data}
+        found["routes"] = encoded_routes(completion.routes)
     return found
+
+
+def encoded_routes(routes: np.ndarray) -> dict[str, Any]:
+    """Routes int16 [T, M, k] as JSON."""
+    data = base64.b64encode(routes.astype("<i2").tobytes()).decode()
+    return {"dtype": "int16", "shape": list(routes.shape), "data": data}
 
 
 def usage(prompts: Sequence[int], completions: Sequence[Completion]) -> dict[str, Any]:

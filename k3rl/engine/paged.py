@@ -222,6 +222,19 @@ class PagedCache:
             raise EngineError("a token is written to a row without room for it; claim it before the forward")
         store.latent[layer].index_put_((page, position % store.page), latent)
 
+    def next_places(self) -> Tensor:
+        """[B] int64: where `put_latent` puts the next token of each row; its page must have been claimed."""
+        store, past = self._store, self.lengths
+        page = self._table()[torch.arange(self.batch), past // store.page]
+        if not page.all():
+            raise EngineError("a token is written to a row without room for it; claim it before the forward")
+        return page * store.page + past % store.page
+
+    def put_latent(self, layer: int, places: Tensor, latent: Tensor) -> None:
+        """Writes latent [B, width] of one token of each row, at `next_places`."""
+        held = self._store.latent[layer]
+        held.view(-1, held.shape[2]).index_copy_(0, places, latent)
+
     def reserve(self, length: int) -> None:
         """Nothing: room is claimed row by row, before."""
 

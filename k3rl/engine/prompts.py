@@ -13,6 +13,8 @@ from k3rl.engine.protocol import InvalidRequest
 from k3rl.model import K3Config
 from k3rl.types import SamplingParams
 
+_WORD = 2**63  # what NumPy's integers end before
+
 
 def checked_prompt(
     prompt_ids: Sequence[int], images: Sequence[ImagePatches], max_tokens: int, config: K3Config, max_context: int
@@ -22,7 +24,7 @@ def checked_prompt(
     Raises InvalidRequest for an empty prompt, ids outside the vocabulary, images that do not fit the ids or the model,
     and when the rows and `max_tokens` to sample exceed `max_context`.
     """
-    prompt = _array(prompt_ids)
+    prompt = token_row(prompt_ids)
     if not prompt.size:
         raise InvalidRequest("the prompt is empty; it needs at least one token")
     if prompt.ndim != 1:
@@ -46,18 +48,23 @@ def checked_prompt(
     return rows, placed
 
 
-def _array(ids: Sequence[int]) -> np.ndarray:
+def token_row(ids: Sequence[int]) -> np.ndarray:
     """The ids as NumPy sees them; of a list of integers in two thirds of its time."""
     if isinstance(ids, list | tuple) and not isinstance(ids[0] if ids else None, bool):
         try:
             return np.frombuffer(array("q", ids), np.int64) if ids else np.empty(0)
         except (TypeError, OverflowError):  # NumPy says what they are
             pass
-    return np.asarray(ids)
+    try:
+        return np.asarray(ids)
+    except ValueError as error:
+        raise InvalidRequest(f"the prompt is no row of token ids: {error}") from error
 
 
 def check_options(params: SamplingParams, vocabulary: int, *, has_tokenizer: bool) -> None:
-    """Raises InvalidRequest for stop texts without a tokenizer and for biases of unknown tokens or of all of them."""
+    """Raises InvalidRequest for stop texts without a tokenizer, for biases of unknown tokens or of all of them, and for
+    numbers that the engine's tables cannot hold."""
+    check_numbers(params)
     if params.stop and not has_tokenizer:
         raise InvalidRequest("stop strings need the text of tokens; give the engine a tokenizer, or use stop_ids")
     for token, _ in params.logit_bias:
@@ -65,3 +72,19 @@ def check_options(params: SamplingParams, vocabulary: int, *, has_tokenizer: boo
             raise InvalidRequest(f"logit_bias names token id {token}, outside the vocabulary of {vocabulary}")
     if sum(bias == -np.inf for _, bias in params.logit_bias) == vocabulary:
         raise InvalidRequest("logit_bias forbids every token; leave at least one")
+
+
+def check_numbers(params: SamplingParams) -> None:
+    """Raises InvalidRequest for numbers that are no integers where integers are wanted, or too large for tables."""
+    for name, values in (
+        ("stop_ids", params.stop_ids),
+        ("top_k", (params.top_k,)),
+        ("max_tokens", (params.max_tokens,)),
+        ("top_logprobs", (params.top_logprobs,)),
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+    ):
+        for value in values:
+            if not isinstance(value, int | np.integer) or not -_WORD <= value < _WORD:
+                raise InvalidRequest(f"{name} has {value!r}; it must be an integer of at most 64 bits")
+    if not isinstance(params.seed, int | np.integer | None):
+        raise InvalidRequest(f"seed is {params.seed!r}; it must be an integer")

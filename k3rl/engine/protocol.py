@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from k3rl.config import K3Error
 from k3rl.data.images import ImagePatches
-from k3rl.types import Completion, SamplingParams
+from k3rl.types import Alternatives, Completion, SamplingParams
 
 PauseMode: TypeAlias = Literal["keep", "abort", "wait"]
 InFlight: TypeAlias = Literal["recompute", "carry"]
@@ -52,6 +54,20 @@ class NonFiniteLogits(EngineError):
 
 
 Outcome: TypeAlias = Completion | EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a request sampled since the last event: ids and logprobs of equal length, alternatives too when wanted.
+
+    routes, when wanted: int16 [n, M, k], those of the prompt with the first event; all events together have those of
+    prompt and sampled tokens but the last one.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    alternatives: tuple[Alternatives, ...] = ()
+    routes: np.ndarray | None = field(default=None, compare=False)
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ operations; Python touches a row alone only when it starts or ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from k3rl.engine.images import Features, Placed
 from k3rl.engine.prefix import Pieces
 from k3rl.engine.sampler import Biases, Draws
 from k3rl.engine.stopping import StopStrings
-from k3rl.types import Completion, SamplingParams, StopReason
+from k3rl.types import Alternatives, Completion, SamplingParams, StopReason
 
 _FIRST_CAPACITY = 64  # sampled tokens per row; doubles when a row needs more
 
@@ -44,6 +44,7 @@ class Progress:
     last_version: int
     cached: int
     routes: np.ndarray | None  # int16 [P + S - 1, M, k], when the request wants them
+    alternatives: list[Alternatives] | None  # one for each token, when the request wants them
 
     def aborted(self) -> Completion:
         """The completion of a request that is taken back while it waits."""
@@ -56,6 +57,7 @@ class Progress:
             self.routes,
             tuple(self.kept) if self.kept else None,
             cached_tokens=self.cached,
+            top_logprobs=tuple(self.alternatives) if self.alternatives else None,
         )
 
 
@@ -110,6 +112,8 @@ class RowTable:
         self.routes = np.zeros((rows, 0, *moe_shape), np.int16)  # of decoded tokens; allocated on first demand
         self.prompt_routes = np.full(rows, None, object)  # int16 [P, M, k], shared by the rows of one group
         self.kept = np.full(rows, None, object)  # list of id arrays, or None where nothing can be cut
+        self.top_logprobs = np.zeros(rows, np.int64)  # alternatives wanted for each token
+        self.alternatives = np.full(rows, None, object)  # list of them, or None where none are wanted
 
     def start(
         self,
@@ -144,19 +148,26 @@ class RowTable:
         cuts = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or any(b == -np.inf for _, b in bias)
         self.kept[row] = [] if cuts or params.constraint is not None else None
         cuts = (params.top_p < 1 or params.top_k > 0 or params.min_p > 0) and params.temperature > 0
-        self.is_plain[row] = not cuts and not bias and params.constraint is None
+        self.is_plain[row] = not cuts and not bias and params.constraint is None and not params.top_logprobs
+        self.top_logprobs[row], self.alternatives[row] = params.top_logprobs, [] if params.top_logprobs else None
 
     def progress(self, row: int) -> Progress:
         """What a row that is about to be preempted must not lose."""
+        held = self.held(row)
+        return replace(held, tokens=held.tokens.copy(), logprobs=held.logprobs.copy(), routes=self.routes_of(row))
+
+    def held(self, row: int) -> Progress:
+        """What a row has, without its routes, as views that its next token changes."""
         count = int(self.count[row])
         return Progress(
-            self.tokens[row, :count].copy(),
-            self.logprobs[row, :count].copy(),
+            self.tokens[row, :count],
+            self.logprobs[row, :count],
             self.kept[row],
             int(self.first_version[row]),
             int(self.last_version[row]),
             int(self.cached[row]),
-            self.routes_of(row),
+            None,
+            self.alternatives[row],
         )
 
     def resume(self, row: int, request: Request, progress: Progress) -> None:
@@ -172,6 +183,7 @@ class RowTable:
         self.token[row], self.count[row] = progress.tokens[-1], count
         self.first_version[row], self.last_version[row] = progress.first_version, progress.last_version
         self.kept[row], self.cached[row] = progress.kept, progress.cached
+        self.alternatives[row] = progress.alternatives
         if progress.routes is not None:
             fresh = self.prompt_routes[row]
             if self.routes.shape[1] < self.tokens.shape[1]:
@@ -247,13 +259,15 @@ class RowTable:
             kept=tuple(self.kept[row]) if self.kept[row] else None,
             stop_string=self.stopped_by[row],
             cached_tokens=int(self.cached[row]),
+            top_logprobs=tuple(self.alternatives[row]) if self.alternatives[row] else None,
         )
 
-    def routes_of(self, row: int) -> np.ndarray | None:
-        """int16 [prompt + sampled - 1, M, k], or None when the request did not ask for them."""
+    def routes_of(self, row: int, start: int = 0) -> np.ndarray | None:
+        """int16 [prompt + sampled - 1 - start, M, k], or None when the request did not ask for them."""
         if not self.wants_routes[row]:
             return None
-        return np.concatenate([self.prompt_routes[row], self.routes[row, : max(int(self.count[row]) - 1, 0)]])
+        prompt, count = self.prompt_routes[row], max(int(self.count[row]) - 1, 0)
+        return np.concatenate([prompt[start:], self.routes[row, max(start - len(prompt), 0) : count]])
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copies rows, (source, target); no row is both."""

@@ -45,6 +45,20 @@ class Segment:
     hold: bool = False
 
 
+def portions(segments: Sequence[Segment], tokens: int | None) -> list[list[Segment]]:
+    """The segments in order, cut into runs of at most so many tokens, or of one segment; None: all in one."""
+    runs: list[list[Segment]] = []
+    held = 0
+    for segment in segments:
+        length = segment.stop - segment.start
+        if not runs or (tokens is not None and held + length > tokens):
+            runs.append([])
+            held = 0
+        runs[-1].append(segment)
+        held += length
+    return runs
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step: rows to decode, (request, row) pairs admitted from the spare row, (leader, row) pairs whose first

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,21 +21,21 @@ import torch
 import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from k3rl.checkpoint import load_checkpoint
-from k3rl.config import MissingResource
+from k3rl.config import ConfigError, MissingResource
 from k3rl.data.images import ImageError, ImagePatches, preprocess_files
 from k3rl.engine import openai
-from k3rl.engine.driver import EngineDriver, Stream, Tokens
+from k3rl.engine.driver import EngineDriver, Stream
 from k3rl.engine.engine import Engine
+from k3rl.engine.events import EventStream, disconnected, merged
 from k3rl.engine.metrics import ServerMetrics, engine_counters
-from k3rl.engine.openai import ChatRequest, Choice, RequestError, TextRequest
+from k3rl.engine.openai import ChatRequest, Choice, PlainText, RequestError, TextRequest
 from k3rl.engine.prefix import PrefixCache
-from k3rl.engine.protocol import EngineError, InvalidRequest
+from k3rl.engine.protocol import EngineError, InvalidRequest, Tokens
 from k3rl.engine.sampler import request_samples
 from k3rl.model.device import DeviceName, place_of
 from k3rl.tokens import Tokenizer, xtml
@@ -50,13 +49,14 @@ _TEXT_TOKENS = 16  # of a completions request that names no max_tokens, as in th
 class ServerLimits:
     """body_bytes of one request; context_tokens: prompt and answer together (None: the engine's own limit);
     samples: completions in flight, all clients together; images of one request; image_pixels of each, looked at before
-    it is decoded."""
+    it is decoded; stalled_s: how long a client may neither send nor take anything before its request is dropped."""
 
     body_bytes: int = 4 << 20
     context_tokens: int | None = None
     samples: int = 256
     images: int = 16
     image_pixels: int = 1 << 24
+    stalled_s: float = 120.0
 
 
 def create_app(
@@ -83,18 +83,33 @@ def create_app(
         Route("/v1/chat/completions", server.endpoint("chat", server.chat), methods=["POST"]),
         Route("/v1/completions", server.endpoint("completions", server.text), methods=["POST"]),
         Route("/v1/models", server.endpoint("models", server.models)),
+        Route("/v1/models/{name:path}", server.endpoint("models", server.one_model)),
         Route("/metrics", server.endpoint("metrics", server.metrics_text)),
         Route("/health", server.health),
         Route("/ready", server.ready),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: _not_found, 405: _not_found})
+    told = {404: _not_found, 405: _not_found, Exception: _crashed}
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=told)
     app.state.server = server
     return app
 
 
 def serve(app: Starlette, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serves until interrupted; requests in flight then get five seconds."""
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    """Serves until interrupted or until the engine fails; requests in flight then get five seconds.
+
+    Raises what the engine failed with, while it was loaded or later.
+    """
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    server, driver = uvicorn.Server(config), app.state.server.driver
+
+    def stop() -> None:
+        server.should_exit = True
+
+    driver.on_failure = stop
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if driver.error is not None:
+        raise driver.error
 
 
 def serve_checkpoint(
@@ -109,10 +124,13 @@ def serve_checkpoint(
     memory_bytes: int | Literal["auto"] | None = "auto",
     exact: bool = False,
     device: DeviceName = "cpu",
+    context: int | None = None,
+    limits: ServerLimits | None = None,
 ) -> None:
-    """Serves a checkpoint in the official layout until interrupted.
+    """Serves a checkpoint in the official layout until interrupted. context: tokens of one request, prompt and answer.
 
-    Raises CheckpointError when it cannot be read, MissingResource when there is no such device.
+    Raises CheckpointError when it cannot be read, ConfigError for sizes that it cannot have, MissingResource when there
+    is no such device.
     """
     tokenizer = Tokenizer.load(directory)
     torch.set_num_threads(threads)
@@ -120,22 +138,31 @@ def serve_checkpoint(
 
     def load() -> Engine:
         model = load_checkpoint(directory, dtype, place, packed=not exact and "served")
-        return Engine(
-            model,
-            max_running=max_running,
-            tokenizer=tokenizer,
-            prefix_cache=prefix_cache(),
-            memory_bytes=memory_bytes,
-            exact=exact,
-        )
+        try:
+            return Engine(
+                model,
+                max_running=max_running,
+                max_context=context,
+                tokenizer=tokenizer,
+                prefix_cache=prefix_cache(),
+                memory_bytes=memory_bytes,
+                exact=exact,
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(str(error)) from error
 
-    serve(create_app(load, tokenizer, model_name=directory.resolve().name, token=token), host, port)
+    serve(create_app(load, tokenizer, model_name=directory.resolve().name, token=token, limits=limits), host, port)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     what = f"{request.method} {request.url.path} is not served here; see /v1/chat/completions and /v1/completions"
     return JSONResponse(openai.error_object(what, status), status)
+
+
+async def _crashed(_request: Request, error: Exception) -> Response:
+    """The error is in the log, too: Starlette raises it again."""
+    return JSONResponse(openai.error_object(f"the server failed: {type(error).__name__}: {error}", 500), 500)
 
 
 @dataclass(slots=True)
@@ -176,6 +203,7 @@ class Server:
         self.limits, self.metrics = limits, ServerMetrics()
         self._token = token
         self._in_flight = 0  # samples
+        self._began = int(time.time())
 
     def endpoint(
         self, name: str, handler: Callable[[Request], Awaitable[Response]]
@@ -217,19 +245,33 @@ class Server:
         return JSONResponse({"status": self.driver.state}, 200 if self.driver.state == "ready" else 503)
 
     async def models(self, _request: Request) -> Response:
-        return JSONResponse(
-            {"object": "list", "data": [{"id": self.model_name, "object": "model", "owned_by": "k3rl"}]}
-        )
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.model_name, "object": "model", "created": self._began, "owned_by": "k3rl"}
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model_name:
+            message = f"the model {name!r} is not served here; it is {self.model_name!r}"
+            raise RequestError(message, status=404, code="model_not_found", param="model")
 
     async def metrics_text(self, _request: Request) -> Response:
-        engine = self._engine()
+        ready = self.driver.state == "ready"
         gauges = {
-            "k3rl_running_requests": ("Requests with a row.", float(engine.num_running)),
-            "k3rl_waiting_requests": ("Requests without a row.", float(engine.num_waiting)),
+            "k3rl_ready": ("1 when requests are served.", float(ready)),
             "k3rl_in_flight_samples": ("Samples of unanswered requests.", float(self._in_flight)),
-            "k3rl_weight_version": ("Version that samples the next token.", float(engine.version)),
         }
-        text = self.metrics.text(gauges, engine_counters(engine))
+        counters: dict[str, tuple[str, float]] = {}
+        if ready:
+            engine, counters = self.driver.engine, engine_counters(self.driver.engine)
+            gauges["k3rl_running_requests"] = ("Requests with a row.", float(engine.num_running))
+            gauges["k3rl_waiting_requests"] = ("Requests without a row.", float(engine.num_waiting))
+            gauges["k3rl_weight_version"] = ("Version that samples the next token.", float(engine.version))
+        text = self.metrics.text(gauges, counters)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     # ---- completions
@@ -237,8 +279,9 @@ class Server:
     async def chat(self, request: Request) -> Response:
         body = ChatRequest.model_validate_json(await self._body(request))
         sees = self._engine().model.config.vision_config is not None
-        shown, images = await asyncio.to_thread(self._images, body, sees)  # decoding must not keep others waiting
-        return await self._answer(request, body, [body.prompt_ids(self.tokenizer, shown)], images)
+        shown, images = await asyncio.to_thread(self._images, body, sees)  # none of this may keep others waiting
+        prompt = await asyncio.to_thread(body.prompt_ids, self.tokenizer, shown)
+        return await self._answer(request, body, [prompt], images)
 
     def _images(self, body: ChatRequest, sees: bool) -> tuple[tuple[EncodedImage, ...], tuple[ImagePatches, ...]]:
         """The images of a request as they came and as the tower reads them."""
@@ -247,7 +290,7 @@ class Server:
 
     async def text(self, request: Request) -> Response:
         body = TextRequest.model_validate_json(await self._body(request))
-        return await self._answer(request, body, body.prompts(self.tokenizer))
+        return await self._answer(request, body, await asyncio.to_thread(body.prompts, self.tokenizer))
 
     async def _answer(
         self,
@@ -259,17 +302,18 @@ class Server:
         await self._compile(body)
         job = self._begin(body, prompts, images)
         if body.stream:
-            return _EventStream(self._events(job), lambda: self._end(job))
+            return EventStream(self._events(job), lambda: self._end(job), self.limits.stalled_s)
         try:
             work: asyncio.Future[list[Completion]] = asyncio.ensure_future(
                 asyncio.gather(*(stream.result() for stream in job.streams))
             )
-            gone = asyncio.ensure_future(_disconnected(request.receive))
+            gone = asyncio.ensure_future(disconnected(request.receive))
             waiting: list[asyncio.Future[Any]] = [work, gone]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
             if not work.done():
                 work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
                 raise RequestError("the client closed the connection", status=499)
             completions = work.result()
             return JSONResponse(self._whole(job, completions))
@@ -290,9 +334,8 @@ class Server:
         """Checks the limits and submits every sample; `images` are those of every prompt."""
         engine = self._engine()
         chat, n = isinstance(body, ChatRequest), body.n or 1
-        if body.model and body.model != self.model_name:
-            message = f"the model {body.model!r} is not served here; it is {self.model_name!r}"
-            raise RequestError(message, status=404, code="model_not_found", param="model")
+        if body.model:
+            self._check_model(body.model)
         if not prompts or not all(prompts):
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
         wanted = n * len(prompts)
@@ -361,7 +404,7 @@ class Server:
         found: dict[str, Any] = {"index": choice.index, "logprobs": None, **openai.extras(job.body, completion)}
         if not job.chat:
             if job.body.logprobs is not None:
-                found["logprobs"] = openai.text_logprobs(self.tokenizer, completion.token_ids, completion.logprobs, 0)
+                found["logprobs"] = self._text_logprobs(choice, _sampled(completion))
             return {**found, "text": choice.said.get("text", ""), "finish_reason": openai.finish_reason(completion)}
         calls = self._calls(job, choice)
         message: dict[str, Any] = {
@@ -373,8 +416,13 @@ class Server:
         if calls:
             message["tool_calls"] = calls
         if job.body.logprobs:
-            found["logprobs"] = openai.chat_logprobs(self.tokenizer, completion.token_ids, completion.logprobs)
+            found["logprobs"] = openai.chat_logprobs(self.tokenizer, _sampled(completion))
         return {**found, "message": message, "finish_reason": openai.finish_reason(completion, calls)}
+
+    def _text_logprobs(self, choice: Choice, event: Tokens) -> dict[str, Any]:
+        """Of the last tokens of a choice of the completions dialect."""
+        offsets = choice.text.offsets[len(choice.ids) - len(event.ids) :] if isinstance(choice.text, PlainText) else ()
+        return openai.text_logprobs(self.tokenizer, event, offsets)
 
     def _calls(self, job: _Job, choice: Choice) -> list[dict[str, Any]]:
         message = openai.parse_turn(self.tokenizer, choice.ids, job.thinks)
@@ -389,7 +437,7 @@ class Server:
             for choice in job.choices:
                 yield {**head, "choices": [self._delta(choice.index, {"role": "assistant", "content": ""})]}
         first = True
-        async with aclosing(_merged(list(zip(job.choices, job.streams, strict=True)))) as events:
+        async with aclosing(merged(list(zip(job.choices, job.streams, strict=True)))) as events:
             async for choice, event in events:
                 if first:
                     self.metrics.first_token.observe(time.perf_counter() - job.began)
@@ -404,17 +452,18 @@ class Server:
             yield {**head, "choices": [], "usage": openai.usage(job.rows, completions)}
 
     def _chunk(self, job: _Job, choice: Choice, event: Tokens) -> dict[str, Any]:
-        offset = len(choice.said.get("text", ""))
         said: dict[str, str] = {}
         for channel, piece in choice.add(event.ids):
             said[channel] = said.get(channel, "") + piece
         chunk = self._delta(choice.index, said) if job.chat else self._text(choice.index, said.get("text", ""))
         if job.body.return_token_ids:
             chunk["token_ids"] = list(event.ids)
+        if event.routes is not None:
+            chunk["routes"] = openai.encoded_routes(event.routes)
         if job.chat and job.body.logprobs:
-            chunk["logprobs"] = openai.chat_logprobs(self.tokenizer, event.ids, event.logprobs)
+            chunk["logprobs"] = openai.chat_logprobs(self.tokenizer, event)
         elif not job.chat and job.body.logprobs is not None:
-            chunk["logprobs"] = openai.text_logprobs(self.tokenizer, event.ids, event.logprobs, offset)
+            chunk["logprobs"] = self._text_logprobs(choice, event)
         return chunk
 
     def _last_chunk(self, job: _Job, choice: Choice, completion: Completion) -> dict[str, Any]:
@@ -422,7 +471,8 @@ class Server:
         for channel, piece in choice.add((), final=True):
             said[channel] = said.get(channel, "") + piece
         extras = openai.extras(job.body, completion)
-        extras.pop("token_ids", None)  # they came with the chunks
+        for told in ("token_ids", "routes"):
+            extras.pop(told, None)  # they came with the chunks
         if not job.chat:
             chunk = {**self._text(choice.index, said.get("text", "")), **extras}
             return {**chunk, "finish_reason": openai.finish_reason(completion)}
@@ -450,93 +500,39 @@ class Server:
     def _authorize(self, request: Request) -> None:
         if self._token is None:
             return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode("latin-1"), self._token.encode())  # headers are read as latin-1
+        if scheme.lower() != "bearer" or not same:
             raise RequestError("the bearer token is missing or wrong", status=401, code="invalid_api_key")
 
     async def _body(self, request: Request) -> bytes:
         """The body, never more of it in memory than the limit."""
-        limit = self.limits.body_bytes
+        limit, pieces = self.limits.body_bytes, aiter(request.stream())
+        too_large = RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
+        said = request.headers.get("content-length", "")
+        if said.isdecimal() and int(said) > limit:
+            raise too_large
         received = bytearray()
-        async for piece in request.stream():
-            received += piece
-            if len(received) > limit:
-                raise RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
-        return bytes(received)
+        try:
+            while True:
+                async with asyncio.timeout(self.limits.stalled_s):
+                    piece = await anext(pieces, None)
+                if piece is None:
+                    return bytes(received)
+                received += piece
+                if len(received) > limit:
+                    raise too_large
+        except TimeoutError:
+            message = f"nothing of the body came for {self.limits.stalled_s:g} s"
+            raise RequestError(message, status=408, code="timeout") from None
+        except ClientDisconnect:
+            raise RequestError("the client closed the connection", status=499) from None
+
+
+def _sampled(completion: Completion) -> Tokens:
+    return Tokens(completion.token_ids, completion.logprobs, completion.top_logprobs or ())
 
 
 def _refusal(error: RequestError) -> Response:
     told = openai.error_object(str(error), error.status, error.code, error.param)
     return JSONResponse(told, error.status, {"Retry-After": "1"} if error.status == 429 else None)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _merged(pairs: list[tuple[Choice, Stream]]) -> AsyncGenerator[tuple[Choice, Tokens | Completion], None]:
-    """Events of several streams in the order in which they come; each ends with its completion."""
-    queue: asyncio.Queue[tuple[Choice, Tokens | Completion | Exception]] = asyncio.Queue()
-
-    async def forward(choice: Choice, stream: Stream) -> None:
-        try:
-            async for tokens in stream:
-                queue.put_nowait((choice, tokens))
-            queue.put_nowait((choice, await stream.result()))
-        except EngineError as error:
-            queue.put_nowait((choice, error))
-
-    tasks = [asyncio.create_task(forward(*pair)) for pair in pairs]
-    try:
-        left = len(tasks)
-        while left:
-            choice, event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            left -= isinstance(event, Completion)
-            yield choice, event
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-class _EventStream(Response):
-    """Server-sent events of JSON objects, `[DONE]` at the end. An EngineError becomes an error object.
-
-    `end` is called once, however it ends; a client that leaves ends it.
-    """
-
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], end: Callable[[], None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._events, self._end = events, end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        finally:
-            for task in (sending, gone):
-                task.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
-            self._end()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    await self._data(send, json.dumps(event, ensure_ascii=False))
-        except EngineError as error:
-            status = 400 if isinstance(error, InvalidRequest) else 500
-            await self._data(send, json.dumps(openai.error_object(str(error), status)))
-        await self._data(send, "[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    @staticmethod
-    async def _data(send: Send, text: str) -> None:
-        await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})

@@ -21,11 +21,14 @@ class StopStrings:
         self._tail = b""
 
     def feed(self, token: int) -> str | None:
-        """Takes the next sampled id; the stop string that it completes (the one that ends first), or None."""
+        """Takes the next sampled id; the stop string that it completes, or None.
+
+        Of several the one that ends first, of those that end together the longest.
+        """
         if token >= self._tokenizer.vocab_size or self._tokenizer.special_name(token) is not None:
             self._tail = b""
             return None
         text = self._tail + self._tokenizer.decode_bytes([token])
-        found = [(text.find(stop) + len(stop), name) for stop, name in self._stop if stop in text]
+        found = [(text.find(stop) + len(stop), -len(stop), name) for stop, name in self._stop if stop in text]
         self._tail = text[-self._keep :] if self._keep else b""
-        return min(found)[1] if found else None
+        return min(found)[2] if found else None

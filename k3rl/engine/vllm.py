@@ -33,6 +33,7 @@ from torch import Tensor
 
 from k3rl.data.images import ImagePatches
 from k3rl.engine import sampler, vllm_wire
+from k3rl.engine.prompts import check_numbers, token_row
 from k3rl.engine.protocol import (
     EngineError,
     InvalidRequest,
@@ -538,7 +539,7 @@ class VLLMEngine:
     def _validated(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches]
     ) -> list[int]:
-        prompt = np.asarray(prompt_ids)
+        prompt = token_row(prompt_ids)
         if not prompt.size:
             raise InvalidRequest("the prompt is empty; it needs at least one token")
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
@@ -554,6 +555,7 @@ class VLLMEngine:
                 f"{prompt.size} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
                 f"{self.served.max_context}; ask for at most {max(room, 0)}"
             )
+        check_numbers(params)
         vllm_wire.check_options(params, self.served, self.vocab_size)
         return [int(token) for token in prompt]
 

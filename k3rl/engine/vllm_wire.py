@@ -55,6 +55,8 @@ def check_options(params: SamplingParams, served: Served, vocabulary: int) -> No
     low, high = _TEMPERATURES
     if params.temperature != 0 and not low <= params.temperature <= high:
         raise InvalidRequest(f"temperature is {params.temperature}; vLLM samples at 0 or in [{low}, {high}]")
+    if params.top_logprobs:
+        raise InvalidRequest("top_logprobs are not taken from vLLM; use the k3rl engine, or leave them at 0")
     if cuts(params) and not served.sampling_mask:
         raise InvalidRequest(
             "top_p, top_k and min_p need the kept sets, which this vLLM does not return; "

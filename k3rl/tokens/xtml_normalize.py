@@ -159,6 +159,8 @@ def _said(message: Message | Mapping[str, Any], where: str) -> Said:
         raise XTMLError(f"{where} has the role {role!r}; wanted one of {', '.join(ROLES)}")
     if reasoning is not None and not isinstance(reasoning, str):
         raise XTMLError(f"{where} has reasoning of type {type(reasoning).__name__}; wanted text")
+    if calls is not None and not isinstance(calls, list | tuple):
+        raise XTMLError(f"{where} has tool_calls of type {type(calls).__name__}; wanted a list")
     return Said(
         role=str(role),
         parts=_parts(content, where),

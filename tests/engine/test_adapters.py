@@ -117,6 +117,14 @@ def test_cached_prefixes_belong_to_one_version_of_one_adapter(model, pair, run_a
     assert ask("b", pair["b"]) == len(prompt), "another adapter's version does not matter"
 
 
+def test_no_salt_of_a_caller_is_that_of_an_adapter(model, pair):
+    engine = Engine(model)
+    publish(engine, "a", 1, pair["a"])
+    of_adapter = engine.adapters.salt(params("a"))
+    forged = [of_adapter, "\0a\x001", "'a' 1 "]
+    assert of_adapter not in [engine.adapters.salt(params(cache_salt=salt)) for salt in forged]
+
+
 @pytest.mark.parametrize("in_flight", ["recompute", "carry"])
 def test_a_new_version_reaches_its_own_running_requests_and_leaves_others_alone(model, pair, run_alone, in_flight):
     engine = Engine(model, in_flight=in_flight)
@@ -173,6 +181,18 @@ def test_a_version_that_is_not_whole_or_not_for_these_weights_is_refused_and_the
     with pytest.raises(WeightUpdateError, match="trained beside its weights"):
         engine.start_weight_update(7, manifest_of(official_tensors(model)))
     assert engine.generate([PROMPTS[0]], params("a")) == before
+
+
+def test_weights_that_were_prepared_before_an_adapter_came_are_refused(model, build_model, pair):
+    engine = Engine(model)
+    tensors = dict(official_tensors(build_model(seed=3)))
+    engine.start_weight_update(1, manifest_of(tensors.items()))
+    engine.update_weights(tensors.items())
+    engine.verify_weight_update()
+    publish(engine, "a", 1, pair["a"])
+    with pytest.raises(WeightUpdateError, match="serves a, trained beside its weights"):
+        engine.finish_weight_update(1)
+    assert (engine.version, engine.model, engine.adapters.names) == (0, model, ["a"])
 
 
 def test_a_request_names_an_adapter_that_is_there(model):

@@ -237,6 +237,9 @@ def test_requests_that_cannot_be_kept_are_refused_and_nothing_is_queued(subject)
         ([1] * 100_000, SamplingParams()),
         (PROMPT, SamplingParams(max_tokens=100_000)),
         (PROMPT, SamplingParams(logit_bias=((10**6, 1.0),))),
+        ([[1], [1, 2]], SamplingParams()),
+        (PROMPT, SamplingParams(seed=1.5)),
+        (PROMPT, SamplingParams(top_k=2**63)),
     ]
     for prompt, params in refused:
         with pytest.raises(InvalidRequest):

@@ -77,6 +77,25 @@ async def test_an_aborted_or_refused_request_ends_alone_and_closing_ends_the_res
         driver.submit(PROMPT, SamplingParams())
 
 
+async def test_a_paused_engine_is_looked_at_now_and_then_and_goes_on_at_once(model):
+    looks = 0
+
+    class Watched(Engine):
+        def step(self):
+            nonlocal looks
+            looks += 1
+            return super().step()
+
+    driver = await ready(lambda: Watched(model))
+    await driver.call(lambda engine: engine.pause("keep"))
+    stream = driver.submit(PROMPT, SamplingParams(max_tokens=3))
+    await asyncio.sleep(0.3)
+    assert looks < 20
+    await driver.call(lambda engine: engine.resume())
+    assert len((await stream.result()).token_ids) == 3
+    await driver.close()
+
+
 async def test_an_engine_that_breaks_ends_every_request_and_says_why(model):
     class Broken(Engine):
         def step(self):
@@ -84,8 +103,11 @@ async def test_an_engine_that_breaks_ends_every_request_and_says_why(model):
 
     driver = await ready(lambda: Broken(model))
     stream = driver.submit(PROMPT, SamplingParams())
+    called = asyncio.create_task(driver.call(lambda engine: engine.version))
     with pytest.raises(EngineError, match="out of luck"):
         await stream.result()
+    with pytest.raises(EngineError, match="out of luck"):
+        await asyncio.wait_for(called, 10)
     assert driver.state == "failed"
     with pytest.raises(EngineError, match="out of luck"):
         driver.submit(PROMPT, SamplingParams())

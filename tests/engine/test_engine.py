@@ -10,8 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from k3rl.checkpoint import official_tensors
 from k3rl.engine import Engine, RolloutEngine
 from k3rl.engine.protocol import EngineError, InvalidRequest, NonFiniteLogits, UnknownRequest
+from k3rl.engine.weights import manifest_of
 from k3rl.model import QuantizationConfig
 from k3rl.types import Completion, SamplingParams, StopReason
 
@@ -164,6 +166,27 @@ def test_routes_are_the_models_for_every_token_but_the_last_one(model, run_teach
         _, routes = run_teacher_forced(model, [*prompt, *completion.token_ids[:-1]])
         assert completion.routes.dtype == np.int16
         assert np.array_equal(np.sort(completion.routes, -1), np.sort(routes, -1))  # order within k is free
+
+
+def test_routes_come_piece_by_piece_and_over_a_preemption(model):
+    engine = Engine(model, prefill_tokens=4)
+    other = engine.submit(PROMPTS[1], params())
+    number = engine.submit(PROMPTS[2], params(return_routes=True, max_tokens=9))
+    weights = dict(official_tensors(model))
+    pieces, ended = [], {}
+    while number not in ended:
+        if len(pieces) == 3 and engine.version == 0:  # the same weights: what runs is computed again
+            engine.start_weight_update(1, manifest_of(weights.items()))
+            engine.update_weights(weights.items())
+            engine.finish_weight_update(1)
+            assert (engine.num_running, engine.routes(number, sum(map(len, pieces))).size) == (0, 0)
+        ended.update(engine.step())
+        routes = None if number in ended else engine.routes(number, sum(map(len, pieces)))
+        pieces += [] if routes is None or not len(routes) else [routes]
+        assert other in ended or engine.routes(other) is None
+    whole = ended[number].routes
+    assert [len(piece) for piece in pieces] == [len(PROMPTS[2]), *[1] * 7]
+    assert np.array_equal(np.concatenate(pieces), whole[:-1])
 
 
 def test_routes_are_none_unless_asked_for(model):

@@ -31,6 +31,13 @@ async def test_turns_hold_the_tokens_logprobs_and_version_of_the_engine(build_mo
     answers = await asyncio.gather(*(answer(session, json.dumps({"messages": one}).encode()) for one in asked))
     assert [given.status for given in answers] == [200, 200, 200]
     assert (await answer(session, json.dumps({"messages": asked[0]}).encode())).status == 403
+    other = GatewaySession(TASK, EnginePolicy(driver), TOKENIZER, sampling=sampling)
+    long = {"messages": [{"role": "user", "content": "word " * 300}]}
+    refused = await answer(other, json.dumps(long).encode())
+    assert (refused.status, refused.body["error"]["code"]) == (400, "context_length_exceeded")
+    assert (other.stop_reason, other.engine_error) == (StopReason.CONTEXT_OVERFLOW, None)
+    assert (await answer(other, json.dumps({"messages": asked[0]}).encode())).status == 200
+    assert other.stop_reason is not StopReason.CONTEXT_OVERFLOW
     await driver.close()
     episode = session.episode("e", StopReason.MAX_TURNS)
     assert len(episode.branches) == 3

@@ -15,6 +15,7 @@ from k3rl.data.images import ImagePatches, expand_placeholders, stack
 from k3rl.engine import Engine, InvalidRequest, NonFiniteLogits, PrefixCache
 from k3rl.engine.weights import manifest_of
 from k3rl.model import VisionConfig
+from k3rl.model.flat_step import FlatStep
 from k3rl.types import SamplingParams, StopReason
 
 TOLERANCE = 1e-9  # float64: only the order of summation differs
@@ -230,13 +231,16 @@ def test_a_tower_that_gives_nan_is_named_and_text_goes_on(build_model):
     assert len(outcomes[good].token_ids) == 4
 
 
-def test_a_placeholder_that_is_sampled_stays_a_token(seeing):
+def test_a_placeholder_that_is_sampled_stays_a_token(seeing, monkeypatch):
     """Nothing else can be meant by it: an image never comes out of a model."""
     own = params(temperature=0, logit_bias=((PAD, 100.0),), max_tokens=3)
     (got,) = Engine(seeing).generate([PROMPTS[0][0]], own, [(A,)])
     assert got.token_ids == (PAD, PAD, PAD)
+    monkeypatch.setattr(FlatStep, "takes", lambda model: False)  # the forward shows what it reads
     seen = []
     handle = seeing.language_model.model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    Engine(seeing).generate([PROMPTS[0][0]], own, [(A,)])
+    (again,) = Engine(seeing).generate([PROMPTS[0][0]], own, [(A,)])
     handle.remove()
     assert torch.equal(seen[-1][0], seeing.language_model.model.embed_tokens.weight[PAD])
+    assert again.token_ids == got.token_ids
+    assert again.logprobs == pytest.approx(got.logprobs, abs=1e-9)  # float64

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.engine.scheduler import Scheduler
+from k3rl.engine.scheduler import Scheduler, Segment, portions
 
 SPARE = "spare"
 
@@ -198,3 +200,13 @@ def test_an_unknown_request_cannot_be_removed():
 def test_impossible_sizes_are_refused(rows, tokens):
     with pytest.raises(ValueError, match="must be at least 1"):
         Scheduler(rows, tokens)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 12))
+def test_portions_keep_the_order_and_hold_more_than_they_may_only_in_one_segment(lengths, tokens):
+    segments = [Segment(number, number, 0, length) for number, length in enumerate(lengths)]
+    runs = portions(segments, tokens)
+    assert [segment for run in runs for segment in run] == segments
+    assert all(len(run) == 1 or sum(segment.stop for segment in run) <= tokens for run in runs)
+    assert all(sum(s.stop for s in a) + b[0].stop > tokens for a, b in pairwise(runs))
+    assert portions(segments, None) == ([segments] if segments else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import threading
 import time
 from contextlib import contextmanager
@@ -19,8 +20,7 @@ from PIL import Image
 
 from k3rl.data.images import preprocess_files
 from k3rl.engine import Engine
-from k3rl.engine.openai import Channels, TextCutter
-from k3rl.engine.server import ServerLimits, create_app
+from k3rl.engine.server import ServerLimits, create_app, serve
 from k3rl.model import VisionConfig
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.images import data_url, encode_image, image_prompts
@@ -190,6 +190,10 @@ def test_a_stop_string_ends_the_text_before_it(scripted, stream):
     assert (content, finish) == ("It is \u00e9 ", "stop")
 
 
+def read_routes(choice: dict) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(choice["routes"]["data"]), "<i2").reshape(choice["routes"]["shape"])
+
+
 def test_completions_give_the_engines_tokens_logprobs_and_routes(served, model):
     url, _ = served
     prompts = [[5, 9, 2], [7, 7, 7, 7]]
@@ -202,8 +206,7 @@ def test_completions_give_the_engines_tokens_logprobs_and_routes(served, model):
     for choice, completion in zip(answer["choices"], expected, strict=True):
         assert choice["token_ids"] == list(completion.token_ids)
         np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], completion.logprobs, atol=1e-9, rtol=0)
-        routes = np.frombuffer(base64.b64decode(choice["routes"]["data"]), "<i2").reshape(choice["routes"]["shape"])
-        assert np.array_equal(np.sort(routes, -1), np.sort(completion.routes, -1))
+        assert np.array_equal(np.sort(read_routes(choice), -1), np.sort(completion.routes, -1))
         assert choice["text"] == TOKENIZER.decode(completion.token_ids, skip_special=True)
     assert answer["usage"]["prompt_tokens"] == 7
     assert answer["prompt_token_ids"] == prompts
@@ -212,8 +215,10 @@ def test_completions_give_the_engines_tokens_logprobs_and_routes(served, model):
 def test_streamed_completions_of_several_samples_equal_the_whole_ones(served):
     url, _ = served
     body = {"prompt": "abc", "n": 3, "max_tokens": 12, "seed": 1, "return_token_ids": True, "top_p": 0.9}
+    body["return_routes"] = True
     whole = httpx.post(url + "/v1/completions", headers=HEADERS, json=body).json()
     ids, text = {0: [], 1: [], 2: []}, {0: "", 1: "", 2: ""}
+    routes = {0: [], 1: [], 2: []}
     with httpx.stream("POST", url + "/v1/completions", headers=HEADERS, json={**body, "stream": True}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -222,9 +227,33 @@ def test_streamed_completions_of_several_samples_equal_the_whole_ones(served):
         (choice,) = json.loads(line)["choices"]
         ids[choice["index"]] += choice.get("token_ids", [])
         text[choice["index"]] += choice["text"]
+        if "routes" in choice:
+            routes[choice["index"]].append(read_routes(choice))
     for choice in whole["choices"]:
         assert ids[choice["index"]] == choice["token_ids"]
+        assert len(routes[choice["index"]]) > 1  # as they come
+        np.testing.assert_array_equal(
+            np.sort(np.concatenate(routes[choice["index"]]), -1), np.sort(read_routes(choice), -1)
+        )
         assert text[choice["index"]] == choice["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_top_logprobs_name_the_likeliest_tokens(served, stream):
+    client = openai.OpenAI(base_url=served[0] + "/v1", api_key=TOKEN, max_retries=0)
+    asked = {"model": "tiny", "max_tokens": 5, "seed": 2, "stream": stream}
+    answer = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, temperature=0, **asked)
+    found = [part.choices[0].logprobs for part in (answer if stream else [answer])]
+    content = [one for logprobs in found if logprobs for one in logprobs.content]
+    assert len(content) == 5
+    for one in content:
+        values = [beside.logprob for beside in one.top_logprobs]
+        assert (len(values), values) == (3, sorted(values, reverse=True))
+        assert (one.top_logprobs[0].token, values[0]) == (one.token, one.logprob)
+    answer = client.completions.create(prompt="a", logprobs=2, top_p=1e-9, **asked)
+    found = [part.choices[0].logprobs for part in (answer if stream else [answer])]
+    tops = [top for logprobs in found if logprobs for top in logprobs.top_logprobs]
+    assert [list(top.values()) for top in tops] == [[0.0]] * 5
 
 
 BAD = [
@@ -233,8 +262,19 @@ BAD = [
     ("completions", {"prompt": []}, 400, None, "prompt"),
     ("completions", {"prompt": [600]}, 400, None, None),
     ("completions", {"prompt": "a", "temprature": 1}, 400, None, "temprature"),
-    ("completions", {"prompt": "a", "logprobs": 5}, 400, None, "logprobs"),
+    ("completions", {"prompt": "a", "logprobs": 21}, 400, None, "logprobs"),
     ("completions", {"prompt": "a", "stop": [""]}, 400, None, None),
+    ("completions", {"prompt": "a", "top_k": 2**63}, 400, None, None),
+    ("completions", {"prompt": "a", "temperature": math.inf}, 400, None, "temperature"),
+    ("completions", {"prompt": "a", "stop_token_ids": [-(2**63) - 1]}, 400, None, None),
+    (
+        "completions",
+        {"prompt": "a", "stop_token_ids": [600], "ignore_eos": True, "structured_outputs": {"regex": "a"}},
+        400,
+        None,
+        None,
+    ),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, None, "messages"),
     ("completions", {"prompt": "a", "model": "other"}, 404, "model_not_found", "model"),
     ("completions", {"prompt": "a", "n": 100}, 400, None, "n"),
     ("completions", {"prompt": "a" * 9000}, 413, "body_too_large", None),
@@ -242,7 +282,7 @@ BAD = [
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "messages"),
     ("chat/completions", {"messages": [], "max_tokens": 1}, 400, None, "messages"),
     ("chat/completions", {"messages": MESSAGES, "presence_penalty": 0.5}, 400, None, None),
-    ("chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}, 400, None, None),
+    ("chat/completions", {"messages": MESSAGES, "top_logprobs": 3}, 400, None, None),
 ]
 
 
@@ -257,7 +297,7 @@ def limited(model):
 @pytest.mark.parametrize(("path", "body", "status", "code", "param"), BAD)
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_get_an_openai_error_object(limited, path, body, status, code, param, stream):
-    answer = httpx.post(f"{limited}/v1/{path}", headers=HEADERS, json={**body, "stream": stream})
+    answer = httpx.post(f"{limited}/v1/{path}", headers=HEADERS, content=json.dumps({**body, "stream": stream}))
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["code"] == code
@@ -293,7 +333,10 @@ def test_without_the_token_only_health_and_readiness_answer(served):
     for headers in ({}, {"authorization": "Bearer wrong"}):
         assert httpx.get(url + "/v1/models", headers=headers).status_code == 401
         assert httpx.get(url + "/metrics", headers=headers).status_code == 401
-    assert httpx.get(url + "/v1/models", headers=HEADERS).json()["data"][0]["id"] == "tiny"
+    listed = httpx.get(url + "/v1/models", headers={"authorization": f"bearer {TOKEN}"}).json()["data"][0]
+    assert listed == httpx.get(url + "/v1/models/tiny", headers=HEADERS).json()
+    assert (listed["id"], listed["created"] > 0) == ("tiny", True)
+    assert httpx.get(url + "/v1/models/other", headers=HEADERS).status_code == 404
     assert httpx.get(url + "/health").json()["status"] == "ready"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=url + "/v1", api_key="wrong", max_retries=0).models.list()
@@ -349,6 +392,7 @@ def test_starting_is_not_sick_and_failing_to_load_is(model):
     with running(load) as (url, _):
         assert httpx.get(url + "/health").json() == {"status": "starting", "failure": None}
         assert httpx.get(url + "/ready").status_code == 503
+        assert "k3rl_ready 0" in httpx.get(url + "/metrics", headers=HEADERS).text
         early = httpx.post(url + "/v1/completions", headers=HEADERS, json={"prompt": "a"})
         assert (early.status_code, early.json()["error"]["code"]) == (503, "starting")
         go.set()
@@ -356,6 +400,14 @@ def test_starting_is_not_sick_and_failing_to_load_is(model):
         assert "no weights here" in httpx.get(url + "/health").json()["failure"]
         late = httpx.post(url + "/v1/completions", headers=HEADERS, json={"prompt": "a"})
         assert "no weights here" in late.json()["error"]["message"]
+
+
+def test_an_engine_that_cannot_be_loaded_ends_the_command():
+    def load():
+        raise RuntimeError("no weights")
+
+    with pytest.raises(RuntimeError, match="no weights"):
+        serve(create_app(load, TOKENIZER), port=0)
 
 
 # ---- images
@@ -456,28 +508,6 @@ def test_a_model_without_a_tower_refuses_images(served):
     client = openai.OpenAI(base_url=served[0] + "/v1", api_key=TOKEN, max_retries=0)
     with pytest.raises(openai.BadRequestError, match="no vision tower"):
         client.chat.completions.create(model="tiny", messages=asking(data_url(picture((8, 8)))))
-
-
-# ---- text
-
-
-@pytest.mark.parametrize("cuts", [1, 2, 3, 5])
-def test_text_in_pieces_never_shows_a_stop_string_or_half_a_character(cuts):
-    text = "a\u00e9b STO x STOP rest"
-    cutter = TextCutter(["STOP", "zz"])
-    data = text.encode()
-    pieces = [cutter.feed(data[i : i + cuts], final=i + cuts >= len(data)) for i in range(0, len(data), cuts)]
-    assert "".join(pieces) == "a\u00e9b STO x "
-    assert all("\ufffd" not in piece for piece in pieces)
-
-
-def test_channels_of_a_turn_without_thinking_and_of_a_malformed_one():
-    plain = Channels(TOKENIZER, [], thinking=False)
-    assert plain.feed(TOKENIZER.encode("hi"), final=True)[0][0] == "content"
-    odd = Channels(TOKENIZER, [], thinking=True)
-    sep, close, opened = (TOKENIZER.special(name) for name in ("sep", "close", "open"))
-    ids = [*TOKENIZER.encode("x"), close, *TOKENIZER.encode("nonsense"), sep, *TOKENIZER.encode("lost"), opened, 9999]
-    assert odd.feed(ids, final=True) == [("reasoning_content", "x")]
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"]}

@@ -70,6 +70,9 @@ def test_options_that_the_engine_cannot_keep_are_refused(model):
         ({"stop": ("x",)}, "tokenizer"),
         ({"logit_bias": ((40, 1.0),)}, "token id 40"),
         ({"logit_bias": tuple((i, -math.inf) for i in range(40))}, "at least one"),
+        ({"logit_bias": ((1.5, 1.0),)}, "logit_bias has 1.5"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"stop_ids": ("a",)}, "stop_ids has 'a'"),
     ]:
         with pytest.raises(InvalidRequest, match=says):
             engine.submit(PROMPT, SamplingParams(**changes))
@@ -95,6 +98,30 @@ def test_min_p_and_biases_leave_a_logprob_that_the_learner_can_recompute(model, 
             assert (row[kept] >= row.max() + math.log(0.05) - 1e-9).all()
         expected = row[token] - torch.logsumexp(row[kept], 0)
         assert completion.logprobs[step] == pytest.approx(float(expected), abs=1e-9)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_top_logprobs_are_the_likeliest_of_what_a_token_was_drawn_from(model, run_teacher_forced, temperature):
+    asked = SamplingParams(
+        temperature=temperature, top_p=0.8, max_tokens=6, seed=3, top_logprobs=4, logit_bias=((7, 1.5), (5, -math.inf))
+    )
+    plain = SamplingParams(temperature=temperature, max_tokens=6, seed=3)
+    completion, other = Engine(model).generate([PROMPT] * 2, [asked, plain])
+    assert other.top_logprobs is None
+    logits, _ = run_teacher_forced(model, [*PROMPT, *completion.token_ids[:-1]])
+    for place, token in enumerate(completion.token_ids):
+        z = logits[len(PROMPT) - 1 + place].clone()
+        z[7] += 1.5
+        kept = torch.zeros(len(z), dtype=torch.bool)
+        kept[torch.from_numpy(completion.kept[place]).long()] = True
+        want = (z / (temperature or 1.0)).masked_fill(~kept, -math.inf).log_softmax(0)
+        found = completion.top_logprobs[place]
+        assert len(found) == min(4, int(kept.sum()))
+        assert [i for i, _ in found] == want.argsort(descending=True)[: len(found)].tolist()
+        np.testing.assert_allclose(
+            [value for _, value in found], want.sort(descending=True)[0][: len(found)], atol=1e-9
+        )
+        assert dict(found).get(token, completion.logprobs[place]) == completion.logprobs[place]
 
 
 def test_n_samples_share_one_prefill_and_equal_themselves_alone(model):

@@ -271,6 +271,7 @@ def test_what_follows_a_cut_turn_is_refused_and_not_tokenized_again() -> None:
         b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}',
         b'{"messages": [{"role": "tool", "content": "nobody asked"}]}',
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": 5}]}',
         b"[" * 100_000,
     ],
 )

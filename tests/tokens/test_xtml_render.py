@@ -149,6 +149,7 @@ def test_an_unknown_effort_is_refused_only_when_thinking(effort):
             {},
             "no JSON text",
         ),
+        ([USER, {"role": "assistant", "tool_calls": 5}], {}, "tool_calls of type int"),
         (["hello"], {}, "type str"),
         ([{"role": "user", "content": [{"type": "image"}]}], {"image_prompts": []}, "more images"),
         ([USER], {"image_prompts": [xtml.image_prompt(8, 8)]}, "1 image prompts were given for 0 images"),
