@@ -24,6 +24,7 @@ from k3rl.actors.rollouts import Rollouts
 from k3rl.actors.weights import WeightPublisher
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch
+from k3rl.envs import make
 from k3rl.envs.faults import FaultConfig
 from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, deal
 from k3rl.run.metrics import Accumulator
@@ -213,9 +214,10 @@ class Fleet:
             def judge(i: int) -> Any:
                 return place(f"reward {i}", RewardActor, *played)
 
-            for make, count in ((player, config.environment_actors), (judge, config.reward_actors)):
-                self._crews.append(Crew([make(i) for i in range(count)], make))
-            self.rollouts = Rollouts(config, engines, *self._crews, faults=parts.faults, env=parts.env)
+            for role, count in ((player, config.environment_actors), (judge, config.reward_actors)):
+                self._crews.append(Crew([role(i) for i in range(count)], role))
+            name = make(parts.env, **parts.env_args).name
+            self.rollouts = Rollouts(config, engines, *self._crews, faults=parts.faults, env=name)
         if parts.learner and parts.rollouts and parts.canary_prompt:
             publisher = self.learner.actors, self.rollouts.actors, parts.canary_prompt, parts.canary_tolerance
             make_publisher = ray.remote(WeightPublisher).options(num_cpus=0)

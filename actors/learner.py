@@ -55,6 +55,7 @@ class LearnerActor:
         self._tokenizer: Tokenizer | None = None
         self._version = 0
         self._start: str | None = None  # the checkpoint that the weights came from
+        self._seed = 0  # what fresh weights came from
         self._base: str | None = None  # digest of the weights beside an adapter
         self._published: tuple[int, dict[str, str], dict[str, torch.Tensor]] | None = None  # version, manifest, tensors
         self._sender: Sender | None = None  # of rank 0, where weights do not go through the object store
@@ -89,7 +90,7 @@ class LearnerActor:
         self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int, learner: LearnerConfig = _NATIVE
     ) -> int:
         """A freshly initialised model from an official-layout config; returns its number of parameters."""
-        self._tokenizer, self._start = Tokenizer.builtin(), None
+        self._tokenizer, self._start, self._seed = Tokenizer.builtin(), None, seed
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
         packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
         held = mesh.experts(built.num_experts)
@@ -323,7 +324,9 @@ class LearnerActor:
 
         extra: the pipeline's own JSON.
         """
-        extra = {**extra, "weight_version": self._version}
+        model = {"config": self.trainer.model.config.to_dict(), "start": self._start, "seed": self._seed}
+        learner = {"model": model, "trainer": self.trainer.config.model_dump(mode="json")}
+        extra = {**extra, "weight_version": self._version, "learner": learner}
         self._writer.save(Path(directory), self.trainer.owned_state(), extra, save_id=save_id)
 
     def state_saved(self) -> None:

@@ -60,7 +60,8 @@ class Rollouts:
     ) -> None:
         self._config = config
         self._faults = faults or FaultConfig(retries=0)
-        self._env = env
+        self.env = env
+        """The environment's own name, under which metrics stand; a run may have found it by a path."""
         self.actors = rollouts
         self._players = environments if isinstance(environments, Crew) else Crew(environments)
         self._judges = rewards if isinstance(rewards, Crew) else Crew(rewards)
@@ -128,9 +129,9 @@ class Rollouts:
         self._players.replaced = self._judges.replaced = 0
         for name in ("retried", *(f"failed_{kind}" for kind in FailureKind)):
             if self._counts[name] or name == "retried":
-                metrics.add(f"env/{self._env}/{name}_attempts", self._counts[name])
-        metrics.add(f"env/{self._env}/replaced_actors", replaced)
-        metrics.add(f"env/{self._env}/parts_left_out", len(self._breaker.open))
+                metrics.add(f"env/{self.env}/{name}_attempts", self._counts[name])
+        metrics.add(f"env/{self.env}/replaced_actors", replaced)
+        metrics.add(f"env/{self.env}/parts_left_out", len(self._breaker.open))
         self._counts.clear()
         return metrics
 
@@ -234,7 +235,7 @@ class Rollouts:
         return Episode(
             id=job.episode_id,
             task_id=f"{job.task.split}/{job.task.index}",
-            env=self._env,
+            env=self.env,
             family=job.task.family or "unknown",
             level=job.task.level or 0,
             branches=(),

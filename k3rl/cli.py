@@ -8,7 +8,9 @@ an exit code.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -33,6 +35,9 @@ COMMANDS = {
     "config": ("k3rl.cli_config:config", "configurations: show, diff, schema"),
     "doctor": ("k3rl.cli_doctor:doctor", "check that this machine has what a run needs"),
 }
+
+# What the system refuses: a full disk, a folder that may not be written to. No fault of k3rl, so no traceback.
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 USAGE = """\
 usage: k3rl COMMAND ...
@@ -68,9 +73,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output, such as `head`, has gone: not an error of ours. Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
-        traceback.print_exc()
-        return 1
+    except Exception as error:
+        if (refusal := _refusal(error)) is None:
+            traceback.print_exc()
+            return 1
+        print(f"k3rl: missing\n{refusal}", file=sys.stderr)
+        return 3
+
+
+def _refusal(error: Exception) -> str | None:
+    """What the system said no to, in a sentence; None for any other error."""
+    if isinstance(error, OSError):
+        number, place = error.errno, error.filename
+    else:  # libraries in Rust, such as safetensors, tell the number in their text and not the file
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number, place = int(found[1]) if found else None, None
+    if number not in REFUSALS:
+        return None
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free some room" if full else "name a place that can be written to"
+    return f"{f'{place}: ' if place else ''}{os.strerror(number)}; {remedy}, then give the same command again"
 
 
 def _dispatch(words: list[str]) -> int:

@@ -8,11 +8,19 @@ from typing import Any
 
 from k3rl.checkpoint.adapter import load_adapter, save_adapter, weights_of
 from k3rl.checkpoint.hf import load_checkpoint, official_tensors, read_card, save_checkpoint
+from k3rl.checkpoint.state_writer import restore
+from k3rl.checkpoint.train_state import TrainState, TrainStateError
 from k3rl.config import K3Error
-from k3rl.model import K3ForCausalLM
-from k3rl.model.lora import merge
+from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.model.lora import adapted, merge
+from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.tokens import Tokenizer
 from k3rl.tokens.vocab import RANKS_FILE, SMALL_FILE
+
+_ONE_PROCESS = {
+    "expert_parallel": 1, "context_parallel": 1, "shard_frozen": 1, "packed_experts": False, "capture": "off",
+    "recompute": (), "exact": False,
+}  # fmt: skip
 
 
 def copy_checkpoint(source: Path, target: Path) -> tuple[int, int]:
@@ -44,6 +52,46 @@ def copy_adapter(source: Path, target: Path) -> tuple[int, int]:
     return len(written), _size(target)
 
 
+def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tuple[int, int]:
+    """The policy of a training state as its run would write it: a checkpoint, or an adapter unless `merged`.
+
+    One process holds the model with masters and optimizer state, 16 bytes a number and more. An adapter that is trained
+    beside fresh weights gets those in a folder `TARGET-base`. Returns (tensors, bytes of the folder). Raises
+    TrainStateError for a state that is damaged, or does not say which model it is of.
+    """
+    about = state.extra.get("learner")
+    if about is None:
+        raise TrainStateError(
+            f"{state.directory} does not say which model it is of: an older k3rl wrote it. Resume its run and let it "
+            "save again"
+        )
+    settings = TrainerConfig.model_validate(about["trainer"]).replace(**_ONE_PROCESS)
+    start, seed, config = (about["model"][key] for key in ("start", "seed", "config"))
+    built = K3Config.from_dict(config)
+    if start is not None and (settings.lora is not None or built.vision_config is not None):
+        model = load_checkpoint(start)  # whatever is not trained is there alone
+    else:
+        model = K3ForCausalLM(built)
+        if start is None:
+            model.init_weights(seed)
+    trainer = Trainer(model, settings)
+    restore(trainer, state)
+    tokenizer = Tokenizer.builtin() if start is None else _tokenizer(Path(start))
+    card = {"stage": state.directory.parent.name, "steps": state.extra.get("step", trainer.steps)}
+    if merged and model.adapter is not None:
+        merge(model)
+    if model.adapter is None:
+        save_checkpoint(model, target, tokenizer=tokenizer, card=card)
+        return _compared(model, target), _size(target)
+    if start is None:
+        start = str(target.with_name(f"{target.name}-base"))
+        with adapted(model, None):
+            save_checkpoint(model, start, tokenizer=tokenizer)
+    tensors = dict(model.adapter.stored_tensors())
+    save_adapter(tensors, model.adapter.config, target, base=start, tokenizer=tokenizer, card=card)
+    return len(tensors), _size(target)
+
+
 def merge_adapter(source: Path, target: Path) -> tuple[int, int, dict[str, dict[str, Any]]]:
     """One checkpoint of an adapter and its weights; also, by stored format, what rounding to it left of the change.
 
@@ -68,6 +116,11 @@ def _save(model: K3ForCausalLM, source: Path, target: Path) -> int:
     """Writes and compares; the number of tensors."""
     tokenizer = _tokenizer(source) or _tokenizer(weights_of(source))
     save_checkpoint(model, target, tokenizer=tokenizer, card=read_card(source))
+    return _compared(model, target)
+
+
+def _compared(model: K3ForCausalLM, target: Path) -> int:
+    """The number of tensors. Raises K3Error for the first that does not read back as it is."""
     written = dict(official_tensors(load_checkpoint(target)))
     count = 0
     for name, tensor in official_tensors(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def evaluate(words: Sequence[str]) -> int:
         return 0
     low, high = result["ci95"]
     print(f"pass@1 {result['pass_at_1']:.4f}   95% interval {low:.4f} to {high:.4f}   {result['n']} tasks")
+    print(f"greedy {result['greedy']:.4f}")
     for family, value in result["by_family"].items():
         print(f"  {family}: {_plain(value)}")
     return 0
@@ -63,14 +65,17 @@ def export(words: Sequence[str]) -> int:
         "Writes a checkpoint in the official layout, or an adapter in PEFT's format, into a new folder, and reads it "
         "back.",
     )
-    parser.add_argument("source", type=Path, help="a checkpoint, an adapter, or a run directory")
+    parser.add_argument("source", type=Path, help="a checkpoint, an adapter, a run directory, or a training state")
     parser.add_argument("target", type=Path, help="the folder to write")
     parser.add_argument("--stage", help="which stage of the run, where there are several")
+    parser.add_argument("--step", help="of a run: from the training state after that many steps, or `latest`")
     parser.add_argument("--merge", action="store_true", help="of an adapter and its weights, write one checkpoint")
     parser.add_argument("--json", action="store_true")
     arguments = parser.read(words)
     if arguments is None:
         return 0
+    if (state := find_state(arguments.source, arguments.stage, arguments.step)) is not None:
+        return _export_state(state, arguments)
     source = find_checkpoint(arguments.source, arguments.stage)
     if arguments.target.resolve() == source.resolve():
         raise ConfigError(f"{arguments.target} is the checkpoint itself; name another folder", key="target")
@@ -95,6 +100,49 @@ def export(words: Sequence[str]) -> int:
     return 0
 
 
+def _export_state(state: Path, arguments: Namespace) -> int:
+    from k3rl.checkpoint.train_state import TrainState
+    from k3rl.cli_export import export_state
+
+    tensors, size = export_state(TrainState(state), arguments.target, merged=arguments.merge)
+    if arguments.json:
+        print_json({"source": str(state), "export": str(arguments.target), "tensors": tensors, "bytes": size})
+        return 0
+    print(f"{arguments.target}: {tensors} tensors, {size:,} bytes, of {state}")
+    return 0
+
+
+def find_state(place: Path, stage: str | None, step: str | None) -> Path | None:
+    """The training state that is meant: `place` itself, or that of a run's stage after `step` steps; None for neither.
+
+    Raises ConfigError or MissingResource.
+    """
+    if (place / "manifest.sha256").is_file():
+        return place
+    if step is None:
+        return None
+    from k3rl.checkpoint.train_state import chosen_train_state
+
+    stages = sorted(path.name for path in (place / "checkpoints").glob("*") if path.is_dir())
+    if not stages:
+        raise MissingResource(f"{place} is no run that has saved a training state")
+    if stage is None and len(stages) > 1:
+        raise ConfigError(f"{place} has several stages; choose one with --stage: {', '.join(stages)}", key="--stage")
+    if stage is not None and stage not in stages:
+        raise ConfigError(f"{place} has no stage {stage!r}; it has {', '.join(stages)}", key="--stage", got=stage)
+    if step != "latest" and not step.isdecimal():
+        raise ConfigError(f"--step is {step!r}; wanted a number of steps, or latest", key="--step", got=step)
+    name = step if step == "latest" else f"step_{int(step)}"
+    found = chosen_train_state(place / "checkpoints" / (stage or stages[0]), name)
+    if found is None:
+        raise MissingResource(f"{place} has saved no training state yet")
+    return found
+
+
+def _has_states(place: Path) -> bool:
+    return any((place / "checkpoints").glob("*/step_*"))
+
+
 def find_checkpoint(place: Path, stage: str | None) -> Path:
     """The checkpoint folder that a path and a stage name mean. Raises ConfigError or MissingResource."""
     names = ("config.json", "adapter_config.json")
@@ -102,7 +150,8 @@ def find_checkpoint(place: Path, stage: str | None) -> Path:
         return place
     found = {path.parent.name: path.parent for name in names for path in sorted((place / "export").glob(f"*/{name}"))}
     if not found:
-        raise MissingResource(f"{place} is neither a checkpoint nor a run that has written one")
+        states = "; it has saved training states: --step latest takes the newest" if _has_states(place) else ""
+        raise MissingResource(f"{place} is neither a checkpoint nor a run that has written one{states}")
     if stage is None and len(found) > 1:
         raise ConfigError(
             f"{place} has several checkpoints; choose one with --stage: {', '.join(found)}", key="--stage"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import ArgumentTypeError
+import math
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from k3rl.cli_words import Parser, print_json
 from k3rl.config import ConfigError
+
+if TYPE_CHECKING:
+    from k3rl.model import K3Config
+    from k3rl.parallel.plan_types import Cluster, Method, Workload
 
 
 def plan(words: Sequence[str]) -> int:
@@ -18,35 +23,19 @@ def plan(words: Sequence[str]) -> int:
     given = parser.read(words)
     if given is None:
         return 0
-    from k3rl.parallel import plan as planner
     from k3rl.parallel import plan_search
+    from k3rl.parallel.plan_types import Layout
 
     config = _config(given.model)
-    gpu = planner.GPUS[given.gpu]
-    if given.gpu_gib is not None:
-        gpu = dataclasses.replace(gpu, gib=given.gpu_gib)
-    cluster = planner.Cluster(given.gpus, gpu, given.node, given.host_gib)
-    sampled = 0 if given.kind == "sft" and given.new_tokens is None else given.new_tokens
-    workload = planner.Workload(
-        given.kind, given.prompts, given.group, given.prompt_tokens, 6144 if sampled is None else sampled,
-        given.micro_batch_tokens or 8192, given.rollout_gpus, given.publish_share,
-        smaller_passes=given.micro_batch_tokens is None,
-    )  # fmt: skip
-    method = planner.Method(
-        lora_rank=given.lora_rank,
-        optimizer=given.optimizer,
-        momentum_bytes=given.momentum_bytes,
-        offload=given.offload,
-        recompute="none" if given.recompute == "auto" else given.recompute,
-        shard_frozen=given.shard_frozen,
-        kernels=planner.has_kernels(config, given.gpu),
-        capture=given.capture and planner.has_kernels(config, given.gpu),
-    )
+    cluster, workload, method = _cluster(given), _workload(given, config), _method(given, config)
     degrees = (given.data, given.expert, given.context, given.pipeline)
     if any(degree is not None for degree in degrees):
-        layout = planner.Layout(*(degree or 1 for degree in degrees))
-        rollout = 0 if given.kind == "sft" else given.rollout_gpus or cluster.gpus - layout.devices
-        chosen = planner.plan_layout(config, cluster, workload, method, layout, rollout_gpus=rollout)
+        layout = Layout(*(degree or 1 for degree in degrees))
+        left = max(0, cluster.gpus - layout.devices) if given.rollout_gpus is None else given.rollout_gpus
+        chosen = plan_search.judge(
+            config, cluster, workload, method, layout,
+            rollout_gpus=0 if given.kind == "sft" else left, leaner=given.recompute == "auto",
+        )  # fmt: skip
     elif given.recompute == "auto":
         chosen = plan_search.best_way(config, cluster, workload, method)
     else:
@@ -62,19 +51,69 @@ def plan(words: Sequence[str]) -> int:
     return 0
 
 
+def _cluster(given: Namespace) -> Cluster:
+    from k3rl.parallel.plan_types import GPUS, Cluster
+
+    asked = {name: getattr(given, name) for name in _DEVICE} | {"gib": given.gpu_gib}
+    known = {name: value for name, value in asked.items() if value is not None}
+    return Cluster(given.gpus, dataclasses.replace(GPUS[given.gpu], **known), given.node, given.host_gib)
+
+
+def _workload(given: Namespace, config: K3Config) -> Workload:
+    """A model of a short context gets the tokens that it has room for, where none are given."""
+    from k3rl.parallel.plan_types import Workload
+
+    longest = config.max_position_embeddings
+    prompt = min(2048, longest) if given.prompt_tokens is None else given.prompt_tokens
+    sampled = given.new_tokens
+    if sampled is None:
+        sampled = 0 if given.kind == "sft" else max(0, min(6144, longest - prompt))
+    return Workload(
+        given.kind, given.prompts, given.group, prompt, sampled, given.micro_batch_tokens or 8192, given.rollout_gpus,
+        given.publish_share, smaller_passes=given.micro_batch_tokens is None,
+    )  # fmt: skip
+
+
+def _method(given: Namespace, config: K3Config) -> Method:
+    from k3rl.parallel.plan_types import Method, has_kernels
+
+    if given.momentum_bytes == 2 and (given.lora_rank or given.optimizer == "adamw"):
+        raise ConfigError(
+            "--momentum-bytes 2 is Muon's momentum, and neither adapters nor --optimizer adamw have one; leave it out",
+            key="--momentum-bytes", got=2, wanted="4",
+        )  # fmt: skip
+    kernels = has_kernels(config, given.gpu)
+    return Method(
+        lora_rank=given.lora_rank,
+        optimizer=given.optimizer,
+        momentum_bytes=given.momentum_bytes,
+        offload=given.offload,
+        recompute="none" if given.recompute == "auto" else given.recompute,
+        shard_frozen=given.shard_frozen,
+        kernels=kernels,
+        capture=given.capture and kernels,
+    )
+
+
 def _parser() -> Parser:
     parser = Parser("plan", "Memory, traffic and time of post-training a model on a cluster, and a layout that fits.")
     parser.add_argument("model", help="k3-nano, k3-mini, k3-small, k3, or a folder with a config.json")
     parser.add_argument("--gpus", type=_positive, required=True, help="devices of the whole cluster")
     parser.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="h200")
-    parser.add_argument("--gpu-gib", type=float, help="memory of one device, where it differs")
+    parser.add_argument("--gpu-gib", type=_above_0, help="memory of one device, where it differs")
+    for name, what in _DEVICE.items():
+        parser.add_argument(f"--{name}", type=_above_0, help=f"{what}, where it differs")
     parser.add_argument("--node", type=_positive, default=8, help="devices of one node (8)")
-    parser.add_argument("--host-gib", type=float, default=1900.0, help="memory of one node (1900)")
+    parser.add_argument("--host-gib", type=_above_0, default=1900.0, help="memory of one node (1900)")
     parser.add_argument("--kind", choices=("sft", "rl", "distill"), default="rl")
     parser.add_argument("--prompts", type=_positive, default=64, help="groups of one step (64)")
     parser.add_argument("--group", type=_positive, default=8, help="sequences of one group (8)")
-    parser.add_argument("--prompt-tokens", type=_positive, default=2048)
-    parser.add_argument("--new-tokens", type=_natural, help="tokens sampled for each sequence (6144; none in sft)")
+    parser.add_argument("--prompt-tokens", type=_positive, help="(2048)")
+    parser.add_argument(
+        "--new-tokens",
+        type=_natural,
+        help="tokens sampled for each sequence (6144, or what the model has room for; none in sft)",
+    )
     parser.add_argument(
         "--micro-batch-tokens", type=_positive, help="of one pass on one device (8192, or less where only that fits)"
     )
@@ -89,7 +128,10 @@ def _parser() -> Parser:
     parser.add_argument("--momentum-bytes", type=int, choices=(2, 4), default=4)
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     parser.add_argument(
-        "--recompute", choices=("auto", "none", "layer"), default="auto", help="auto: layers, where nothing else fits"
+        "--recompute",
+        choices=("auto", "none", "layer"),
+        default="auto",
+        help="auto: layers, where that is faster or nothing else fits",
     )
     parser.add_argument(
         "--no-capture", dest="capture", action="store_false", help="no CUDA graphs (`trainer.capture` off)"
@@ -99,6 +141,25 @@ def _parser() -> Parser:
     parser.add_argument("--no-suggest", dest="suggest", action="store_false", help="judge this plan only")
     parser.add_argument("--json", action="store_true")
     return parser
+
+
+_DEVICE = {
+    "tflops": "dense bf16 TFLOP/s of one device",
+    "hbm": "GB/s of its memory",
+    "nvlink": "GB/s to the others of its node, in one direction",
+    "network": "GB/s of its network port",
+    "pcie": "GB/s to the host",
+}
+
+
+def _above_0(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"{text!r}; wanted a number above 0")
+    return number
 
 
 def _positive(text: str) -> int:
@@ -123,7 +184,7 @@ def _share(text: str) -> float:
     return number
 
 
-def _config(model: str) -> Any:
+def _config(model: str) -> K3Config:
     from k3rl.model import K3Config
 
     path = Path(model)

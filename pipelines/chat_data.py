@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from k3rl.config import ConfigError
+from k3rl.config import ConfigError, MissingResource
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.data.sft import ChatDataset, chat_sequence, load_chat_dataset
 from k3rl.envs import make
@@ -92,14 +92,25 @@ def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatch
     return ChatBatches(train, tokenizer, config.batch_size, config.seed), kept.pack(np.arange(len(heldout)))
 
 
+def check_data(config: SFTConfig) -> None:
+    """Refuses, before anything is started, what has nothing to train on. Raises ConfigError or MissingResource."""
+    if config.data is None or config.heldout_data is None:
+        if make(config.env.name, **config.env.args).demonstrations is None:
+            raise ConfigError(
+                f"{config.env.name} has no demonstrations; give it some, or name --data and --heldout-data",
+                key="data",
+            )
+        return
+    for path in (config.data, config.heldout_data):
+        if not Path(path).is_file():
+            raise MissingResource(f"there is no file {path} with chat data")
+
+
 def _demonstrations(path: Path, config: SFTConfig, n: int, split: str) -> Path:
-    environment = make(config.env.name, **config.env.args)
-    if environment.demonstrations is None:
-        raise ConfigError(
-            f"{config.env.name} has no demonstrations; name --data and --heldout-data", key="data", got=None
-        )
     if not path.is_file():
+        demonstrations = make(config.env.name, **config.env.args).demonstrations
+        assert demonstrations is not None, "check_data comes first"
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = environment.demonstrations(config.seed, n, split=split)
+        rows = demonstrations(config.seed, n, split=split)
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -39,14 +39,15 @@ def train(session: Session, config: DistillConfig, *, name: str = "distill") -> 
         started = rollouts.start(jobs, sampling)
         return InFlight(lambda: rollouts.result(started), published)
 
-    pending = stage.in_flight() or next_rollouts(stage.step)
-    published.update(pending.published)
+    pending = stage.in_flight()
     for step in stage.steps():
+        pending = pending or next_rollouts(step)
+        published.update(pending.published)
         with stage.clock("wait_for_batch"):
             groups = pending.groups()
         more = stage.more()
         check_failures(groups, config.failure_limit)
-        metrics = rollout_metrics(groups, config.env.name, published["version"])
+        metrics = rollout_metrics(groups, rollouts.env, published["version"])
         metrics.merge(rollouts.take_metrics())
         curriculum.update(groups)
         record(session, groups, step)
@@ -64,13 +65,10 @@ def train(session: Session, config: DistillConfig, *, name: str = "distill") -> 
             pending = next_rollouts(step + 1)
         add_published(metrics, published)
         values = metrics.values()
-        stage.done(
-            metrics,
-            curriculum.state(),
-            pending=pending if more else None,
-            reward=values[f"reward/{config.env.name}/mean"],
-            KL=values.get("distill/kl_reverse", float("nan")),
-        )
+        reward = values[f"reward/{rollouts.env}/mean"]
+        shown = {"KL": values["distill/kl_reverse"]} if "distill/kl_reverse" in values else {}
+        in_flight = pending if more else None
+        stage.done(metrics, curriculum.state(), pending=in_flight, reward=reward, **shown)
         if not more:
             break
     return stage.finish(curriculum.state(), {"teachers": teachers_of(config)})

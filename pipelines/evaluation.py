@@ -146,4 +146,4 @@ def wilson(passed: float, n: int, z: float = 1.959964) -> tuple[float, float]:
     rate = passed / n
     centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return (centre - half, centre + half)
+    return (max(0.0, centre - half), min(1.0, centre + half))  # rounding may put 0 and 1 a bit outside

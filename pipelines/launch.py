@@ -6,12 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from k3rl.actors.cluster import ClusterConfig, cluster
 from k3rl.actors.fleet import fleet
 from k3rl.checkpoint import add_to_card
 from k3rl.config import Config, ConfigError
 from k3rl.envs.sandbox import provider_named
 from k3rl.pipelines import distill, quickstart, rl, sft
+from k3rl.pipelines.chat_data import check_data
 from k3rl.pipelines.configs import (
     DistillConfig,
     EnvConfig,
@@ -25,9 +28,10 @@ from k3rl.pipelines.evaluation import evaluate as evaluate_on
 from k3rl.pipelines.evaluation import held_out
 from k3rl.pipelines.recovery import with_restarts
 from k3rl.pipelines.session import Session, session
-from k3rl.pipelines.stage import StageResult, resolve_start
+from k3rl.pipelines.stage import StageResult, cut_notes, resolve_start
 from k3rl.pipelines.weights import check_start
 from k3rl.run import RunOptions
+from k3rl.run.summary import StageSummary, print_summary
 
 
 def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
@@ -39,6 +43,8 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
     if not isinstance(config, StageConfig):
         raise ConfigError(f"{type(config).__name__} is not a pipeline's config", key=pipeline)
     check_start(config)
+    if isinstance(config, SFTConfig):
+        check_data(config)
     tasks = held_out(config.env, config.evaluation, required=False)
     started = time.monotonic()
     opened = session(
@@ -59,7 +65,24 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
             "steps": result.steps,
             **_measured(job, config, result.checkpoint, tasks),
         }
+    _print(job, result, report)
     return report | {"seconds": round(time.monotonic() - started, 1), "peak_rss_mb": round(job.memory.peak_mb)}
+
+
+def _print(job: Session, result: StageResult, report: dict[str, Any]) -> None:
+    """The stage's row, on standard error: standard output is for results."""
+    measured = report["evaluation"]
+    row = StageSummary(
+        stage=result.name,
+        steps=result.steps,
+        tokens=int(result.trained_tokens + result.sampled_tokens),
+        reward_before=None,
+        reward_after=report["reward"],
+        seconds=result.seconds,
+        note=f"greedy {measured['greedy']:.3f}" if measured else "",
+    )
+    paths = {"run": job.run.root, "checkpoint": report["checkpoint"]}
+    print_summary([row], Console(stderr=True), paths=paths, notes=cut_notes([result]))
 
 
 def _measured(job: Session, config: StageConfig, checkpoint: str, tasks: dict[str, int]) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from typing import Any
 from rich.console import Console
 
 from k3rl.checkpoint import add_to_card
+from k3rl.envs import make
 from k3rl.pipelines import distill, rl, sft
+from k3rl.pipelines.chat_data import check_data
 from k3rl.pipelines.configs import QuickstartConfig, StageConfig
 from k3rl.pipelines.evaluation import Evaluation, evaluate, held_out
 from k3rl.pipelines.recovery import with_restarts
 from k3rl.pipelines.session import Session, session
-from k3rl.pipelines.stage import StageResult
-from k3rl.pipelines.weights import check_layout
+from k3rl.pipelines.stage import StageResult, cut_notes
+from k3rl.pipelines.weights import check_experts, check_layout
 from k3rl.run import RunOptions
 from k3rl.run.files import write_atomic
 from k3rl.run.metrics import read_metrics, series
@@ -26,6 +28,8 @@ from k3rl.run.summary import StageSummary, plot_rewards, print_summary
 def run(config: QuickstartConfig, options: RunOptions) -> dict[str, Any]:
     """The whole job. Returns what `--json` prints (design: reward_before, reward_rl, reward_after, paths, figures)."""
     check_layout(config.cluster, config.sft, config.rl, config.distill)
+    check_experts(config.sft, config.rl, config.distill)
+    check_data(config.sft)
     started = time.monotonic()
     opened = session(
         "rl",
@@ -69,7 +73,8 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
 def _measured(job: Session, config: QuickstartConfig, result: StageResult, tasks: dict[str, int]) -> Evaluation:
     """The stage's figures on the held-out tasks: those an earlier attempt took of this very result, else new ones."""
     path = job.run.root / "evaluations" / f"{result.name}.json"
-    asked = {"result": asdict(result), "env": config.rl.env.model_dump(), "evaluation": config.evaluation.model_dump()}
+    of = {key: value for key, value in asdict(result).items() if key not in ("checkpoint", "notes")}  # a run may move
+    asked = {"result": of, "env": config.rl.env.model_dump(), "evaluation": config.evaluation.model_dump()}
     asked |= {"tasks": tasks}
     asked = json.loads(json.dumps(asked, default=str))
     if path.is_file() and (kept := json.loads(path.read_text()))["of"] == asked:
@@ -137,7 +142,8 @@ def _print(
         )
         for name, result in stages.items()
     ]
-    points = series(read_metrics(job.run.metrics_path), f"reward/{config.rl.env.name}/mean", "rl")
+    name = make(config.rl.env.name, **config.rl.env.args).name
+    points = series(read_metrics(job.run.metrics_path), f"reward/{name}/mean", "rl")
     curve = plot_rewards(
         {"RL, sampled on training tasks": points},
         job.run.root / "reward.png",
@@ -151,6 +157,7 @@ def _print(
         "by family: " + "; ".join(f"{name} {_families(e)}" for name, e in measured.items()),
         "demonstrations are of mixed quality on purpose; RL with executed rewards repairs them",
         f"{report['seconds']:.0f} s in all, at most {report['peak_rss_mb']:.0f} MB of memory",
+        *cut_notes(stages.values()),
     ]
     paths = {"run": job.run.root, "reward curve": curve, "exported checkpoint": report["export"]}
     print_summary(rows, Console(stderr=True), paths=paths, notes=notes)

@@ -37,14 +37,15 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
         started = rollouts.start(jobs, sampling)
         return InFlight(lambda: rollouts.result(started), published)
 
-    pending = stage.in_flight() or next_rollouts(stage.step)
-    published.update(pending.published)
+    pending = stage.in_flight()
     for step in stage.steps():
+        pending = pending or next_rollouts(step)
+        published.update(pending.published)
         with stage.clock("wait_for_batch"):
             groups = pending.groups()
         more = stage.more()
         check_failures(groups, config.failure_limit)
-        metrics = rollout_metrics(groups, config.env.name, published["version"])
+        metrics = rollout_metrics(groups, rollouts.env, published["version"])
         metrics.merge(rollouts.take_metrics())
         if config.shuffle_rewards:
             groups = shuffled(groups, config.seed, step)
@@ -58,7 +59,7 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
         if more and not config.max_staleness:
             pending = next_rollouts(step + 1)
         add_published(metrics, published)
-        reward = metrics.values()[f"reward/{config.env.name}/mean"]
+        reward = metrics.values()[f"reward/{rollouts.env}/mean"]
         in_flight = pending if more else None
         stage.done(metrics, curriculum.state(), pending=in_flight, reward=reward, **_shown(metrics))
         if not more:

@@ -23,6 +23,9 @@ from k3rl.run.progress import Progress
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Message
 
+LOG = "driver.log"
+_SHOWN = 20  # changed keys
+
 
 @dataclass(frozen=True)
 class Session:
@@ -43,6 +46,7 @@ class Session:
         """The same run as its next attempt, with fresh actors, to go on from the last training state."""
         self.fleet.restart()
         self.run.next_attempt()
+        self.progress.log_to(self.run.logs_dir / LOG)
         self.metrics.attempt = self.recorder.attempt = self.run.info.attempt
         return replace(self, trajectories=_trajectories(self.run, self.tokenizer), resume=True)
 
@@ -72,10 +76,12 @@ def session(
             Recorder(run.traces_dir, run_id=run.info.id, config_hash=run.info.config_hash, attempt=run.info.attempt)
         )
         progress = stack.enter_context(Progress())
+        progress.log_to(run.logs_dir / LOG)
         interrupts = stack.enter_context(Interrupts())
         provider_named(env.sandbox).check()  # before anything is started: what is missing is said at once
         if run.changed:
-            progress.note(f"resumed with a changed configuration: {', '.join(run.changed)}")
+            more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
+            progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
         progress.note("starting Ray and the actors")
         stack.enter_context(cluster(cluster_config))
         memory = stack.enter_context(MemoryWatch())

@@ -62,10 +62,8 @@ def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: fl
             losses.append((step + 1, heldout_loss))
             if plateau.update(heldout_loss) and flat_at is None and compute is None:
                 flat_at = step + 1
-        shown = {
-            "loss": metrics.values().get("loss/mean", float("nan")),
-            "held-out": losses[-1][1] if losses else float("nan"),
-        }
+        known = {"loss": metrics.values().get("loss/mean"), "held-out": losses[-1][1] if losses else None}
+        shown = {label: value for label, value in known.items() if value is not None}
         state = {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses, "data": data.cursor(step + 1)}
         stage.done(metrics, state, reward=None, pending=None, **shown)
         if last:

@@ -6,9 +6,9 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,15 @@ from k3rl.run.files import write_atomic
 from k3rl.run.metrics import Accumulator
 
 _PACE_STEPS = 20  # the first steps are slow and would make the pace look worse than it is
+_NEARLY = 0.95  # a stage that plans its last steps by the time left ends a little before its limit
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a finished stage leaves. Tokens are counted where they are spent; seconds include everything."""
+    """What a finished stage leaves. Tokens are counted where they are spent; seconds include everything.
+
+    cut_at: of how many steps `max_seconds` left the rest undone; None where time was enough.
+    """
 
     name: str
     checkpoint: str
@@ -34,11 +38,20 @@ class StageResult:
     sampled_tokens: float
     seconds: float
     notes: Mapping[str, Any] = field(default_factory=dict)
+    cut_at: int | None = None
 
     @property
     def compute(self) -> float:
         """Forward passes over tokens: a trained token costs three (forward and backward), a sampled one one."""
         return 3 * self.trained_tokens + self.sampled_tokens
+
+
+def cut_notes(results: Iterable[StageResult]) -> list[str]:
+    """What the user of a machine too slow for the stages' time limits is told; nothing where time was enough."""
+    cut = [f"{result.name} after {result.steps} of {result.cut_at} steps" for result in results if result.cut_at]
+    if not cut:
+        return []
+    return [f"max_seconds ended {', '.join(cut)}: expect less of such a run, or raise the stage's max_seconds"]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -62,6 +75,7 @@ class Stage:
         self._clocks: dict[str, float] = {}
         self._loop_began = self._step_began = time.monotonic()
         self._first_step = 0
+        self._promised: int | None = None
         self._in_flight: dict[str, Any] | None = None
 
     # ---------------------------------------------------------------------------------------------- going on
@@ -70,7 +84,9 @@ class Stage:
         """The result of this stage from an earlier attempt, when the run is resumed and the stage had ended."""
         if not self.session.resume or not self._result.is_file():
             return None
-        return StageResult(**json.loads(self._result.read_text()))
+        result = StageResult(**json.loads(self._result.read_text()))
+        # Where it lies now: the run may have been moved, or be resumed from another folder.
+        return replace(result, checkpoint=str(self.session.run.root / "export" / self.name))
 
     def restore(self) -> dict[str, Any] | None:
         """Loads the newest state into the learner and returns the loop's own part, or None to start afresh.
@@ -92,20 +108,26 @@ class Stage:
         return None if self._in_flight is None else InFlight.load(self._states, self._in_flight)
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do. Ends early on `max_seconds`; raises Interrupted after saving when asked to end."""
-        self._bar = self.session.progress.stage(self.name, self.total_steps)
+        """The steps still to do. Ends early on `max_seconds`, but never before a step that `more` promised; raises
+        Interrupted after saving when asked to end."""
+        limit = self._config.max_seconds
+        left_s = None if limit is None else limit - self.seconds()
+        self._bar = self.session.progress.stage(self.name, self.total_steps, left_s=left_s)
         self._bar.resume_at(self.step)
         self._first_step = self.step
         self._loop_began = self._step_began = time.monotonic()
         try:
-            while self.step < self.total_steps and not self.out_of_time():
+            while self.step < self.total_steps and (self.step == self._promised or not self.out_of_time()):
                 yield self.step
         finally:
             self._bar.end()
 
     def more(self) -> bool:
-        """Whether another step will follow the current one, as far as steps and the wish to end tell."""
-        return self.step + 1 < self.total_steps and not self.session.interrupts.requested and not self.out_of_time()
+        """Whether another step will follow the current one. It then does, so that what is begun for it is used, even if
+        the time ends meanwhile; only the wish to end comes before it."""
+        more = self.step + 1 < self.total_steps and not self.session.interrupts.requested and not self.out_of_time()
+        self._promised = self.step + 1 if more else None
+        return more
 
     def out_of_time(self) -> bool:
         limit = self._config.max_seconds
@@ -202,8 +224,16 @@ class Stage:
             learner.save_checkpoint(str(checkpoint), card)
         else:  # the weights beside it have not changed: the policy is where they came from, and this
             learner.save_adapter(str(checkpoint), str(root / "base" / self.name), card)
+        seconds, limit = self.seconds(), self._config.max_seconds
+        cut = limit is not None and self.step < self.total_steps and seconds >= _NEARLY * limit
         result = StageResult(
-            self.name, str(checkpoint), self.step, **self.totals, seconds=self.seconds(), notes=dict(notes)
+            self.name,
+            str(checkpoint),
+            self.step,
+            **self.totals,
+            seconds=seconds,
+            notes=dict(notes),
+            cut_at=self.total_steps if cut else None,
         )
         self._result.parent.mkdir(exist_ok=True)
         write_atomic(self._result, json.dumps(asdict(result)))

@@ -10,6 +10,7 @@ from k3rl.checkpoint.adapter import read_adapter_config
 from k3rl.config import ConfigError
 from k3rl.model import K3Config
 from k3rl.parallel import check_slices, data_degree
+from k3rl.parallel.mesh import expert_run
 from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
 from k3rl.pipelines.stage import resolve_start
 from k3rl.types import SamplingParams
@@ -31,6 +32,7 @@ def check_start(config: StageConfig) -> None:
     """
     check_layout(config.cluster, config)
     check_adapter(config)
+    check_experts(config)
     if not isinstance(config, RolloutStageConfig):
         if resolve_start(config.model.start) is None:
             model_config(config)
@@ -44,6 +46,14 @@ def check_start(config: StageConfig) -> None:
         )
     if isinstance(config, DistillConfig):
         teachers_of(config)
+
+
+def check_experts(config: StageConfig, *later: StageConfig) -> None:
+    """Refuses more expert ranks than the model has experts, in this stage and later ones. Raises ConfigError."""
+    start, ranks = resolve_start(config.model.start), max(s.trainer.expert_parallel for s in (config, *later))
+    if ranks > 1 and (start is not None or not isinstance(config, RolloutStageConfig)):
+        built = model_config(config) if start is None else K3Config.from_json(weights_of(start) / "config.json")
+        expert_run(built.num_experts, 0, ranks)
 
 
 def check_adapter(config: StageConfig) -> None:

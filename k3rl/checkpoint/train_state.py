@@ -317,11 +317,12 @@ class TrainState:
 
 
 def latest_train_state(parent: Path) -> Path | None:
-    """The newest whole state under `parent`, or None when there is none yet."""
+    """The newest whole state under `parent`, or None when there is none yet. Raises TrainStateError."""
     pointer = parent / _LATEST
-    if not pointer.is_file():
+    newest = _newest(parent)
+    if newest is None:
         return None
-    directory = parent / pointer.read_text(encoding="utf-8").strip()
+    directory = parent / f"step_{newest}"
     recover(directory)
     if not directory.is_dir():
         raise TrainStateError(
@@ -340,12 +341,13 @@ def chosen_train_state(parent: Path, wanted: str) -> Path | None:
         return latest_train_state(parent)
     states = _steps(parent)
     if wanted == "previous":
-        pointer = parent / _LATEST
-        newest = _number(pointer.read_text(encoding="utf-8").strip()) if pointer.is_file() else None
-        older = [path for number, path in states if newest is not None and number < newest]
-        if newest is not None and not older:
+        newest = _newest(parent)
+        if newest is None:
+            return None
+        older = [path for number, path in states if number < newest]
+        if not older:
             raise TrainStateError(f"{parent} holds no state before step_{newest}; start again with --clean")
-        return older[-1] if older else None
+        return older[-1]
     for _, path in states:
         if path.name == wanted:
             return path
@@ -356,11 +358,10 @@ def chosen_train_state(parent: Path, wanted: str) -> Path | None:
 
 def prune_train_states(parent: Path, keep: int) -> None:
     """Removes all but the `keep` newest states up to the latest one."""
-    pointer = parent / _LATEST
-    if not pointer.is_file():
+    newest = _newest(parent)
+    if newest is None:
         return
-    newest = _number(pointer.read_text(encoding="utf-8").strip())
-    done = [path for number, path in _steps(parent) if newest is None or number <= newest]
+    done = [path for number, path in _steps(parent) if number <= newest]
     for old in done[:-keep]:
         gone = old.with_name(f".{old.name}.removed.writing")  # a kill in between must not leave half a state
         os.rename(old, gone)
@@ -377,6 +378,27 @@ def _steps(parent: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every state, oldest first."""
     found = [(number, path) for path in parent.glob("step_*") if (number := _number(path.name)) is not None]
     return sorted(found)
+
+
+def _newest(parent: Path) -> int | None:
+    """The step that `latest` names, None when nothing was saved yet.
+
+    Raises TrainStateError where it names no state, or is gone though it has been there: whoever took that for a run
+    without a state would begin again and lose what was trained.
+    """
+    pointer, states = parent / _LATEST, _steps(parent)
+    if not pointer.is_file():
+        if len(states) < 2:  # a kill may leave the first state before anything points at it
+            return None
+        said = "is missing"
+    else:
+        text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        number = _number(text)
+        if number is not None:
+            return number
+        said = f"holds {text[:40]!r}, which names no state"
+    there = ", ".join(path.name for _, path in states) or "none"
+    raise TrainStateError(f"{pointer} {said}; there is {there}: go on from one by its name, with --resume-from step_N")
 
 
 def _number(name: str) -> int | None:

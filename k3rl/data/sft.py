@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from k3rl.config import ConfigError
 from k3rl.data.batch import TrainSequence
 from k3rl.data.images import ImagePatches, conversation_images
 from k3rl.tokens import Tokenizer, TokenizerError, xtml
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 Messages = Sequence[Message | Mapping[str, Any]]
 
 
-class DatasetError(ValueError):
+class DatasetError(ConfigError):
     """A file or a row that is no training conversation: `path`, and `row` counted from 0 (None: the whole file)."""
 
     def __init__(self, path: str | os.PathLike[str], row: int | None, reason: str) -> None:
         where = f"{path}" if row is None else f"{path}, row {row}"
-        super().__init__(f"{where}: {reason}")
+        super().__init__(f"{where}: {reason}", key="data", got=str(path))
         self.path = str(path)
         self.row = row
         self.reason = reason

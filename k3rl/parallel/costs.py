@@ -34,8 +34,9 @@ class Mix:
     """Packed sequences: `tokens` in all, in sequences of `length` each, `targets` of them read by the loss.
 
     bytes_each: of one number in the compute dtype (2 for bf16, 4 for float32, 8 for float64). kernels: a GPU computes,
-    by the kernels of `k3rl.kernels`. split: documents are spread over context ranks; no kernel takes their attention.
-    grouped: all experts are multiplied at once; not those that other ranks hold or that have adapters.
+    by the kernels of `k3rl.kernels`. ranks: of the context axis, over which a document is spread; `tokens` are those
+    of one rank, and no kernel takes its attention. grouped: all experts are multiplied at once; not those that other
+    ranks hold or that have adapters.
     """
 
     tokens: int
@@ -43,8 +44,13 @@ class Mix:
     targets: int
     bytes_each: int = 2
     kernels: bool = False
-    split: bool = False
+    ranks: int = 1
     grouped: bool = True
+
+    @property
+    def split(self) -> bool:
+        """Whether documents are spread over ranks."""
+        return self.ranks > 1
 
     @property
     def wide(self) -> int:
@@ -295,13 +301,15 @@ def _kda_final(config: K3Config, mix: Mix) -> float:
 
 
 def _mla_saved(config: K3Config, mix: Mix) -> float:
-    """Bytes a token; probabilities [h, length] where all of them are few, else a number for each head."""
+    """Bytes a token; probabilities [h, length] where all of them are few, else a number for each head. The last rank of
+    a document has the keys and values of all rows before its own."""
     e, w, h, hidden = mix.bytes_each, mix.wide, config.num_attention_heads, config.hidden_size
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
     rows = e * (hidden + joint + config.q_lora_rank + config.kv_lora_rank + 3 * h * value) + 2 * w
     kept = mix.length if h * mix.tokens * mix.length <= KEPT_PROBABILITIES else 1
-    return rows + w * h * (2 * key + value + kept)
+    before = (mix.ranks - 1) * (key + value)
+    return rows + w * h * (2 * key + value + kept + before)
 
 
 def _moe_saved(config: K3Config, mix: Mix) -> dict[str, float]:

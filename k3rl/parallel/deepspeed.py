@@ -103,6 +103,11 @@ def check_backend(learner: LearnerConfig, trainer: TrainerConfig) -> None:
             "--learner.deepspeed.stage 3 instead",
             key="trainer.shard_frozen",
         )
+    if trainer.balance_by == "auxiliary_loss":
+        raise ConfigError(
+            "balance_by auxiliary_loss is not there with learner.backend deepspeed; use quantile or fixed_step",
+            key="trainer.balance_by",
+        )
     for axis in ("expert_parallel", "context_parallel"):
         if (degree := getattr(trainer, axis)) > 1:
             raise ConfigError(
@@ -178,11 +183,6 @@ class DeepSpeedTrainer(Trainer):
                 "this model has a vision tower, whose projector some ranks use in a step and others do not; train it "
                 "with learner.backend native",
                 key="learner.backend",
-            )
-        if config.balance_by == "auxiliary_loss":
-            raise ConfigError(
-                "balance_by auxiliary_loss is not there with learner.backend deepspeed; use quantile or fixed_step",
-                key="trainer.balance_by",
             )
         self._begin(model, config, mesh)
         self.mesh.world.require_equal(flat("learner.deepspeed", zero.model_dump(mode="json")))

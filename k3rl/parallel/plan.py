@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-from k3rl.config import ConfigError
 from k3rl.losses.logprob import TABLE_ELEMENTS
 from k3rl.model import K3Config
 from k3rl.numerics import mx
@@ -21,12 +20,27 @@ from k3rl.optim.buckets import BUCKET_ELEMENTS
 from k3rl.optim.rest import SLOTS
 from k3rl.parallel import costs
 from k3rl.parallel.costs import ROUTED, Mix
-from k3rl.parallel.plan_types import GIB, GPUS, Cluster, Efficiency, Gpu, Layout, Method, Workload, has_kernels
+from k3rl.parallel.plan_engine import engine_size, fastest_engine, free_gib, part_flops, stored_bytes
+from k3rl.parallel.plan_types import (
+    GIB,
+    GPUS,
+    Cluster,
+    Efficiency,
+    Gpu,
+    Layout,
+    Method,
+    PlanError,
+    Workload,
+    has_kernels,
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout judged. Bytes and seconds are of the device that has most; links count one direction of one device."""
+    """One layout judged. Bytes and seconds are of the device that has most; links count one direction of one device.
+
+    flops: operations of a step's training by phase, of all devices together.
+    """
 
     layout: Layout
     method: Method
@@ -37,6 +51,7 @@ class Plan:
     engine_memory: dict[str, float]
     host_gib: float
     step_s: dict[str, float]
+    flops: dict[str, float]
     traffic: dict[str, dict[str, float]]
     fits: bool
     why_not: list[str]
@@ -50,9 +65,14 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Of one step: sampling runs beside training, one step ahead."""
-        training = sum(value for name, value in self.step_s.items() if not name.startswith(("rollout", "publish")))
-        sampling = sum(value for name, value in self.step_s.items() if name.startswith("rollout"))
-        return max(training, sampling) + self.step_s.get("publish", 0.0)
+        training, sampling = self._sides
+        return max(sum(training.values()), sum(sampling.values())) + self.step_s.get("publish", 0.0)
+
+    @property
+    def _sides(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Phases of training and of sampling, which run beside each other."""
+        sampling = {name: value for name, value in self.step_s.items() if name.startswith("rollout")}
+        return {n: value for n, value in self.step_s.items() if n not in sampling and n != "publish"}, sampling
 
     @property
     def not_yet(self) -> list[str]:
@@ -61,12 +81,10 @@ class Plan:
 
     @property
     def bottleneck(self) -> str:
-        """The longest phase of the longer side."""
-        return max(self.step_s, key=lambda name: self.step_s[name])
-
-
-class PlanError(ConfigError):
-    """A plan was asked for that cannot be made; the message says what to change."""
+        """The longest phase of the longer side, or the publication, for which both wait."""
+        phases = max(self._sides, key=lambda side: sum(side.values()))
+        phases |= {"publish": self.step_s["publish"]} if "publish" in self.step_s else {}
+        return max(phases, key=lambda name: phases[name])
 
 
 @cache
@@ -111,28 +129,14 @@ def _optimizer(config: K3Config, variant: str, products: int = costs.WIDE) -> co
     return costs.optimizer_costs(config, variant, products)
 
 
-@cache
-def _flops(config: K3Config, mix: Mix) -> dict[str, float]:
-    return costs.flops(config, mix)
-
-
 def forward_flops(config: K3Config, workload: Workload, method: Method) -> dict[str, float]:
     """Operations of one forward pass by part, as `costs.flops`."""
-    return _flops(config, _mix(workload, method))
+    return part_flops(config, _mix(workload, method))
 
 
 @cache
 def _saved(config: K3Config, mix: Mix) -> dict[str, float]:
     return costs.activations(config, mix)
-
-
-@cache
-def _shipped(config: K3Config) -> dict[str, int]:
-    return costs.shipped_bytes(config)
-
-
-def _stored(config: K3Config) -> int:
-    return sum(_shipped(config).values())
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,17 @@ def learner_memory(
     return memory | {"step": step}
 
 
+def held_bytes(config: K3Config, layout: Layout, method: Method) -> float:
+    """Bytes of one device of the learner that are there all the time, whatever a pass takes."""
+    held = _Held.of(config, layout, method)
+    trained = held.trained_routed + held.trained_rest
+    routed_bytes = (0.5 + 1 / 32) if method.lora_rank else method.weight_bytes
+    away = _cut(config, layout, method) * (1 - 1 / method.shard_frozen) if method.shard_frozen > 1 else 0.0
+    own = method.gradient_bytes + (method.weight_bytes if method.lora_rank else 0)
+    state = 0.0 if method.offload else _state_bytes(config, layout, method)
+    return held.routed * routed_bytes + held.rest * method.weight_bytes - away + trained * own + state
+
+
 @cache
 def _parts(config: K3Config) -> tuple[int, ...]:
     return tuple(costs.frozen_parts(config))
@@ -235,7 +250,7 @@ def _state_each(config: K3Config, method: Method) -> tuple[float, float]:
 def _on(mix: Mix, layout: Layout, method: Method) -> Mix:
     """The mix as ranks of a layout compute it: which of them the kernels take."""
     grouped = layout.expert == 1 and not method.lora_rank
-    return replace(mix, split=layout.context > 1, grouped=grouped)
+    return replace(mix, ranks=layout.context, grouped=grouped)
 
 
 def _kept(config: K3Config, layout: Layout, method: Method, mix: Mix) -> float:
@@ -331,9 +346,7 @@ def plan_layout(
     mix = _mix(workload, method)
     own_tokens = workload.tokens / (layout.data * layout.expert * layout.context)
     memory = learner_memory(config, layout, method, mix, one_pass=own_tokens <= mix.tokens)
-    engine_gpus = engine_size(config, cluster) if rollout_gpus else 0
-    engines = rollout_gpus // engine_gpus if engine_gpus else 0
-    engine, waves = _engine_memory(config, cluster, workload, engine_gpus, engines)
+    engine_gpus, engines, engine, sampling = fastest_engine(config, cluster, workload, rollout_gpus, efficiency)
     traffic = _traffic(config, cluster, workload, method, layout, engines)
     times = _train_times(config, cluster, workload, method, layout, efficiency)
     for link, each in traffic.items():
@@ -341,10 +354,9 @@ def plan_layout(
         for purpose, moved in each.items():
             name = "publish" if purpose == "weights to engines" else f"{purpose} ({link})"
             times[name] = times.get(name, 0.0) + moved / rate
-    if engines:
-        times |= _rollout_times(config, cluster, workload, engine_gpus, engines, waves, efficiency)
+    times |= sampling
     host = _host_gib(config, cluster, layout, method)
-    room = cluster.gpu.gib - cluster.reserve_gib
+    room = free_gib(cluster)
     problems = []
     if sum(memory.values()) > room * GIB:
         problems.append(f"{sum(memory.values()) / GIB:,.0f} GiB on a learner's device; {room:,.0f} GiB are free")
@@ -356,13 +368,14 @@ def plan_layout(
     budget = workload.micro_batch_tokens * layout.context
     if workload.length > budget:
         problems.append(
-            f"sequences of {workload.length:,} tokens, where {layout.context} context ranks take {budget:,} at a time"
+            f"sequences of {workload.length:,} tokens, where {layout.context} context ranks take {budget:,} at a time; "
+            "plan with a larger --context or --micro-batch-tokens"
         )
     if engines and sum(engine.values()) > room * GIB:
         problems.append(f"{sum(engine.values()) / GIB:,.0f} GiB on an engine's device; {room:,.0f} GiB are free")
     return Plan(
-        layout, method, layout.devices, rollout_gpus, engine_gpus, memory, engine, host, times, traffic,
-        not problems, problems, workload.micro_batch_tokens,
+        layout, method, layout.devices, rollout_gpus, engine_gpus, memory, engine, host, times,
+        _train_flops(config, workload, method, layout), traffic, not problems, problems, workload.micro_batch_tokens,
     )  # fmt: skip
 
 
@@ -402,29 +415,7 @@ def _check_frozen(method: Method, layout: Layout) -> None:
 def _mix(workload: Workload, method: Method) -> Mix:
     tokens = workload.micro_batch_tokens
     share = workload.new_tokens / workload.length if workload.new_tokens else 1.0
-    return Mix(tokens, min(workload.length, tokens), math.ceil(tokens * share), method.weight_bytes, method.kernels)
-
-
-def engine_size(config: K3Config, cluster: Cluster) -> int:
-    """The fewest devices, a power of two, whose memory holds the stored weights in 7 parts of 10."""
-    room = (cluster.gpu.gib - cluster.reserve_gib) * GIB * 0.7
-    return int(2 ** max(0, math.ceil(math.log2(_stored(config) / room))))
-
-
-def _engine_memory(
-    config: K3Config, cluster: Cluster, workload: Workload, engine_gpus: int, engines: int
-) -> tuple[dict[str, float], int]:
-    """Bytes of one device of an engine, and in how many waves the sequences run where their states do not all fit."""
-    if not engines:
-        return {}, 0
-    fixed, each = costs.state_bytes(config)
-    one = fixed + each * workload.length
-    weights = _stored(config) / engine_gpus
-    free = (cluster.gpu.gib - cluster.reserve_gib) * GIB - weights
-    together = max(1, math.floor(free * 0.9 * engine_gpus / one))
-    wanted = math.ceil(workload.prompts * workload.group / engines)
-    waves = math.ceil(wanted / together)
-    return {"weights": weights, "states": min(wanted, together) * one / engine_gpus}, waves
+    return Mix(tokens, workload.length, math.ceil(tokens * share), method.weight_bytes, method.kernels)
 
 
 def _split(size: int, node: int) -> dict[str, float]:
@@ -498,10 +489,26 @@ def _traffic(
     if method.offload:
         found["pcie"]["optimizer"] = _state_bytes(config, layout, method)
     if engines:
-        moved = _stored(config) * workload.publish_share
+        moved = stored_bytes(config) * workload.publish_share
         if method.lora_rank:
             moved = sum(lora_parameters(config, method.lora_rank).values()) * method.weight_bytes
         found["network"]["weights to engines"] = moved * engines / layout.devices
+    return found
+
+
+def _train_flops(config: K3Config, workload: Workload, method: Method, layout: Layout) -> dict[str, float]:
+    """Operations of a step by phase, of all devices of the learner together."""
+    mix = _mix(workload, method)
+    forward = sum(part_flops(config, mix).values()) / mix.tokens * workload.tokens
+    # Frozen weights need no gradient of their own.
+    found = {"forward": forward, "backward": (1.0 if method.lora_rank else 2.0) * forward}
+    if method.recompute == "layer":
+        found["recompute"] = forward
+    if not method.lora_rank:
+        orthogonal = _optimizer(config, method.optimizer).flops
+        everyone, replicas = layout.devices // layout.pipeline, layout.data * layout.context
+        repeated = (1, 1) if method.shard_optimizer else (replicas, everyone)
+        found["optimizer"] = orthogonal[True] * repeated[0] + orthogonal[False] * repeated[1]
     return found
 
 
@@ -509,53 +516,21 @@ def _train_times(
     config: K3Config, cluster: Cluster, workload: Workload, method: Method, layout: Layout, efficiency: Efficiency
 ) -> dict[str, float]:
     """Seconds of arithmetic on one device."""
-    mix = _mix(workload, method)
-    forward = sum(_flops(config, mix).values()) / mix.tokens * workload.tokens / layout.devices
-    backward = 1.0 if method.lora_rank else 2.0  # frozen weights need no gradient of their own
     rate = cluster.gpu.tflops * 1e12
-    times = {"forward": forward / (rate * efficiency.train), "backward": backward * forward / (rate * efficiency.train)}
-    if method.recompute == "layer":
-        times["recompute"] = forward / (rate * efficiency.train)
+    flops = {name: each / layout.devices for name, each in _train_flops(config, workload, method, layout).items()}
+    work = flops.pop("optimizer", 0.0) / (rate * efficiency.optimizer)
+    times = {name: each / (rate * efficiency.train) for name, each in flops.items()}
     if layout.pipeline > 1:
-        passes = max(1.0, workload.tokens / (layout.data * layout.expert * layout.context) / mix.tokens)
+        tokens = workload.tokens / (layout.data * layout.expert * layout.context)
+        passes = max(1.0, tokens / workload.micro_batch_tokens)
         times["bubble"] = sum(times.values()) * (layout.pipeline - 1) / passes
     held = _Held.of(config, layout, method)
     replicas, everyone = layout.data * layout.context, layout.data * layout.expert * layout.context
     shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
     owned = held.trained_routed / shards[0] + held.trained_rest / shards[1]
-    work = 0.0
-    if not method.lora_rank:
-        orthogonal = _optimizer(config, method.optimizer).flops
-        routed, rest = orthogonal[True] / layout.expert / shards[0], orthogonal[False] / shards[1]
-        work = (routed + rest) / layout.pipeline / (rate * efficiency.optimizer)
     moved = owned * (method.gradient_bytes + method.weight_bytes) + 2 * _state_bytes(config, layout, method)
     times["optimizer"] = work + moved / (cluster.gpu.hbm * 1e9 * efficiency.hbm)
     return times
-
-
-def _rollout_times(
-    config: K3Config,
-    cluster: Cluster,
-    workload: Workload,
-    engine_gpus: int,
-    engines: int,
-    waves: int,
-    efficiency: Efficiency,
-) -> dict[str, float]:
-    """Seconds of one engine for its share of the sequences: prompts once a group, then a token a step."""
-    sequences = workload.prompts * workload.group / engines / waves
-    mix = Mix(workload.prompt_tokens, workload.prompt_tokens, 1)
-    prompt = sum(_flops(config, mix).values()) * workload.prompts / engines / engine_gpus
-    rate, hbm = cluster.gpu.tflops * 1e12 * efficiency.train, cluster.gpu.hbm * 1e9 * efficiency.hbm
-    stored = _shipped(config)
-    touched = 1.0 - (1.0 - config.num_experts_per_token / config.num_experts) ** sequences
-    read = stored.get(ROUTED, 0) * touched + sum(stored.values()) - stored.get(ROUTED, 0) - stored["embedding"]
-    fixed, each = costs.state_bytes(config)
-    states = sequences * (2 * fixed + each * (workload.prompt_tokens + workload.new_tokens / 2))
-    one = Mix(1, 1, 1)
-    work = sum(_flops(config, one).values()) * sequences
-    step = max((read + states) / engine_gpus / hbm, work / engine_gpus / rate)
-    return {"rollout prompts": prompt / rate, "rollout tokens": workload.new_tokens * waves * step}
 
 
 def _host_gib(config: K3Config, cluster: Cluster, layout: Layout, method: Method) -> float:
@@ -583,6 +558,7 @@ __all__ = [
     "forward_flops",
     "gradient_bytes",
     "has_kernels",
+    "held_bytes",
     "learner_memory",
     "lora_parameters",
     "model_counts",

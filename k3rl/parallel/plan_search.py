@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from k3rl.model import K3Config
@@ -18,19 +18,22 @@ from k3rl.parallel.plan import (
     Plan,
     PlanError,
     Workload,
-    engine_size,
     forward_flops,
+    held_bytes,
     model_counts,
     plan_layout,
 )
+from k3rl.parallel.plan_engine import engine_sizes, free_gib
 
 
 def layouts(config: K3Config, devices: int, *, pipeline: bool = False) -> Iterator[Layout]:
-    """Every layout of that many devices whose expert, context (to 8) and pipeline (to 16) degrees are powers of two."""
+    """Every layout of that many devices whose expert degree divides the experts, and whose context (to 8) and pipeline
+    (to 16) degrees are powers of two."""
     powers = [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
     stages = [p for p in powers if 1 < p <= min(16, config.num_hidden_layers)] if pipeline else [1]
-    for stage, expert, context in itertools.product(stages, powers, (1, 2, 4, 8)):
-        if devices % (stage * expert * context) == 0 and config.num_experts % expert == 0:
+    experts = [n for n in range(1, min(devices, config.num_experts) + 1) if config.num_experts % n == 0]
+    for stage, expert, context in itertools.product(stages[::-1], experts[::-1], (1, 2, 4, 8)):
+        if devices % (stage * expert * context) == 0:
             yield Layout(devices // (stage * expert * context), expert, context, stage)
 
 
@@ -38,53 +41,90 @@ def search(
     config: K3Config,
     cluster: Cluster,
     workload: Workload,
-    method: Method,
-    *,
+    *methods: Method,
     efficiency: Efficiency | None = None,
 ) -> Plan:
-    """The fastest layout that fits, or the one that misses by least.
+    """The fastest layout that fits with any of the methods, or the one that misses by least.
 
     Pipeline stages are considered only where nothing that k3rl runs today fits. Raises PlanError when a number of
     rollout devices is asked for that leaves none to learn.
     """
+    best = _search(config, cluster, workload, methods, efficiency)
+    assert best is not None  # one device that learns is a layout
+    return best
+
+
+def _search(
+    config: K3Config,
+    cluster: Cluster,
+    workload: Workload,
+    methods: Sequence[Method],
+    efficiency: Efficiency | None = None,
+    *,
+    misses: bool = True,
+) -> Plan | None:
+    """`search`; without misses None where nothing fits."""
     best: Plan | None = None
     for pipeline in (False, True):
-        for rollout in _rollout_choices(config, cluster, workload):
-            for layout in layouts(config, cluster.gpus - rollout, pipeline=pipeline):
-                for passes in _passes(workload, layout):
-                    stage = layout.devices // layout.pipeline
-                    way = dataclasses.replace(method, shard_frozen=math.gcd(method.shard_frozen, stage))
-                    found = plan_layout(
-                        config, cluster, passes, way, layout, rollout_gpus=rollout, efficiency=efficiency
-                    )
+        for rollout, devices in _divisions(config, cluster, workload):
+            for layout, way in itertools.product(layouts(config, devices, pipeline=pipeline), methods):
+                way = _dividing(way, layout)
+                if (best or not misses) and _cannot_beat(best, config, cluster, layout, way):
+                    continue
+                for found in _judged(config, cluster, workload, way, layout, rollout, efficiency):
                     if best is None or _rank(found) < _rank(best):
                         best = found
-                    held = sum(
-                        found.memory.get(part, 0.0) for part in ("weights", "gradients", "optimizer", "adapters")
-                    )
-                    if found.fits or held > (cluster.gpu.gib - cluster.reserve_gib) * GIB:
-                        break  # a smaller pass would be slower, or would not help
         if best is not None and best.fits:
             return best
-    if best is None:
-        raise PlanError(
-            f"{workload.rollout_gpus} rollout devices of {cluster.gpus} leave none for the learner",
-            key="--rollout-gpus", got=workload.rollout_gpus, wanted=f"less than {cluster.gpus}",
-        )  # fmt: skip
-    return best
+    return best if misses else None
+
+
+def _cannot_beat(best: Plan | None, config: K3Config, cluster: Cluster, layout: Layout, method: Method) -> bool:
+    """Whether what a layout holds before any pass is enough to know that `best` stays."""
+    held = held_bytes(config, layout, method) / GIB
+    return held > free_gib(cluster) and (best is None or best.fits or held > best.gpu_gib)
 
 
 def best_way(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> Plan:
-    """`search` with `method`; where that does not fit, layers are recomputed if that fits or misses by less.
+    """`search` with `method`, and with what takes less memory where that fits faster or alone: recomputed layers, and
+    of LoRA frozen weights cut over the ranks of a node."""
+    return search(config, cluster, workload, *_leaner(method, cluster))
 
-    Of LoRA, frozen weights are then cut over the ranks of a node too.
+
+def judge(
+    config: K3Config,
+    cluster: Cluster,
+    workload: Workload,
+    method: Method,
+    layout: Layout,
+    *,
+    rollout_gpus: int,
+    leaner: bool,
+) -> Plan:
+    """The layout that is given, in the passes that suit it, and with `leaner` in the best of `best_way`'s methods.
+
+    Raises PlanError when the degrees do not fit the model or the cluster.
     """
-    best = search(config, cluster, workload, method)
-    leaner = dataclasses.replace(method, recompute="layer")
-    for way in (leaner, cut_over_node(leaner, cluster)):
-        if not best.fits and way != method:
-            best = min(best, search(config, cluster, workload, way), key=_rank)
-    return best
+    others = _leaner(method, cluster)[1:] if leaner else []
+    methods = [method, *(_dividing(way, layout) for way in others)]
+    tried = (_judged(config, cluster, workload, way, layout, rollout_gpus, None) for way in methods)
+    return min(itertools.chain.from_iterable(tried), key=_rank)
+
+
+def _dividing(method: Method, layout: Layout) -> Method:
+    """Frozen weights over no more ranks than a stage's divide."""
+    stage = layout.devices // layout.pipeline
+    return dataclasses.replace(method, shard_frozen=math.gcd(method.shard_frozen, stage))
+
+
+def _recomputed(method: Method) -> Method:
+    return dataclasses.replace(method, recompute="layer")
+
+
+def _leaner(method: Method, cluster: Cluster) -> list[Method]:
+    """A method and what takes less memory, each once."""
+    recomputed = _recomputed(method)
+    return list(dict.fromkeys((method, recomputed, cut_over_node(recomputed, cluster))))
 
 
 def cut_over_node(method: Method, cluster: Cluster) -> Method:
@@ -98,6 +138,24 @@ def _rank(plan: Plan) -> tuple[bool, float]:
     return not plan.fits, plan.seconds if plan.fits else plan.gpu_gib
 
 
+def _judged(
+    config: K3Config,
+    cluster: Cluster,
+    workload: Workload,
+    method: Method,
+    layout: Layout,
+    rollout: int,
+    efficiency: Efficiency | None,
+) -> Iterator[Plan]:
+    """A layout in smaller and smaller passes, as long as a smaller one may be better."""
+    for passes in _passes(workload, layout):
+        found = plan_layout(config, cluster, passes, method, layout, rollout_gpus=rollout, efficiency=efficiency)
+        yield found
+        held = held_bytes(config, layout, method) / GIB
+        if held > free_gib(cluster) or (found.fits and layout.pipeline == 1):
+            return  # a smaller pass would not help, or would be slower; in stages it waits less
+
+
 def _passes(workload: Workload, layout: Layout) -> list[Workload]:
     """The same work in smaller and smaller passes that still hold a sequence."""
     found = [workload]
@@ -109,13 +167,26 @@ def _passes(workload: Workload, layout: Layout) -> list[Workload]:
     return found
 
 
+def _divisions(config: K3Config, cluster: Cluster, workload: Workload) -> Iterator[tuple[int, int]]:
+    """(devices that sample, devices that learn): all that are left, or a rounder number of them."""
+    for rollout in _rollout_choices(config, cluster, workload):
+        left = cluster.gpus - rollout
+        for devices in sorted({left >> n << n for n in range(left.bit_length())}, reverse=True):
+            yield rollout, devices
+
+
 def _rollout_choices(config: K3Config, cluster: Cluster, workload: Workload) -> list[int]:
     if workload.kind == "sft":
         return [0]
-    if workload.rollout_gpus is not None:
-        return [workload.rollout_gpus]
-    one = engine_size(config, cluster)
-    eighths = {cluster.gpus * part // 8 // one * one for part in (1, 2, 3, 4, 5, 6)}
+    if (asked := workload.rollout_gpus) is not None:
+        if asked >= cluster.gpus:
+            raise PlanError(
+                f"{asked} rollout devices of {cluster.gpus} leave none for the learner",
+                key="--rollout-gpus", got=asked, wanted=f"less than {cluster.gpus}",
+            )  # fmt: skip
+        return [asked]
+    sizes = engine_sizes(config, cluster)
+    eighths = {cluster.gpus * part // 8 // size * size for part in range(1, 7) for size in sizes}
     fitting = sorted(count for count in eighths if 0 < count < cluster.gpus)
     return fitting or [0]  # too few for an engine: the learner is judged alone, and the plan says so
 
@@ -135,54 +206,94 @@ def ways(method: Method, cluster: Cluster) -> list[Method]:
 
 def here(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
     """Each of `ways` on this very cluster, in the layout that suits it best."""
-    return [
-        {"method": way.words, "fits": plan.fits} | _about(plan)
-        for way in ways(method, cluster)
-        for plan in (search(config, cluster, workload, way),)
-    ]
+    plans = [search(config, cluster, workload, way) for way in ways(method, cluster)]
+    rows = {plan.method.words: {"method": plan.method.words, "fits": plan.fits} | _about(plan) for plan in plans}
+    return list(rows.values())
 
 
 def suggestions(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
     """For each of `ways` the fewest devices on which it fits, and on which it fits in a way that k3rl runs today."""
     found = []
     for way in ways(method, cluster):
-        row: dict[str, Any] = {"method": way.words, "gpus": None, "gpus_today": None}
-        for plan in _fitting(config, cluster, workload, way):
-            count = plan.learner_gpus + plan.rollout_gpus
-            if row["gpus"] is None:
-                row |= {"gpus": count} | _about(plan)
-            if not plan.not_yet:
-                row["gpus_today"] = count
-                break
-        found.append(row)
+        best, today = _fewest(config, cluster, workload, way)
+        row = {"method": way.words, "gpus": _count(best), "gpus_today": _count(today)}
+        found.append(row | (dict.fromkeys(_ABOUT) if best is None else _about(best)))
     return found
 
 
+def _count(plan: Plan | None) -> int | None:
+    """Devices of a cluster that just holds the plan."""
+    return None if plan is None else plan.learner_gpus + plan.rollout_gpus
+
+
+_ABOUT = (
+    "layout",
+    "micro_batch_tokens",
+    "rollout_gpus",
+    "runs_today",
+    "not_run_today",
+    "gpu_gib",
+    "host_gib",
+    "seconds",
+)
+
+
 def _about(plan: Plan) -> dict[str, Any]:
-    return {
-        "layout": dataclasses.asdict(plan.layout),
-        "micro_batch_tokens": plan.micro_batch_tokens,
-        "rollout_gpus": plan.rollout_gpus,
-        "runs_today": not plan.not_yet,
-        "not_run_today": plan.not_yet,
-        "gpu_gib": round(plan.gpu_gib, 1),
-        "host_gib": round(plan.host_gib, 1),
-        "seconds": round(plan.seconds, 1),
-    }
+    values = (
+        dataclasses.asdict(plan.layout),
+        plan.micro_batch_tokens,
+        plan.rollout_gpus,
+        not plan.not_yet,
+        plan.not_yet,
+        round(plan.gpu_gib, 1),
+        round(plan.host_gib, 1),
+        round(plan.seconds, 1),
+    )
+    return dict(zip(_ABOUT, values, strict=True))
 
 
-def _fitting(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> Iterator[Plan]:
-    """Plans that fit, on more and more devices: powers of two and halfway between them."""
-    sizes = sorted({*(2**n for n in range(13)), *(3 * 2**n for n in range(3, 11))})
-    for count in sizes:
-        if _least_gib(config, method, count) > cluster.gpu.gib:
-            continue
-        try:
-            plan = search(config, dataclasses.replace(cluster, gpus=count), workload, method)
-        except PlanError:
-            continue
-        if plan.fits:
-            yield plan
+def _fewest(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> tuple[Plan | None, Plan | None]:
+    """The plan on the fewest devices, and the one on the fewest as k3rl runs today.
+
+    Powers of two and halfway between them, then what is below the first that fits: by devices, or by nodes above eight.
+    """
+    sizes = sorted({*(2**n for n in range(14)), *(3 * 2**n for n in range(12))})
+    found: list[Plan | None] = [None, None]
+    for before, size in itertools.pairwise([0, *sizes]):
+        plan = _on(config, cluster, workload, method, size)
+        for place in (0, 1):
+            if found[place] is None and plan is not None and not (place and plan.not_yet):
+                found[place] = _below(config, cluster, workload, method, before, plan, today=bool(place))
+        if found[1] is not None:
+            break
+    return found[0], found[1]
+
+
+def _below(
+    config: K3Config, cluster: Cluster, workload: Workload, method: Method, before: int, plan: Plan, *, today: bool
+) -> Plan:
+    """The plan on the fewest devices between `before`, which are too few, and those of `plan`."""
+    found = plan
+    unit = cluster.node if before >= 8 * cluster.node else 1
+    low, high = before // unit, -(-(plan.learner_gpus + plan.rollout_gpus) // unit)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = _on(config, cluster, workload, method, middle * unit)
+        if tried is None or (today and tried.not_yet):
+            low = middle
+        else:
+            found, high = tried, middle
+    return found
+
+
+def _on(config: K3Config, cluster: Cluster, workload: Workload, method: Method, count: int) -> Plan | None:
+    """A plan that fits on `count` devices, or None."""
+    if _least_gib(config, method, count) > free_gib(cluster):
+        return None
+    try:
+        return _search(config, dataclasses.replace(cluster, gpus=count), workload, [method], misses=False)
+    except PlanError:  # more devices sample than there are
+        return None
 
 
 def _least_gib(config: K3Config, method: Method, devices: int) -> float:
@@ -222,9 +333,16 @@ def report(
             link: {name: round(value) for name, value in each.items()} for link, each in plan.traffic.items()
         },
         "bottleneck": plan.bottleneck,
-        "flops": {name: round(value) for name, value in forward_flops(config, workload, plan.method).items()},
+        "flops": {name: round(value) for name, value in _pass_flops(config, workload, plan).items()},
+        "step_flops": {name: round(value) for name, value in plan.flops.items()},
         "assumptions": assumptions(cluster, workload, plan.method, efficiency),
     }
+
+
+def _pass_flops(config: K3Config, workload: Workload, plan: Plan) -> dict[str, float]:
+    """Operations of one forward of `micro_batch_tokens`, by part."""
+    passes = dataclasses.replace(workload, micro_batch_tokens=plan.micro_batch_tokens)
+    return forward_flops(config, passes, plan.method)
 
 
 def _momentum(method: Method) -> str:

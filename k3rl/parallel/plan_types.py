@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from k3rl.config import ConfigError
 from k3rl.kernels.dispatch import HEAD_DIMS
 from k3rl.model import K3Config
 from k3rl.parallel.settings import TrainerConfig
@@ -12,6 +13,10 @@ from k3rl.parallel.settings import TrainerConfig
 GIB = 2**30
 RUNS_TODAY = ("data", "expert", "context")
 """The degrees that k3rl's learner has; pipeline stages are planned only."""
+
+
+class PlanError(ConfigError):
+    """A plan was asked for that cannot be made; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
       run.lock                      held while a process works on the run
       configs/attempt_1/            resolved.json, launch.toml, command.txt, launch.json, dirty.diff
       configs/latest -> attempt_1
-      logs/attempt_1/               logs/latest -> attempt_1
+      logs/attempt_1/driver.log     what the run said; logs/latest -> attempt_1
       metrics.jsonl                 k3rl.run.metrics
       traces/                       k3rl.run.recorder
       checkpoints/<stage>/step_20/  written by the pipelines
@@ -83,12 +83,14 @@ class RunDirectory:
         """Start an attempt: a new run, the next attempt with `resume`, a fresh run in its place with `clean`.
 
         Raises ConfigError when the name is used and neither was asked for, when another process works on the run,
-        when there is nothing to resume, or when the folder holds something else than a run.
+        when there is nothing to resume or a run of another kind, or when the folder holds something else than a run.
         """
         options = options or RunOptions()
         if options.resume and options.clean:
             raise ConfigError("--resume continues a run and --clean deletes it: give one of them", key="--resume")
         before = _existing(root, options)
+        if before is not None:
+            _check_kind(root, before, pipeline, config)
         root.mkdir(parents=True, exist_ok=True)
         lock = _take_lock(root)
         if options.clean:
@@ -243,6 +245,23 @@ def _existing(root: Path, options: RunOptions) -> RunInfo | None:
             got=str(root),
         )
     return info
+
+
+def _check_kind(root: Path, before: RunInfo, pipeline: str, config: BaseModel) -> None:
+    """Refuses to go on with another pipeline, or with a preset whose sections are others (`quickstart`)."""
+    folder = root / "configs" / f"attempt_{before.attempt}"
+    path = folder / "resolved.json"
+    old = set(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else set()
+    new = set(type(config).model_fields)
+    if before.pipeline == pipeline and (not old or len(old ^ new) <= len(old & new)):  # versions add single keys
+        return
+    command = (folder / "command.txt").read_text(encoding="utf-8").strip() if old else f"k3rl {before.pipeline}"
+    raise ConfigError(
+        f"{root} holds a run of another kind, started by `{command}`; resume it with those words, or name another "
+        "folder with --out",
+        key="--resume",
+        got=str(root),
+    )
 
 
 def _take_lock(root: Path) -> IO[bytes]:

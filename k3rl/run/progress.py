@@ -1,15 +1,17 @@
 """Progress of a run: one live panel on a terminal, one plain line per step anywhere else.
 
-Everything goes to standard error, so that standard output holds results only. Workers draw nothing: they send their
-counts to the driver, which calls `Stage.step`.
+Everything goes to standard error, so that standard output holds results only, and as plain lines to a log file. Workers
+draw nothing: they send their counts to the driver, which calls `Stage.step`.
 """
 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from k3rl.run.redact import redact
 from k3rl.run.terminal import visible
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -49,16 +52,45 @@ class Progress:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self._stages: list[Stage] = []
+        self._log: TextIO | None = None
         self._live = Live(console=self.console, refresh_per_second=2, get_renderable=self._render)
 
-    def stage(self, name: str, total: int | None = None) -> Stage:
-        """Begin a stage of `total` steps; None when their number is not known."""
-        self._stages.append(Stage(self, name, total))
+    def stage(self, name: str, total: int | None = None, *, left_s: float | None = None) -> Stage:
+        """Begin a stage of `total` steps; None when their number is not known. left_s: seconds that it has at most."""
+        self._stages.append(Stage(self, name, total, left_s))
         return self._stages[-1]
 
     def note(self, text: str) -> None:
         """Say what start-up or a long wait is doing: "waiting for 2 CPUs: 1 free"."""
         self.console.print(Text(visible(text)), soft_wrap=True)
+        self._keep(text)
+
+    def log_to(self, path: Path) -> None:
+        """From now on every note, every step's line and the error that ends the run go there too, with their times."""
+        self._close_log()
+        self._log = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (as long as the run)
+
+    def say_step(self, text: str) -> None:
+        """A step's line: to the log, and where there is no live panel to see it in."""
+        if self.console.is_terminal:
+            self._keep(text)
+        else:
+            self.note(text)
+
+    def _keep(self, text: str) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {visible(redact(text))}\n")
+            self._log.flush()
+        except OSError as error:  # a full disk must not end a run that only wanted to say something
+            self._log = None
+            self.note(f"the log ends here: {error}")
+
+    def _close_log(self) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
 
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))
@@ -76,12 +108,15 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+        if error is not None:
+            self._keep("".join(traceback.format_exception(error)).rstrip())
+        self._close_log()
 
 
 class Stage:
     """One stage: `step` after each of its steps, then `end`."""
 
-    def __init__(self, progress: Progress, name: str, total: int | None) -> None:
+    def __init__(self, progress: Progress, name: str, total: int | None, left_s: float | None = None) -> None:
         self.name = name
         self.total = total
         self.done = 0
@@ -90,6 +125,7 @@ class Stage:
         self._shown: dict[str, float] = {}
         self._rewards: list[float] = []
         self._started = time.monotonic()
+        self._left_s = float("inf") if left_s is None else left_s
         self._first = 0
         self._ended: float | None = None
 
@@ -105,8 +141,7 @@ class Stage:
             self._rewards.append(reward)
             values = {"reward": reward, **values}
         self._shown = values
-        if not self._progress.console.is_terminal:
-            self._progress.note("  ".join([self.name, *(part for part in self.columns(spark=False) if part)]))
+        self._progress.say_step("  ".join([self.name, *(part for part in self.columns(spark=False) if part)]))
 
     def end(self) -> None:
         """The stage is over, whether or not all its steps were needed."""
@@ -128,4 +163,4 @@ class Stage:
         fresh = self.done - self._first
         if self._ended is not None or self.total is None or fresh <= 0 or self.done >= self.total:
             return duration(seconds)
-        return f"eta {duration(seconds / fresh * (self.total - self.done))}"
+        return f"eta {duration(min(seconds / fresh * (self.total - self.done), self._left_s - seconds))}"

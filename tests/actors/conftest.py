@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-import torch
 
 from k3rl.actors.cluster import ClusterConfig, cluster
 
-
-@pytest.fixture(scope="package")
-def ray_cluster():
-    config = ClusterConfig(cpus=4, object_store_mb=200, learner_threads=1, rollout_threads=1, placement_deadline_s=30)
-    with cluster(config):
-        yield config
+CONFIG = ClusterConfig(cpus=4, object_store_mb=200, learner_threads=1, rollout_threads=1, placement_deadline_s=30)
+_running: list[ExitStack] = []
 
 
-@pytest.fixture(autouse=True)
-def own_float_settings() -> Iterator[None]:
-    """An actor that is made in this process sets it to flush denormals; what tests come after it must not see that."""
-    yield
-    torch.set_flush_denormal(False)
+@pytest.fixture(scope="module")
+def ray_cluster() -> ClusterConfig:
+    if not _running:
+        with ExitStack() as starting:
+            starting.enter_context(cluster(CONFIG))
+            _running.append(starting.pop_all())
+    return CONFIG
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ray ends with the last test of this folder, not of the session: one that waits takes a twentieth of a core."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        while _running:
+            _running.pop().close()

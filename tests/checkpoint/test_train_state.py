@@ -159,6 +159,25 @@ def test_the_previous_state_is_used_only_when_asked_for(tmp_path):
     assert chosen_train_state(tmp_path, "previous") == tmp_path / "step_2"
 
 
+@pytest.mark.parametrize("text", [b"", b"step_x", b"../step_1", b"/etc", b"\xff\xfe", None])
+def test_a_pointer_that_names_no_state_is_not_taken_for_a_fresh_run(tmp_path, text):
+    for step in (1, 2):
+        save(tmp_path / f"step_{step}", tensors(step))
+    (tmp_path / "latest").write_bytes(text or b"") if text is not None else (tmp_path / "latest").unlink()
+    for wanted in ("latest", "previous"):
+        with pytest.raises(TrainStateError, match=r"latest .*step_1, step_2: go on from one by its name"):
+            chosen_train_state(tmp_path, wanted)
+    with pytest.raises(TrainStateError, match="latest"):
+        prune_train_states(tmp_path, 1)
+    assert chosen_train_state(tmp_path, "step_2") == tmp_path / "step_2"
+
+
+def test_a_first_state_that_nothing_points_at_yet_is_a_fresh_run(tmp_path):
+    save(tmp_path / "step_1", tensors())
+    (tmp_path / "latest").unlink()  # a kill between the two
+    assert chosen_train_state(tmp_path, "latest") is None
+
+
 def test_pruning_keeps_the_newest_states_up_to_the_latest(tmp_path):
     for step in (1, 2, 10, 3):  # a run that went back to step 2 and saved again at 3
         save(tmp_path / f"step_{step}", tensors(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -168,6 +169,7 @@ def test_what_is_missing_exits_3(words, capsys):
         (K3Error("too many failures"), 1, False),
         (KeyboardInterrupt(), 130, False),
         (ZeroDivisionError("a bug"), 1, True),
+        (FileNotFoundError(errno.ENOENT, "a bug"), 1, True),
     ],
 )
 def test_what_a_pipeline_raises_decides_the_exit_code(monkeypatch, capsys, error, code, traceback):
@@ -179,6 +181,25 @@ def test_what_a_pipeline_raises_decides_the_exit_code(monkeypatch, capsys, error
     said = capsys.readouterr().err
     assert ("Traceback" in said) is traceback
     assert str(error) in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EROFS, "", "/there/run"), "/there/run: Read-only file system; name a place"),
+        (OSError(errno.ENOSPC, ""), "No space left on device; free some room"),
+        (Exception("while serializing: No space left on device (os error 28)"), "No space left on device; free"),
+    ],
+)
+def test_what_the_system_refuses_is_one_message_and_no_traceback(monkeypatch, capsys, error, said):
+    def run(*_):
+        raise error
+
+    monkeypatch.setattr(pipelines, "run", run)
+    assert main(["rl", "mine:small"]) == 3
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "Traceback" not in printed
 
 
 def test_an_error_that_ray_wrapped_shows_its_own_message(monkeypatch, capsys):

@@ -80,7 +80,7 @@ def test_eval_hands_its_words_on_and_prints_what_was_measured(monkeypatch, check
 
     def evaluate(path, env, **options):
         calls.append((path, env, options))
-        return {"pass_at_1": 0.5, "ci95": [0.4, 0.6], "n": 7, "by_family": {"list": 0.5}}
+        return {"pass_at_1": 0.5, "ci95": [0.4, 0.6], "greedy": 0.75, "n": 7, "by_family": {"list": 0.5}}
 
     monkeypatch.setattr(pipelines, "evaluate", evaluate)
     words = ["eval", str(checkpoint), "coding-lists", "--n", "7", "--seed", "3", "--env-args.declare_tools"]
@@ -91,7 +91,9 @@ def test_eval_hands_its_words_on_and_prints_what_was_measured(monkeypatch, check
     assert (options["evaluation"].n, options["evaluation"].seed) == (7, 3)
     assert options["cluster_config"].rollout_threads == 1
     assert main(words) == 0
-    assert "pass@1 0.5000   95% interval 0.4000 to 0.6000   7 tasks" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "pass@1 0.5000   95% interval 0.4000 to 0.6000   7 tasks" in printed
+    assert "greedy 0.7500" in printed
 
 
 @pytest.mark.parametrize(

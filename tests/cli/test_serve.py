@@ -27,11 +27,13 @@ def served(tmp_path_factory):
     model = K3ForCausalLM(K3Config.named("k3-nano"))
     model.init_weights(0)
     save_checkpoint(model, folder, tokenizer=Tokenizer.builtin())
+    files = folder.parent / "files"
+    tiers = ["--prefix-cache-mb", "1", "--prefix-disk-mb", "1", "--prefix-directory", str(files)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "k3rl.cli", "serve", str(folder), "--port", str(port)],
+        [sys.executable, "-m", "k3rl.cli", "serve", str(folder), "--port", str(port), *tiers],
         env={**os.environ, "K3RL_SERVE_TOKEN": "secret", "OMP_NUM_THREADS": "1"},
     )
     address = f"http://127.0.0.1:{port}"
@@ -42,8 +44,10 @@ def served(tmp_path_factory):
             assert time.monotonic() < deadline
             time.sleep(0.2)
         yield address
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) in (0, 130, -signal.SIGINT)
+        assert len(list(files.iterdir())) == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        assert not list(files.iterdir())  # they go with the process
     finally:
         process.kill()  # what did not start, or did not stop, is no load for others
 
@@ -80,3 +84,5 @@ def test_a_folder_without_a_checkpoint_and_an_open_host_without_a_token_are_refu
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "K3RL_SERVE_TOKEN" in capsys.readouterr().err
+    assert main(["serve", str(tmp_path), "--max-running", "0"]) == 2
+    assert "got 0, wants a whole number from 1" in capsys.readouterr().err

@@ -161,6 +161,8 @@ def test_images_come_from_data_urls_bytes_files_and_pillow(tmp_path) -> None:
         ("missing.png", True, "cannot be read"),
         ("data:image/png;base64,!!", True, "holds no base64"),
         (b"no image", True, "8 bytes cannot be read"),
+        (b"P6\n1x 1\n255\n000", True, "cannot be read: invalid literal"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n%%EndComments\n", True, "cannot identify"),
         (7, True, "holds int"),
     ],
 )

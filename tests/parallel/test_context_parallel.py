@@ -6,6 +6,7 @@ given. They are forked before torch has done anything, so that importing it is p
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
@@ -249,6 +250,7 @@ def _without_rank_1(trainer: Trainer) -> str:
 
 
 def _launch(folder: Path) -> None:
+    importlib.import_module("torch._dynamo")  # recomputation would import it in each rank
     for size in (1, *SIZES):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -5,6 +5,7 @@ This file run as a script forks the ranks of several worlds, which do their jobs
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -183,6 +184,7 @@ def do_four(world: World, folder: Path) -> dict[str, Any]:
     odd = world.rank == 2
     ended["config"] = outcome(lambda: trainer(pairs, muon_lr=0.01 if odd else 0.02))
     ended["weights"] = outcome(lambda: trainer(pairs, seed=4 if odd else 3))
+    ended["weights beside experts of its own"] = outcome(lambda: trainer(mesh, seed=4 if odd else 3))
     mine = share(batch(1), pairs)
     ended["settings"] = outcome(lambda: made.train(mine, CrossEntropy(), lr_scale=0.5 if odd else 1.0))
     ended["batch"] = outcome(lambda: made.train(batch(1) if odd else mine, CrossEntropy()))
@@ -273,6 +275,7 @@ def rank_main(name: str, rank: int, address: str, folder: Path) -> None:
 def fork_ranks(folder: Path) -> None:
     """One process imports torch, and its copies are the ranks; a rank that a job stops is killed at the end."""
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # recomputation would import it in each rank
     children: dict[str, list[int]] = {}
     for name, (size, _) in WORLDS.items():
         with socket.socket() as probe:
@@ -458,7 +461,13 @@ def test_degrees_that_do_not_divide_the_ranks_are_one_clear_message(folder):
 
 @pytest.mark.parametrize(
     ("job", "what"),
-    [("config", "trainer.muon_lr"), ("weights", "weights of "), ("settings", "step.lr_scale"), ("batch", "batch")],
+    [
+        ("config", "trainer.muon_lr"),
+        ("weights", "weights of "),
+        ("weights beside experts of its own", "weights of "),
+        ("settings", "step.lr_scale"),
+        ("batch", "batch"),
+    ],
 )
 def test_ranks_that_disagree_all_name_the_odd_one_and_what_differs(folder, job, what):
     got = ended(folder, "four", job)

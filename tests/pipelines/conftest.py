@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,79 +122,3 @@ def _descendants(parent: int) -> set[int]:
 def descendants() -> Callable[[int], set[int]]:
     """A function from a process id to the ids of all processes below it."""
     return _descendants
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture(scope="session")
-def head(tmp_path_factory):
-    """(dashboard address, environment with the cluster's token) of a cluster started with `ray start --head`."""
-    ray = Path(sys.executable).with_name("ray")
-    port, dashboard = _free_port(), _free_port()
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    environment |= {
-        "PYTHONSAFEPATH": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("RAY_ADDRESS", None)
-    words = (
-        f"start --head --block --port {port} --dashboard-port {dashboard} --num-cpus 4 --object-store-memory 209715200"
-    )
-    log = tmp_path_factory.mktemp("head") / "ray.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(ray), *words.split()], env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{dashboard}"
-    deadline = time.monotonic() + 60
-    while not _answers(address):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.3)
-    yield address, environment
-    # The daemons are in sessions of their own, and `ray stop` would end every Ray of this machine.
-    for pid in _descendants(process.pid) | {process.pid}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait(30)
-
-
-def _answers(address: str) -> bool:
-    try:
-        urllib.request.urlopen(f"{address}/api/version", timeout=2)
-    except urllib.error.HTTPError:
-        return True  # it refuses us without a token, so it is up
-    except OSError:
-        return False
-    return True
-
-
-@pytest.fixture(scope="session")
-def submit(head) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`k3rl submit` with words, in a folder, and with other environment variables."""
-    address, environment = head
-
-    def run(folder: Path, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "k3rl.cli", "submit", *words, "--address", address]
-        chosen = {"env": {**environment, **changes}, "cwd": folder, "timeout": 240}
-        deadline = time.monotonic() + 60
-        while True:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, **chosen)
-            # The dashboard answers a little before the agent that starts jobs has come up.
-            if "No available agent" not in done.stderr or time.monotonic() > deadline:
-                return done
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def submitted(submit, tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """(how the command ended, the run directory) of the short SFT run as a job."""
-    folder = tmp_path_factory.mktemp("submitted")
-    return submit(folder, *SMALL_SFT, "--json", "--out", str(folder / "run")), folder / "run"

@@ -27,6 +27,9 @@ def test_degrees_that_do_not_divide_the_learner_are_refused_before_anything_star
     with pytest.raises(ConfigError, match="2 learner ranks cannot be data x expert_parallel 3"):
         check_start(odd)
     check_start(sft().replace(trainer=TrainerConfig(expert_parallel=2)))
+    many = ClusterConfig(learner_actors=17)  # k3-nano has 16 experts
+    with pytest.raises(ConfigError, match="the model has 16 experts; use at most 16"):
+        check_start(sft().replace(cluster=many, trainer=TrainerConfig(expert_parallel=17)))
 
 
 @pytest.mark.parametrize(("trainer", "engine"), [(True, False), (False, True)])

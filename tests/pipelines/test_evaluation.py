@@ -75,3 +75,9 @@ def test_the_interval_matches_the_quadratic_it_solves():
 
 def test_nothing_measured_has_no_interval():
     assert all(math.isnan(bound) for bound in wilson(0, 0))
+
+
+def test_no_interval_leaves_the_rates_that_are_possible():
+    for n in range(1, 600):
+        assert wilson(0, n)[0] >= 0
+        assert wilson(n, n)[1] <= 1

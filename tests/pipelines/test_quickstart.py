@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,24 @@ def test_the_report_has_its_keys_and_the_checkpoints_are_there(finished):
     for key in ("sft_checkpoint", "rl_checkpoint", "export"):
         model = load_checkpoint(run.parent / report[key])
         assert sum(1 for name, _ in official_tensors(model) if name.endswith("weight_packed")) > 0
+
+
+def test_the_page_on_runs_explains_every_metric_and_file_of_a_run(finished):
+    _, run = finished
+    page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+    rows = read_metrics(run / "metrics.jsonl")
+    env = "/".join(("", "coding-lists", ""))
+    for name in {name for row in rows for name in row} - {"schema", "run"}:
+        if name.startswith("reward/"):
+            shown = "/".join(["reward/ENV", *("level_N" if "level_" in w else "FAMILY" for w in name.split("/")[2:])])
+            shown = shown if name != "reward/coding-lists/mean" else "reward/ENV/mean"
+        else:
+            shown = name.replace(env, "/ENV/")
+        last = shown.rpartition("/")[2]
+        assert f"`{shown}`" in page or f"`{last}`" in page, name
+    for path in run.iterdir():
+        if path.name != "run.lock":
+            assert f"`{path.name}" in page, path.name
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,106 @@
-"""`k3rl submit` runs the same words as a Ray job on a cluster that is up, with token authentication."""
+"""A run ends the same whether it is a job on a cluster that is up or is stopped by Ctrl-C and continued.
+
+`k3rl submit` runs the same words as a Ray job, with token authentication; Ctrl-C leaves a run that can be read, and no
+Ray behind. All of it is in one file, so that the cluster ends with it: one that waits takes a twelfth of a core.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+
+from k3rl.checkpoint.train_state import TrainState, latest_train_state
 
 pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory, descendants):
+    """(dashboard address, environment with the cluster's token) of a cluster started with `ray start --head`."""
+    ray = Path(sys.executable).with_name("ray")
+    port, dashboard = _free_port(), _free_port()
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment |= {
+        "PYTHONSAFEPATH": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    words = (
+        f"start --head --block --port {port} --dashboard-port {dashboard} --num-cpus 4 --object-store-memory 209715200"
+    )
+    log = tmp_path_factory.mktemp("head") / "ray.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(ray), *words.split()], env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    address = f"http://127.0.0.1:{dashboard}"
+    deadline = time.monotonic() + 60
+    while not _answers(address):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.3)
+    yield address, environment
+    # The daemons are in sessions of their own, and `ray stop` would end every Ray of this machine.
+    for pid in descendants(process.pid) | {process.pid}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(30)
+
+
+def _answers(address: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{address}/api/version", timeout=2)
+    except urllib.error.HTTPError:
+        return True  # it refuses us without a token, so it is up
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def submit(head) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`k3rl submit` with words, in a folder, and with other environment variables."""
+    address, environment = head
+
+    def run(folder: Path, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "k3rl.cli", "submit", *words, "--address", address]
+        chosen = {"env": {**environment, **changes}, "cwd": folder, "timeout": 240}
+        deadline = time.monotonic() + 60
+        while True:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, **chosen)
+            # The dashboard answers a little before the agent that starts jobs has come up.
+            if "No available agent" not in done.stderr or time.monotonic() > deadline:
+                return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def submitted(submit, small_sft, tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """(how the command ended, the run directory) of the short SFT run as a job."""
+    folder = tmp_path_factory.mktemp("submitted")
+    return submit(folder, *small_sft, "--json", "--out", str(folder / "run")), folder / "run"
 
 
 def test_the_job_runs_to_its_end_and_its_output_is_followed(submitted):
@@ -32,3 +125,55 @@ def test_a_wrong_token_is_a_clear_refusal_and_bad_words_are_refused_before_they_
     done = submit(tmp_path, "sft", "--max-stepz", "2")
     assert done.returncode == 2
     assert "max-steps" in done.stderr or "max_steps" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def interrupted(command, small_sft, descendants):
+    """(run directory, processes that lived during the run) of an SFT run that got SIGINT after its second step."""
+    process = command.start(*small_sft, "--out", "stopped")
+    run = command.folder / "stopped"
+    deadline = time.monotonic() + 100
+    while not (run / "metrics.jsonl").is_file() or (run / "metrics.jsonl").read_text().count('"sft"') < 2:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    return run, family
+
+
+def test_the_run_is_readable_and_its_last_whole_step_is_saved(interrupted):
+    run, _ = interrupted
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    latest = (run / "checkpoints" / "sft" / "latest").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert latest == f"step_{rows[-1]['step'] + 1}"
+
+
+def test_no_process_of_ray_is_left(interrupted):
+    _, family = interrupted
+    assert family
+    deadline = time.monotonic() + 20
+    left = {pid for pid in family if Path(f"/proc/{pid}/cmdline").is_file()}
+    while left and time.monotonic() < deadline:
+        time.sleep(0.2)
+        left = {pid for pid in left if Path(f"/proc/{pid}/cmdline").is_file()}
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def resumed(interrupted, command, small_sft):
+    """The interrupted run, continued to its end."""
+    command.run(*small_sft, "--out", "stopped", "--resume")
+    return interrupted[0]
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(resumed, submitted):
+    """The other one is the job on a cluster that was up."""
+    done, straight = submitted
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    one, two = (TrainState(latest_train_state(run / "checkpoints" / "sft")).tensors() for run in (resumed, straight))
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []

@@ -73,6 +73,19 @@ def test_resume_starts_another_attempt_beside_the_first_and_names_what_changed(t
     run.finish("finished")
 
 
+def test_a_run_of_another_kind_is_not_resumed_and_left_alone(tmp_path):
+    class Whole(Config):
+        first: Settings = Settings()
+        second: Settings = Settings()
+
+    finished(tmp_path / "run")
+    before = sorted((path, path.read_bytes()) for path in (tmp_path / "run").rglob("*") if path.is_file())
+    for config, pipeline in ((Settings(), "sft"), (Whole(), "rl")):
+        with pytest.raises(ConfigError, match=r"another kind, started by `k3rl rl --lr 0.1`"):
+            RunDirectory.create(tmp_path / "run", config, pipeline, options(resume=True))
+    assert sorted((path, path.read_bytes()) for path in (tmp_path / "run").rglob("*") if path.is_file()) == before
+
+
 def test_clean_deletes_the_old_run(tmp_path):
     first = finished(tmp_path / "run")
     again = finished(tmp_path / "run", clean=True)

@@ -137,6 +137,23 @@ def test_off_a_terminal_each_step_is_one_plain_line():
     assert "\x1b" not in out.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_log_has_every_note_and_step_and_the_error_that_ended_the_run(tmp_path, terminal):
+    def ends_badly():
+        with Progress(Console(file=io.StringIO(), force_terminal=terminal)) as progress:
+            progress.log_to(tmp_path / "driver.log")
+            progress.note("starting")
+            progress.stage("rl", 3).step(1, reward=0.25)
+            raise ZeroDivisionError("in the learner")
+
+    with pytest.raises(ZeroDivisionError):
+        ends_badly()
+    lines = (tmp_path / "driver.log").read_text().splitlines()
+    assert [line[21:] for line in lines[:2]] == ["starting", lines[1][21:]]
+    assert lines[1][21:].startswith("rl  1/3  reward 0.25")
+    assert lines[-1] == "ZeroDivisionError: in the learner"
+
+
 def test_on_a_terminal_there_is_one_panel_and_the_cursor_comes_back():
     def work():
         with Progress(Console(file=out, force_terminal=True, width=120)) as progress:

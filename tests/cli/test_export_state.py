@@ -1,0 +1,90 @@
+"""`k3rl export --step`: a training state becomes what its run would have written at that step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from k3rl.actors.learner import LearnerActor
+from k3rl.checkpoint import load_checkpoint
+from k3rl.cli import main
+from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.losses import CrossEntropy
+from k3rl.model import K3Config, LoraConfig
+from k3rl.parallel import TrainerConfig
+
+TINY = K3Config.named("k3-nano").replace(num_experts=4)
+
+
+def _batch(seed: int) -> TrainBatch:
+    rng, mask = np.random.default_rng(seed), np.arange(12) > 3
+    return TrainBatch.pack([TrainSequence("s", rng.integers(0, 400, 12), mask, np.zeros(12, "f4"), mask.astype("f4"))])
+
+
+def _learner(run: Path, **config) -> tuple[LearnerActor, Path]:
+    """A learner that saved its state after two steps, wrote its export then, and went on."""
+    learner = LearnerActor(1)
+    learner.create(TINY.to_dict(), TrainerConfig(micro_batch_tokens=64, **config), seed=5)
+    for step in range(3):
+        learner.train([_batch(step)], CrossEntropy())
+        if step == 1:
+            learner.save_state(str(run / "checkpoints" / "sft" / "step_2"), {"step": 2}, "a")
+            learner.state_saved()
+            if learner.trainer.model.adapter is None:
+                learner.save_checkpoint(str(run / "then"), {"stage": "sft", "steps": 2})
+            else:
+                learner.save_adapter(str(run / "then"), str(run / "base"), {"stage": "sft", "steps": 2})
+    return learner, run / "then"
+
+
+def _stored(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run's folder, and `then`, its export at step 2."""
+    folder = tmp_path_factory.mktemp("run")
+    _learner(folder)
+    return folder
+
+
+def test_a_state_is_exported_as_the_run_wrote_it_at_that_step(run, tmp_path, capsys):
+    words = [str(run), str(tmp_path / "out"), "--step", "latest", "--stage", "sft", "--json"]
+    assert main(["export", *words]) == 0
+    assert '"tensors":' in capsys.readouterr().out
+    assert _stored(tmp_path / "out") == _stored(run / "then")
+    assert (tmp_path / "out" / "config.json").read_bytes() == (run / "then" / "config.json").read_bytes()
+
+
+def test_an_adapters_state_is_exported_alone_with_its_weights_or_merged(tmp_path):
+    _, then = _learner(tmp_path, lora=LoraConfig(rank=2, alpha=4.0), adamw_lr=0.05)
+    words = ["export", str(tmp_path)]
+    assert main([*words, str(tmp_path / "out"), "--step", "2"]) == 0
+    assert _stored(tmp_path / "out") == _stored(then)
+    assert _stored(tmp_path / "out-base") == _stored(tmp_path / "base")
+    assert main([*words, str(tmp_path / "merged"), "--step", "2", "--merge"]) == 0
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "again"), "--merge"]) == 0
+    assert _stored(tmp_path / "merged") == _stored(tmp_path / "again")
+    assert load_checkpoint(tmp_path / "merged").adapter is None
+
+
+def test_what_has_no_such_state_is_refused(run, tmp_path, capsys):
+    for words, code, says in (
+        (["--step", "7"], 3, "holds no state 'step_7'; there is step_2"),
+        (["--step", "x"], 2, "wanted a number of steps, or latest"),
+        (["--step", "2", "--stage", "rl"], 2, "has no stage 'rl'; it has sft"),
+        ([], 3, "--step latest takes the newest"),
+    ):
+        assert main(["export", str(run), str(tmp_path / "out"), *words]) == code
+        assert says in capsys.readouterr().err
+    state = tmp_path / "step_2"  # a state by its own path, one bit of it wrong
+    shutil.copytree(run / "checkpoints" / "sft" / "step_2", state)
+    shard = state / "rank_00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert main(["export", str(state), str(tmp_path / "out")]) == 3
+    assert "damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

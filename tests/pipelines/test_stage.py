@@ -1,0 +1,74 @@
+"""A stage's steps and its time: what was begun for a step is used, and who ran out of time is told."""
+
+from __future__ import annotations
+
+import io
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from k3rl.pipelines import distill, rl
+from k3rl.pipelines.configs import DistillConfig, RLConfig, SFTConfig
+from k3rl.pipelines.interrupts import Interrupts
+from k3rl.pipelines.stage import Stage, StageResult, cut_notes
+from k3rl.run.progress import Progress
+
+
+def stage_of(tmp_path, config, steps):
+    """A stage whose session has what its clock needs, and no learner."""
+    session = SimpleNamespace(
+        run=SimpleNamespace(root=tmp_path, checkpoints_dir=tmp_path / "checkpoints"),
+        interrupts=Interrupts(),
+        progress=Progress(Console(file=io.StringIO())),
+        resume=False,
+    )
+    return Stage(session, "rl", config, steps)
+
+
+def test_a_promised_step_comes_though_the_time_ends_before_it(tmp_path):
+    stage = stage_of(tmp_path, RLConfig(max_seconds=0.2), 100)
+    promised, done = {0}, []
+    for step in stage.steps():
+        done.append(step)
+        if stage.more():
+            promised.add(step + 1)
+        time.sleep(0.15)  # the limit falls into the second of these, after the third step was promised
+        stage.step += 1
+    assert done == [0, 1, 2]
+    assert promised == set(done)
+
+
+@pytest.mark.parametrize(("loop", "config"), [(rl, RLConfig()), (distill, DistillConfig())])
+def test_no_rollouts_are_begun_when_no_step_is_left(tmp_path, monkeypatch, loop, config):
+    """As when a run is resumed that was interrupted in its last step: engines must be free for what comes next."""
+    stage = stage_of(tmp_path, config, config.steps)
+    stage.step = config.steps
+    monkeypatch.setattr(stage, "finish", lambda state, notes: "finished")
+    monkeypatch.setattr(loop, "Stage", lambda *_: stage)
+    monkeypatch.setattr(loop, "start_policy", lambda *_: None)
+    monkeypatch.setattr(loop, "teachers_of", lambda _: {}, raising=False)
+    learner = SimpleNamespace(load_teachers=lambda *_: None)
+    stage.session.fleet = SimpleNamespace(learner=learner, rollouts=None)  # publishing or sampling would fail
+    assert loop.train(stage.session, config) == "finished"
+
+
+def test_the_time_left_bounds_what_is_said_to_remain():
+    bar = Progress(Console(file=io.StringIO())).stage("sft", 1000, left_s=50)
+    bar._started -= 10  # ten seconds for one step: 1000 would take hours
+    bar.step(1)
+    assert bar.columns()[-1] == "eta 40s"
+
+
+def test_a_stage_that_ran_out_of_time_is_named_with_its_steps():
+    cut = StageResult("sft", "c", 20, 1.0, 0.0, 110.0, cut_at=260)
+    whole = StageResult("rl", "c", 40, 1.0, 1.0, 90.0)
+    (note,) = cut_notes([cut, whole])
+    assert note.startswith("max_seconds ended sft after 20 of 260 steps:")
+    assert cut_notes([whole]) == []
+
+
+def test_limits_are_those_of_the_config(tmp_path):
+    assert not stage_of(tmp_path, SFTConfig(), 5).out_of_time()
+    assert stage_of(tmp_path, SFTConfig(max_seconds=1e-9), 5).out_of_time()
