@@ -19,6 +19,8 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # `kernels`, `actors`, ... must never be imported by the accident of the working directory.
 export PYTHONSAFEPATH := 1
+# Bytecode is kept even where the surroundings forbid it: runs and tests start many processes that import the same files.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
 .PHONY: help install install-dev quickstart test lint system clean

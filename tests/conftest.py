@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ _spec.loader.exec_module(sys.modules["interpreting"])
 # by turns with those that wait for time limits.
 LONG = (
     "parallel/test_deepspeed.py",
-    "pipelines/test_interrupts.py",
     "pipelines/test_submit.py",
     "envs/compiler/test_compiler_hacks.py",
     "pipelines/test_quickstart.py",
@@ -38,8 +38,6 @@ LONG = (
 )
 # Files that share what is costly to make stay with one worker.
 TOGETHER = {
-    "tests/pipelines/test_interrupts.py": "a run as a job",
-    "tests/pipelines/test_submit.py": "a run as a job",
     "tests/structure/test_files.py": "syntax trees",
     "tests/structure/test_imports.py": "syntax trees",
     **{
@@ -55,10 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: min(places.get(path, len(places)) for path in (item.path, item.path.parent)))
 
 
+gc.disable()  # until all is collected: what is imported stays to the end, however often one looks at it
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: the garbage collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,3 +76,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return TOGETHER.get(name, name)
 
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def own_float_settings() -> Iterator[None]:
+    """An actor that is made in this process sets it to flush denormals; what tests come after it must not see that."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
