@@ -48,7 +48,8 @@ from k3rl.parallel.live_bytes import LiveBytes
 from k3rl.parallel.plan import Layout, Method, expert_bytes, learner_memory
 
 PARTS = ("step", "eager", "memory", "layouts", "adamw")
-LAYOUTS = {"dp2": (2, 1, 1), "ep2": (1, 2, 1), "cp2": (1, 1, 2), "dp2xep2": (2, 2, 1), "ep2xcp2": (1, 2, 2)}
+LAYOUTS = {"dp2": (2, 1, 1), "ep2": (1, 2, 1), "cp2": (1, 1, 2), "dp2xep2": (2, 2, 1), "ep2xcp2": (1, 2, 2),
+           "cp4": (1, 1, 4)}  # fmt: skip
 BOTH = ("attention", "mlp")
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the trainer's configuration, and the plan's method
     "plain": ({}, {}),

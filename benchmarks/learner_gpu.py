@@ -193,12 +193,18 @@ class _Steps:
         )  # fmt: skip
 
     def programs(self) -> dict[str, Any]:
-        """Which parts of the optimizer are replayed, and why one is not."""
+        """Which parts of the optimizer are replayed, and why one is not: what cannot be captured, or what moves."""
         optimizer = self.trainer.optimizer
         both = {"norm": optimizer._clip_program, "step": optimizer._step_program}
+        first = len(optimizer._addresses()) - len(optimizer.params)
+        names = [f"bucket {number}" for number in range(first)] + list(optimizer.params)
+        before, now = (key[0] if isinstance(key, tuple) else () for key in (both["norm"].previous, both["norm"].key))
+        moved = [name for name, one, other in zip(names, before, now, strict=False) if one != other]
         return {
             "optimizer_replayed": {name: program._replay is not None for name, program in both.items()},
             "optimizer_refused": {name: program.refused for name, program in both.items()},
+            "optimizer_keys": {name: 1 + program.changes for name, program in both.items()},
+            "optimizer_moved": [len(moved), *moved[:3]],
         }
 
     def rows(self, suffix: str = "") -> None:
@@ -342,7 +348,8 @@ def own_figures(setting: Setting, batch: TrainBatch) -> dict[str, tuple[float, f
     trainer = trainer_of(setting)
     calls = {"passes": passes_of(trainer, batch), "step": lambda: trainer.train(batch, CrossEntropy())}
     return {
-        name: (gpu.wall(call, setting.device, setting.repeats, 2), peak(setting, call)) for name, call in calls.items()
+        name: (gpu.wall(call, setting.device, setting.repeats, 2), peak(setting, call, trainer))
+        for name, call in calls.items()
     }
 
 
