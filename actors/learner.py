@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -153,7 +154,11 @@ class LearnerActor:
         return self.trainer.logprobs(batch, temperature)
 
     def teacher_logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
-        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`. No collective."""
+        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`. No collective.
+
+        Routes of the batch are those of the policy; a teacher goes its own.
+        """
+        batch = dataclasses.replace(batch, routes=None)
         chosen = [domain if domain in self._teachers else "*" for domain in domains]
         if missing := sorted(set(chosen) - set(self._teachers)):
             raise KeyError(f"no teacher for {missing}; there are {sorted(self._teachers)}")

@@ -97,6 +97,9 @@ class SamplingConfig(Config):
     """Tokens with at least this share of the largest probability; 0 is off."""
     max_tokens: int = Field(96, ge=1)
     """Sampled tokens of one turn at most; a task's own budget may be tighter."""
+    replay_routes: bool = False
+    """Training sends each token to the experts that computed it in the rollout, which are recorded beside it. In bf16
+    the learner may otherwise choose others where scores nearly tie; in float32 both choose alike."""
 
 
 class EvalConfig(Config):

@@ -124,6 +124,7 @@ def policy_sampling(config: RolloutStageConfig) -> SamplingParams:
         min_p=chosen.min_p,
         max_tokens=chosen.max_tokens,
         adapter=adapter,
+        return_routes=chosen.replay_routes,
     )
 
 

@@ -253,6 +253,17 @@ class TrainBatch:
                     f"{name} is above 0 in sequence {self._sequence_of(values > 1e-3)}; a logprob is at most 0"
                 )
 
+    def check_fits(self, vocabulary: int, experts: int) -> None:
+        """Raises BatchError for a token id or an expert of a route that a model of so many does not have; only a table
+        would notice, and on a GPU too late."""
+        beyond = self.input_ids >= vocabulary
+        if beyond.any():
+            found = f"sequence {self._sequence_of(beyond)} has the token id {int(self.input_ids[beyond][0])}"
+            raise BatchError(f"{found}; the model has {vocabulary}. Encode the data with the model's own tokenizer")
+        if self.routes is not None and self.routes.size and not 0 <= self.routes.min() <= self.routes.max() < experts:
+            wrong = self.routes[(self.routes < 0) | (self.routes >= experts)]
+            raise BatchError(f"a recorded route goes to expert {int(wrong[0])}; the model has {experts}")
+
     def _sequence_of(self, where: np.ndarray) -> str:
         """The id of the sequence that holds the first True of `where` [N]."""
         return self.sequence_ids[int(np.searchsorted(self.cu_seqlens, int(where.argmax()), side="right")) - 1]

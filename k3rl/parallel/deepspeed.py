@@ -286,7 +286,7 @@ class DeepSpeedTrainer(Trainer):
         """`_passes` of a batch that is only scored."""
         micros: list[TrainBatch] = []
         with self.mesh.world.together("cutting a batch"):  # the other ranks wait here and have to hear of an error
-            micros = [] if batch is None else batch.split(self._budget)
+            micros = self._cut(batch)
         most = torch.tensor([len(micros)], device=self.model.device)
         self.mesh.world.maximum(most)
         return self._passes(micros, int(most))

@@ -327,13 +327,20 @@ class Trainer:
     def _reduce_gradients(self) -> None:
         self.shards.reduce_gradients()
 
+    def _cut(self, batch: TrainBatch | None) -> list[TrainBatch]:
+        """This rank's micro-batches. Raises BatchError or SequenceTooLong for what model or budget cannot take."""
+        if batch is None:
+            return []
+        batch.check_fits(self.model.config.vocab_size, self.model.config.num_experts)
+        return batch.split(self._budget)
+
     def _shares(
         self, batch: TrainBatch | None, loss: Loss, settings: Mapping[str, object]
     ) -> tuple[list[TrainBatch], int]:
         """This rank's micro-batches, and how many forwards it takes part in. Nothing has started when this raises."""
         failure, micros = None, []
         try:
-            micros = [] if batch is None else batch.split(self._budget)
+            micros = self._cut(batch)
         except Exception as error:
             failure = error
         facts = {"number": self.steps, "loss": getattr(loss, "__qualname__", type(loss).__qualname__), **settings}
@@ -522,7 +529,7 @@ class Trainer:
 
     def _forwards(self, batch: TrainBatch | None) -> Iterator[TrainBatch]:
         """The micro-batches of a forward-only pass; then this rank assists those of the others."""
-        micros = [] if batch is None else batch.split(self._budget)
+        micros = self._cut(batch)
         most = torch.tensor([len(micros)], device=self.model.device)
         if self._in_step:
             self.mesh.world.maximum(most)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.data.batch import BatchError, TrainBatch, TrainSequence
 from k3rl.data.packing import SequenceTooLong
 from k3rl.losses import CrossEntropy, LossInputs, LossOutput
 from k3rl.model import K3Config, K3ForCausalLM
@@ -127,3 +129,25 @@ def test_skipped_steps_are_counted_told_and_limited():
 def test_a_sequence_longer_than_the_token_budget_is_refused_in_one_message():
     with pytest.raises(SequenceTooLong, match="sequence row-1 has 9 tokens, more than the budget of 8"):
         trainer(micro_batch_tokens=8).train(batch(), CrossEntropy())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"input_ids": 512}, "sequence row-1 has the token id 512; the model has 512"),
+        ({"routes": 4}, "route goes to expert 4; the model has 4"),
+        ({"routes": -1}, "route goes to expert -1"),
+    ],
+)
+def test_what_no_table_of_the_model_holds_is_refused_before_a_step(change, says):
+    made, given = trainer(), batch()
+    shape = (given.tokens, len(made.model.config.moe_layers), made.model.config.num_experts_per_token)
+    given = dataclasses.replace(given, routes=np.zeros(shape, np.int16))
+    for name, value in change.items():
+        held = getattr(given, name).copy()
+        held[-1] = value
+        given = dataclasses.replace(given, **{name: held})
+    before = state(made)
+    with pytest.raises(BatchError, match=says):
+        made.train(given, CrossEntropy())
+    assert same(before, state(made))

@@ -53,10 +53,15 @@ def test_exact_training_on_tokens_of_another_engine_is_refused():
 def test_what_a_run_may_cut_reaches_the_sampler():
     stage = rl()
     chosen = policy_sampling(
-        stage.replace(sampling=stage.sampling.replace(temperature=0.9, top_p=0.8, top_k=40, min_p=0.05, max_tokens=7))
+        stage.replace(
+            sampling=stage.sampling.replace(
+                temperature=0.9, top_p=0.8, top_k=40, min_p=0.05, max_tokens=7, replay_routes=True
+            )
+        )
     )
-    found = chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p, chosen.max_tokens
-    assert found == (0.9, 0.8, 40, 0.05, 7)
+    found = chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p, chosen.max_tokens, chosen.return_routes
+    assert found == (0.9, 0.8, 40, 0.05, 7, True)
+    assert not policy_sampling(stage).return_routes
 
 
 def test_a_group_of_one_has_no_baseline():
