@@ -231,4 +231,5 @@ class EngineDriver:
         self._open.clear()
         self._live.clear()
         for call in list(self._calls):
-            call.set_exception(error)
+            if not call.done():  # one that was given up a moment ago is still among them
+                call.set_exception(error)
