@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import dispatch, kda_context
+from k3rl.types import ContextCommunicator
 
 CHUNK = 16
 NORM_EPS = 1e-6
@@ -36,6 +37,7 @@ def kda(
     gate_lower_bound: float = -5.0,
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    context: ContextCommunicator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Kimi Delta Attention over whole or packed sequences, differentiable in every input.
 
@@ -43,14 +45,26 @@ def kda(
     before the sigmoid. A_log [H], dt_bias [H * K]. initial_state [n, H, K, V] key-first, n = B, or the number of
     sequences when cu_seqlens [n + 1] (int32 or int64) packs them into B = 1. Tokens past cu_seqlens[-1] give output 0.
 
+    context: other ranks hold what comes before the first sequence and after the last one (B = 1, none of them empty).
+    States, and in the backward their gradients, come from and go to them; initial_state must be None, and the final
+    state has no gradient of its own.
+
     Returns o [B, T, H, V] in v's dtype and the final state [n, H, K, V] in float32 or wider; an empty sequence hands
     its initial state through. Raises ValueError on shapes that do not fit and on a gate_lower_bound outside [-5, 0).
     """
     check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
+    if context is not None and (initial_state is not None or q.shape[0] != 1):
+        raise ValueError(f"kda: with a context the state comes from the left and B must be 1, got B = {q.shape[0]} and "
+                         f"initial_state {'None' if initial_state is None else 'given'}")  # fmt: skip
     if _on_kernels(q, k, v):
         from k3rl.kernels import kda_autograd
 
-        return kda_autograd.kda(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
+        return kda_autograd.kda(
+            q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens, context
+        )
+    if context is not None:
+        args = q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, cu_seqlens
+        return kda_context.handed_on(kda_reference, context, *args)
     return kda_reference(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from k3rl.kernels import kda_backward, kda_forward, packed_ends
+from k3rl.types import ContextCommunicator
 
 CHUNK = kda_forward.CHUNK
 BLOCK = 16
@@ -245,14 +246,18 @@ def segment_chunks(programs: int, chunks: int) -> int:
     return segment if 2 * segment <= chunks else 0
 
 
-def _scan(p: Prepared, v, o, pieces, chunks: Chunks, saved, stages: int, transition: bool = False):
-    """Launch `scan_kernel` over pieces = (chunk bounds [n + 1], n, start states); returns the end states."""
+def _scan(p: Prepared, v, o, pieces, chunks: Chunks, saved, stages: int, transition: bool = False, columns=None):
+    """Launch `scan_kernel` over pieces = (chunk bounds [n + 1], n, start states); returns the end states.
+
+    transition: those from zero, and behind them the products of the transitions, in memory [n, H] (K V numbers, then
+    K K), and no outputs; columns: how many of the V + K are wanted.
+    """
     bounds, count, starts = pieces
     _, H, V = v.shape
     C, K = p.q_in.shape[-2:]
-    columns = V + K if transition else V
-    ends = torch.empty(count, H, K, columns, dtype=torch.float32, device=v.device)
-    kda_forward.scan_kernel[(columns // TILE_V, H, count)](
+    whole = V + K if transition else V
+    ends = torch.empty(count, H, K, whole, dtype=torch.float32, device=v.device)
+    kda_forward.scan_kernel[((columns or whole) // TILE_V, H, count)](
         p.q_in, p.k_in, p.k_out, p.A, p.solve, p.decay, v, o, starts, ends, *saved,
         bounds, chunks.start, chunks.length, *v.stride()[:2], *o.stride()[:2], H,
         HAS_S0=starts is not None, SAVE=saved[0] is not None, TRANSITION=transition,
@@ -273,6 +278,52 @@ def reverse_scan(p: Prepared, do, dv, final_gradient, chunks: Chunks, stages: in
         HAS_DS=final_gradient is not None, K=K, V=V, BV=TILE_V, C=C, STAGES=stages, num_warps=4,
     )  # fmt: skip
     return initial, dstates
+
+
+def incoming_state(p: Prepared, v, chunks: Chunks, context: ContextCommunicator):
+    """The start states [n, H, K, V] of a rank's sequences, None for all zero, and the product of the only sequence's
+    transitions [H, K, K] where `incoming_gradient` will need it; hands the state after the last one to the right.
+
+    What the last sequence leaves of a zero state is computed before anything is waited for, on all ranks at once. One
+    product of a transition with a state remains, where a sequence both comes from the left and goes on at the right.
+    """
+    _, H, V = v.shape
+    K = p.q_in.shape[-1]
+    own = product = state = None
+    if context.continues:
+        spans = context.before > 0 and chunks.sequences == 1
+        pieces = (chunks.offset[-2:], 1, None)
+        ends = _scan(p, v, v, pieces, chunks, (None, None), 3, transition=True, columns=V + K if spans else V)
+        left, through = ends.view(H, K * (V + K)).split([K * V, K * K], dim=-1)
+        own = left.reshape(H, K, V)
+        product = through.reshape(H, K, K) if spans else None
+    if context.before:
+        state = torch.zeros(chunks.sequences, H, K, V, dtype=torch.float32, device=v.device)
+        state[0] = context.receive(state[0])
+        if own is not None and product is not None:
+            own = torch.baddbmm(own, product, state[0])
+    if own is not None:
+        context.send(own, right=True)
+    return state, product
+
+
+def incoming_gradient(p: Prepared, do, chunks: Chunks, context: ContextCommunicator, product):
+    """Gradients [n, H, K, V] of the states after a rank's sequences, None for all zero, from the right; hands that of
+    the state before the first one to the left. product: what `incoming_state` gave."""
+    _, H, V = do.shape
+    K = p.q_in.shape[-1]
+    own = dfinal = None
+    if context.before:
+        first = dataclasses.replace(chunks, offset=chunks.offset[:2])
+        own = reverse_scan(p, do, torch.empty_like(do), None, first)[0][0]
+    if context.continues:
+        dfinal = torch.zeros(chunks.sequences, H, K, V, dtype=torch.float32, device=do.device)
+        dfinal[-1] = context.receive(dfinal[-1], right=True)
+        if own is not None and product is not None:
+            own = torch.baddbmm(own, product.mT, dfinal[-1])
+    if own is not None:
+        context.send(own)
+    return dfinal
 
 
 def gradients(
@@ -305,18 +356,22 @@ class _KDA(torch.autograd.Function):
     """Saves the raw inputs and the forward's tiles; the tiles are freed as soon as the reverse scan has used them."""
 
     @staticmethod
-    def forward(ctx, q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, save):
+    def forward(ctx, q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, context, save):
         B, T = v.shape[:2]
         chunks = fixed_chunks(B, T, q.device) if cu_seqlens is None else packed_chunks(cu_seqlens, T)
         flat = [rows(x) for x in (q, k, gate, v)]
         p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks, save)
         o = zero_tail(v.new_empty(v.shape), cu_seqlens)
-        final, states, updates = scan(p, flat[3], o.flatten(0, 1), initial_state, chunks, save=save)
+        first, product = initial_state, None
+        if context is not None:
+            first, product = incoming_state(p, flat[3], chunks, context)
+        final, states, updates = scan(p, flat[3], o.flatten(0, 1), first, chunks, save=save)
         ctx.set_materialize_grads(False)  # nobody asks for the final state in training: no zeros for it
         if save:
             ctx.save_for_backward(q, k, v, gate, beta, A_log, dt_bias, o)
             ctx.tiles, ctx.chunks = [p, states, updates], chunks
             ctx.lower_bound, ctx.ends, ctx.state = lower_bound, cu_seqlens, initial_state
+            ctx.context, ctx.product = context, product
         return o, final
 
     @staticmethod
@@ -335,6 +390,8 @@ class _KDA(torch.autograd.Function):
         # An expanded gradient (of a sum) has strides of 0; the kernels step through states as they lie.
         do = torch.zeros_like(o) if do is None else do
         do, dfinal = rows(do), None if dfinal is None else dfinal.contiguous()
+        if ctx.context is not None:
+            dfinal = incoming_gradient(p, do, chunks=ctx.chunks, context=ctx.context, product=ctx.product)
         dS0, dstates = reverse_scan(p, do, dv.flatten(0, 1), dfinal, ctx.chunks)
         decay, norms, p = p.decay, p.norms, None
         dbeta, dA_log, dbias = gradients(
@@ -356,6 +413,7 @@ class _KDA(torch.autograd.Function):
             dS0,
             None,
             None,
+            None,
         )
 
 
@@ -363,12 +421,12 @@ def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def kda(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens):
+def kda(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, context=None):
     """`k3rl.kernels.kda.kda` by the kernels: bf16 rows, K = V = 128, fp32 states."""
     A_log, dt_bias, initial_state, cu_seqlens = map(_contiguous, (A_log, dt_bias, initial_state, cu_seqlens))
     inputs = (q, k, v, gate, beta, A_log, dt_bias, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return _KDA.apply(*inputs[:7], lower_bound, initial_state, cu_seqlens, save)
+    return _KDA.apply(*inputs[:7], lower_bound, initial_state, cu_seqlens, context, save)
 
 
 def kda_snapshots(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, every: int):

@@ -104,8 +104,15 @@ def reference(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, sc
 
 
 @torch.no_grad()
-def largest_logits(q: Tensor, k: Tensor, layout: Layout, scale: float) -> Tensor:
-    """The largest logit of each head [h] over all segments, float32 or wider, scale above 0. Padding has none."""
+def largest_logits(q: Tensor, k: Tensor, layout: Layout, scale: float, keys: Layout | None = None) -> Tensor:
+    """The largest logit of each head [h] over all segments, float32 or wider, scale above 0. Padding has none.
+
+    keys: where k has rows before those of the first segment that are no queries, the layout of all of them.
+    """
+    if keys is not None and len(k) > len(q):
+        # The first query stands for the rows before it: it sees all that they see, so no logit is new.
+        q = torch.cat([q[:1].expand(len(k) - len(q), -1, -1), q])
+        return kernel.largest_logits(q, k, keys.first_row, keys.longest) * scale
     first = layout.first_row
     if layout.padding is not None:
         behind = torch.arange(1, len(q) + 1, dtype=torch.int32, device=q.device)

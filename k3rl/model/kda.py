@@ -157,13 +157,13 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x: Tensor, layout: Layout, cache: Cache | StepCache | ChunkCache | None) -> Tensor:
         """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
 
-        With a context the first segment continues the state and the rows of the ranks to the left; no kernel does that.
+        With a context the first segment continues the state and the rows of the ranks to the left.
         """
         if isinstance(cache, ChunkCache):
             return self._on_kernels(x, layout, cache)
         if isinstance(cache, StepCache):
             return self.o_proj.linear(self._step_on_slots(x, cache.slots(self.layer)))
-        if layout.fixed or (layout.context is None and self.takes_kernels(x)):
+        if layout.fixed or self.takes_kernels(x):
             if cache is not None and layout.longest == 1:
                 return self.o_proj.linear(self._step_on_slots(x, cache.slots(self.layer)))
             return self._on_kernels(x, layout, cache)
@@ -195,16 +195,23 @@ class KimiDeltaAttention(nn.Module):
     def _on_kernels(self, x: Tensor, layout: Layout, cache: Cache | ChunkCache | None) -> Tensor:
         """Packed rows [N, H] -> [N, H]; differentiable, without a copy of rows into chunks."""
         heads, inner = (1, x.shape[0], self.heads, self.width), self.heads * self.width
+        ends, halo, extended = layout.cu_seqlens, 0, x
+        if layout.context is not None:  # the convolution sees rows that other ranks hold as rows of its own
+            before = layout.context.rows_before(x, HISTORY)
+            halo = before.shape[0]
+            extended = torch.cat([before, x])  # of none too: its gradient's way back is that of the others' rows
         # One split, so that its gradient is put together once.
-        *qkv, f_a, b = self._inputs.linear(x).split([inner] * 3 + self._split[1:], dim=-1)
+        *qkv, f_a, b = self._inputs.linear(extended).split([inner] * 3 + self._split[1:], dim=-1)
         streams = [rows.unsqueeze(0) for rows in qkv]
         history, state = (None, None) if cache is None else (cache.conv(self.layer), cache.recurrent(self.layer))
-        ends = layout.cu_seqlens
-        mixed, tails = short_conv(streams, self._convolutions(), history=history, cu_seqlens=ends)
-        q, k, v, z = (rows.view(heads) for rows in (*mixed, self.f_b_proj.linear(f_a)))
+        mixed, tails = short_conv(
+            streams, self._convolutions(), history=history, cu_seqlens=layout.ends_after(halo)
+        )  # fmt: skip
+        q, k, v = (rows[:, halo:].view(heads) for rows in mixed)
+        z = self.f_b_proj.linear(f_a[halo:]).view(heads)
         o, final = kda(
-            q, k, v, z, b.unsqueeze(0), self.A_log, self.dt_bias,
-            gate_lower_bound=self.bound, initial_state=state, cu_seqlens=ends,
+            q, k, v, z, b[halo:].unsqueeze(0), self.A_log, self.dt_bias,
+            gate_lower_bound=self.bound, initial_state=state, cu_seqlens=ends, context=layout.context,
         )  # fmt: skip
         if cache is not None:
             cache.store_conv(self.layer, tails)

@@ -192,6 +192,7 @@ class Layout:
         self._after: Tensor | None = None  # of the one forward that this layout is made for
         self._position_after: Tensor | None = None
         self._with_before: Layout | None = None
+        self._ends_after: dict[int, Tensor] = {}
 
     @cached_property
     def starts(self) -> Tensor:
@@ -209,6 +210,16 @@ class Layout:
         """int32 [S + 1]: where the segments begin, and the number of rows."""
         ends = torch.cumsum(self.lengths_tensor, 0, dtype=torch.int32)
         return nn.functional.pad(ends, (1, 0))
+
+    def ends_after(self, rows: int) -> Tensor:
+        """`cu_seqlens` where the first segment has so many more rows at its beginning; made once."""
+        if rows == 0:
+            return self.cu_seqlens
+        if rows not in self._ends_after:
+            ends = self.cu_seqlens + rows
+            ends[0] = 0
+            self._ends_after[rows] = ends
+        return self._ends_after[rows]
 
     @cached_property
     def segment(self) -> Tensor:

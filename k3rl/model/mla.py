@@ -236,7 +236,7 @@ class GatedMLA(nn.Module):
             if layout.longest == 1:
                 return self._output(self._decode(q, cache), gate)
         watch = observer is not None and torch.is_grad_enabled()
-        if layout.fixed or (layout.context is None and flash.takes(q)):
+        if layout.fixed or flash.takes(q):
             return self._output(self._packed(q, c, k_r, layout, cache, observer if watch else None), gate)
         if cache is not None and int(cache.lengths.max()) > 0:
             return self._output(self._continue(q, layout, cache), gate)
@@ -253,9 +253,18 @@ class GatedMLA(nn.Module):
     def _packed(
         self, q: Tensor, c: Tensor, k_r: Tensor, layout: Layout, cache: Cache | None, observer: ForwardObserver | None
     ) -> Tensor:
-        """Queries [N, h, D] over their own rows, c [N, Z] and k_r [N, r], and cached ones before them -> [N, h * V]."""
+        """Queries [N, h, D] over their own rows, c [N, Z] and k_r [N, r], and those before them -> [N, h * V].
+
+        Rows before are cached, or on ranks to the left.
+        """
         keys = layout
-        if cache is None and torch.is_grad_enabled() and flash.takes_own_rows(q, self.value, k_r):
+        if layout.context is not None:
+            latent = torch.cat([c, k_r], dim=-1)
+            before = layout.context.rows_before(latent)
+            c, k_r = torch.cat([before, latent]).split([self.latent, self.rope], dim=-1)
+            if len(before):
+                keys = layout.with_before(torch.tensor([len(before)] + [0] * (layout.n_segments - 1)))
+        if keys is layout and cache is None and torch.is_grad_enabled() and flash.takes_own_rows(q, self.value, k_r):
             kv = self.kv_b_proj.linear(c).view(-1, self.heads, self.nope + self.value)
             o, largest = flash.over_own_rows(q, kv, k_r, self.nope, layout, self.scale, observer is not None)
             if observer is not None and largest is not None:
@@ -270,7 +279,8 @@ class GatedMLA(nn.Module):
             c, k_r = latent.split([self.latent, self.rope], dim=-1)
         k, v = self._expand(c, k_r)
         if observer is not None:
-            observer.attention_logits(self.layer, flash.largest_logits(q.detach(), k.detach(), layout, self.scale))
+            largest = flash.largest_logits(q.detach(), k.detach(), layout, self.scale, keys)
+            observer.attention_logits(self.layer, largest)
         o = flash.attention(q, k, v, layout, keys, self.scale)
         return o.reshape(-1, self.heads * self.value)
 

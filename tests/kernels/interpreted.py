@@ -186,6 +186,46 @@ def lengths() -> None:
         require(name, x, y, 2 * CAPS[name])  # 32 channels average less than 128
 
 
+class Neighbours:
+    """A `ContextCommunicator` of ranks that run one after the other in this process, whose messages lie in a list."""
+
+    def __init__(self, before: int, continues: bool, messages: list[torch.Tensor]) -> None:
+        self.before, self.continues, self.messages = before, continues, messages
+
+    def send(self, tensor: torch.Tensor, *, right: bool = False) -> None:
+        self.messages.append(tensor.clone())
+
+    def receive(self, like: torch.Tensor, *, right: bool = False) -> torch.Tensor:
+        return self.messages.pop().view(like.shape)
+
+
+def in_context() -> None:
+    """Documents of 45 and 12 tokens on three ranks, one of which the first crosses from end to end."""
+    whole = inputs(57, 2, 64)
+    up, messages, outs = bf16(1, 57, 2, 128), [], []
+    for first, last, ends, before, continues in (
+        (0, 19, [0, 19], 0, True),
+        (19, 38, [0, 19], 19, True),
+        (38, 57, [0, 7, 19], 38, False),
+    ):
+        own = [(x[:, first:last] if place < 5 else x).detach().requires_grad_() for place, x in enumerate(whole)]
+        o, _ = kda_autograd.kda(*own, -5.0, None, torch.tensor(ends), Neighbours(before, continues, messages))
+        outs.append((o, own, up[:, first:last]))
+    if messages:
+        raise SystemExit("kda: a state that nobody took")
+    grads = [torch.autograd.grad(o, own, part) for o, own, part in reversed(outs)][::-1]
+    if messages:
+        raise SystemExit("kda: a state's gradient that nobody took")
+    wide = [x.detach().double().requires_grad_() for x in whole]
+    o2, _ = kda_reference.kda_reference(*wide, -5.0, None, torch.tensor([0, 45, 57]))
+    require("o", torch.cat([o for o, _, _ in outs], 1), o2, CAPS["o"])
+    wanted = torch.autograd.grad(o2, wide, up.double())
+    names = ("q", "k", "v", "gate", "beta", "A_log", "dt_bias")
+    for place, (name, want) in enumerate(zip(names, wanted, strict=True)):
+        parts = [each[place] for each in grads]
+        require(f"gradient of {name}", torch.cat(parts, 1) if place < 5 else sum(parts), want, CAPS[name])
+
+
 def offsets() -> None:
     """11: rows whose offsets pass 2^31, in memory of which only those rows are ever touched."""
     rows, K = 64, 128
@@ -489,6 +529,7 @@ CASES = {
     "kda-faults": faults,
     "kda-lengths": lengths,
     "kda-offsets": offsets,
+    "kda-context": in_context,
     "segments": segments,
     "decode": lambda: (decode(tile=16, parts=1), decode(tile=8, parts=4)),
     "decode-deferred": deferred,

@@ -134,7 +134,7 @@ def short_conv(xs, weights, history=None, cu_seqlens=None):
     return [x * 1 for x in xs], xs[0].new_zeros(segments, 3, channels)
 
 
-def kda(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens):
+def kda(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens, context):
     shape = (len(cu_seqlens) - 1, q.shape[2], q.shape[3], v.shape[3])
     assert initial_state is None or (initial_state.shape == shape and initial_state.dtype == torch.float32)
     assert q.shape == k.shape == gate.shape

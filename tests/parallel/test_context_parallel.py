@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.data.images import ImagePatches
 from k3rl.losses import CrossEntropy, K3Policy, LossInputs, LossOutput
-from k3rl.model import AblationConfig, HiddenOutput, K3Config, K3ForCausalLM, LinearAttnConfig, VisionConfig
+from k3rl.model import AblationConfig, HiddenOutput, K3Config, K3ForCausalLM, LinearAttnConfig, VisionConfig, flash
+from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.recompute import PARTS
 from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
 from k3rl.run.metrics import Accumulator
@@ -55,6 +58,7 @@ class Case:
     config: K3Config = TINY
     images: bool = False
     routes: bool = False
+    packed: bool = False  # the way that rows take on a GPU, with the definitions in the place of the kernels
 
 
 def _drawn(seed: int) -> Case:
@@ -78,6 +82,9 @@ CASES = {
     "fewer tokens than ranks": Case((2,), {4: [0, 1, 2, 2, 2]}),
     "all on the first rank": Case((5, 9), {2: [0, 14, 14], 4: [0, 14, 14, 14, 14]}),
     "float32": Case((37, 5, 1, 60), dtype=torch.float32),
+    "packed": Case((37, 5, 1, 60), packed=True),
+    "packed, one document": Case((70,), packed=True),
+    "packed, short ranges": Case((9, 4), {2: [0, 12, 13], 4: [0, 2, 3, 4, 13]}, packed=True),
     "rotated": Case((50,), config=TINY.replace(ablation=AblationConfig(attention="mla_rope"))),
     "images and recorded routes": Case((9, 14), config=TINY.replace(vision_config=VISION), images=True, routes=True),
     **{f"drawn {seed}": _drawn(seed) for seed in range(2)},
@@ -132,6 +139,17 @@ def _trainer(case: Case, mesh: Mesh, recompute: tuple[str, ...] = ()) -> Trainer
         micro_batch_tokens=64, balance="fresh", expert_parallel=expert, context_parallel=context, recompute=recompute
     )
     return Trainer(model, config, mesh)
+
+
+@contextmanager
+def _packed() -> Iterator[None]:
+    """Within the block layers compute as on a GPU."""
+    kept = KimiDeltaAttention.takes_kernels, flash.takes
+    KimiDeltaAttention.takes_kernels, flash.takes = lambda self, x: True, lambda q: True
+    try:
+        yield
+    finally:
+        KimiDeltaAttention.takes_kernels, flash.takes = kept
 
 
 class _Seen:
@@ -217,7 +235,8 @@ def _rank(rank: int, size: int, port: int, folder: Path) -> None:
         key = id(case.config), case.dtype
         if key not in trainers:
             trainers[key] = _trainer(case, mesh)
-        save_file(_measure(case, trainers[key]), folder / f"{size}.{name}.{rank}")
+        with _packed() if case.packed else nullcontext():
+            save_file(_measure(case, trainers[key]), folder / f"{size}.{name}.{rank}")
     for name, (expert, context, recompute) in MESHES[size].items():
         trainer, found = _steps(Mesh(world, expert=expert, context=context), recompute)
         save_file(found, folder / f"{size}.{name}.{rank}")
