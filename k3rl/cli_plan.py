@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from k3rl.model import K3Config
     from k3rl.parallel.plan_types import Cluster, Method, Workload
 
+MOST_GPUS = 1_000_000  # beyond which a search takes minutes and means nothing
+
 
 def plan(words: Sequence[str]) -> int:
     """The `k3rl plan` command."""
@@ -98,7 +100,7 @@ def _method(given: Namespace, config: K3Config) -> Method:
 def _parser() -> Parser:
     parser = Parser("plan", "Memory, traffic and time of post-training a model on a cluster, and a layout that fits.")
     parser.add_argument("model", help="k3-nano, k3-mini, k3-small, k3, or a folder with a config.json")
-    parser.add_argument("--gpus", type=_positive, required=True, help="devices of the whole cluster")
+    parser.add_argument("--gpus", type=_devices, required=True, help="devices of the whole cluster")
     parser.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="h200")
     parser.add_argument("--gpu-gib", type=_above_0, help="memory of one device, where it differs")
     for name, what in _DEVICE.items():
@@ -165,6 +167,12 @@ def _above_0(text: str) -> float:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}; wanted a whole number from 1 on")
+    return int(text)
+
+
+def _devices(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
+        raise ArgumentTypeError(f"{text!r}; wanted a whole number from 1 to {MOST_GPUS:,}")
     return int(text)
 
 

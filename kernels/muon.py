@@ -31,42 +31,74 @@ def takes(blocks: torch.Tensor) -> bool:
 
 
 def start(
-    gradient: torch.Tensor, momentum: torch.Tensor, factor: torch.Tensor, rate: float, nesterov: bool
+    gradient: torch.Tensor,
+    momentum: torch.Tensor,
+    factor: torch.Tensor,
+    rate: float,
+    nesterov: bool,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """gradient, momentum float32 [n, r, c] on a GPU that `takes` them -> X bf16 [n, r, c]; the momentum is moved.
 
     factor: a float32 scalar on the device that the gradient, which stays as it is, is multiplied with (clipping).
+    live int32 [n] on the device: the momentum of a block with 0 stays, and its X means nothing; None: all of them move.
     A block is scaled by its largest magnitude first, as in `newton_schulz`; one of zeros gives zeros.
     """
     from k3rl.kernels import muon_kernels
 
-    return muon_kernels.start(gradient, momentum, factor, rate, nesterov)
+    return muon_kernels.start(gradient, momentum, factor, rate, nesterov, live)
 
 
 def start_reference(
-    gradient: torch.Tensor, momentum: torch.Tensor, factor: torch.Tensor, rate: float, nesterov: bool
+    gradient: torch.Tensor,
+    momentum: torch.Tensor,
+    factor: torch.Tensor,
+    rate: float,
+    nesterov: bool,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`start` in plain torch."""
     gradient = gradient * factor
-    momentum.mul_(rate).add_(gradient)
+    moved = (momentum * rate).add_(gradient)
+    momentum.copy_(moved if live is None else torch.where(_by_block(live), moved, momentum))
     x = torch.add(gradient, momentum, alpha=rate) if nesterov else momentum
     x = x / x.abs().amax((-2, -1), keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
     return x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min_(1.0)).to(torch.bfloat16)
 
 
-def finish(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor, decay: float, scale: float) -> None:
+def finish(
+    master: torch.Tensor,
+    update: torch.Tensor,
+    lr: torch.Tensor,
+    decay: float,
+    scale: float,
+    live: torch.Tensor | None = None,
+) -> None:
     """master float32 [n, r, c] <- (1 - lr decay) master - lr scale update, in place; update bf16 [n, r, c].
 
-    lr: a float32 scalar on the device, so that a captured step can have another one at each replay.
+    lr: a float32 scalar on the device, so that a captured step can have another one at each replay. live: as in
+    `start`.
     """
     from k3rl.kernels import muon_kernels
 
-    muon_kernels.finish(master, update, lr, decay, scale)
+    muon_kernels.finish(master, update, lr, decay, scale, live)
 
 
-def finish_reference(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor, decay: float, scale: float) -> None:
+def finish_reference(
+    master: torch.Tensor,
+    update: torch.Tensor,
+    lr: torch.Tensor,
+    decay: float,
+    scale: float,
+    live: torch.Tensor | None = None,
+) -> None:
     """`finish` in plain torch."""
-    master.mul_(1 - lr * decay).sub_(update.to(master.dtype) * (lr * scale))
+    moved = (master * (1 - lr * decay)).sub_(update.to(master.dtype) * (lr * scale))
+    master.copy_(moved if live is None else torch.where(_by_block(live), moved, master))
+
+
+def _by_block(live: torch.Tensor) -> torch.Tensor:
+    return (live > 0).view(-1, 1, 1)
 
 
 def mxfp4(master: torch.Tensor) -> torch.Tensor | None:

@@ -26,7 +26,8 @@ def _direction(g, m, rate, NESTEROV: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "parts", "rate"])
 def momentum_kernel(
-    gradient, momentum, factor, largest, squares, size, parts, rate, NESTEROV: tl.constexpr, CHUNK: tl.constexpr
+    gradient, momentum, factor, live, largest, squares, size, parts, rate,
+    NESTEROV: tl.constexpr, CHUNK: tl.constexpr, LIVE: tl.constexpr,
 ):  # fmt: skip
     """Moves the momentum; leaves of each chunk its largest magnitude and its sum of squares in units of that."""
     part, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -35,7 +36,10 @@ def momentum_kernel(
     at = block * size + within
     g = tl.load(factor) * tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     m = rate * tl.load(momentum + at, mask=inside, other=0.0) + g
-    tl.store(momentum + at, m, mask=inside)
+    moves = inside
+    if LIVE:
+        moves &= tl.load(live + block) > 0
+    tl.store(momentum + at, m, mask=moves)
     magnitude = tl.abs(_direction(g, m, rate, NESTEROV))
     most = tl.max(magnitude, axis=0)
     unit = magnitude / tl.where(most > 0.0, most, 1.0)
@@ -67,10 +71,12 @@ def unit_kernel(
     tl.store(out + at, to_bf16_rne(_direction(g, m, rate, NESTEROV) / top / norm), mask=inside)
 
 
-@triton.jit(do_not_specialize=["size", "decay", "scale"])
-def finish_kernel(master, update, lr, size, decay, scale, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "decay", "scale", "block"])
+def finish_kernel(master, update, lr, live, size, decay, scale, block, CHUNK: tl.constexpr, LIVE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     inside = at < size
+    if LIVE:
+        inside &= tl.load(live + at // block, mask=inside, other=0) > 0
     rate = tl.load(lr)
     moved = (1.0 - rate * decay) * tl.load(master + at, mask=inside, other=0.0)
     o = tl.load(update + at, mask=inside, other=0.0).to(tl.float32)
@@ -103,7 +109,12 @@ def mxfp4_kernel(master, out, size, ROWS: tl.constexpr):
 
 
 def start(
-    gradient: torch.Tensor, momentum: torch.Tensor, factor: torch.Tensor, rate: float, nesterov: bool
+    gradient: torch.Tensor,
+    momentum: torch.Tensor,
+    factor: torch.Tensor,
+    rate: float,
+    nesterov: bool,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `k3rl.kernels.muon.start`."""
     count, size = len(momentum), momentum[0].numel()
@@ -112,17 +123,29 @@ def start(
     sums = torch.empty(2, count, parts, dtype=torch.float32, device=momentum.device)
     x = torch.empty(momentum.shape, dtype=torch.bfloat16, device=momentum.device)
     kind = {"NESTEROV": nesterov, "CHUNK": chunk, "num_warps": 8}
-    momentum_kernel[(parts, count)](gradient, momentum, factor, sums[0], sums[1], size, parts, rate, **kind)
+    momentum_kernel[(parts, count)](
+        gradient, momentum, factor, live, sums[0], sums[1], size, parts, rate, LIVE=live is not None, **kind
+    )
     unit_kernel[(parts, count)](
         gradient, momentum, factor, sums[0], sums[1], x, size, parts, rate, PARTS=triton.next_power_of_2(parts), **kind
     )
     return x
 
 
-def finish(master: torch.Tensor, update: torch.Tensor, lr: torch.Tensor, decay: float, scale: float) -> None:
+def finish(
+    master: torch.Tensor,
+    update: torch.Tensor,
+    lr: torch.Tensor,
+    decay: float,
+    scale: float,
+    live: torch.Tensor | None = None,
+) -> None:
     """See `k3rl.kernels.muon.finish`."""
     size = master.numel()
-    finish_kernel[(triton.cdiv(size, CHUNK),)](master, update, lr, size, decay, scale, CHUNK=CHUNK, num_warps=8)
+    finish_kernel[(triton.cdiv(size, CHUNK),)](
+        master, update, lr, live, size, decay, scale, size // max(1, len(master)), CHUNK=CHUNK, LIVE=live is not None,
+        num_warps=8,
+    )  # fmt: skip
 
 
 def mxfp4(master: torch.Tensor) -> torch.Tensor:

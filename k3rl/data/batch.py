@@ -14,7 +14,7 @@ import numpy as np
 
 from k3rl.config import K3Error
 from k3rl.data.images import ImagePatches, preprocess_files, rows_per_token
-from k3rl.data.packing import SequenceTooLong, best_fit
+from k3rl.data.packing import SequenceTooLong, balanced_fit, best_fit
 from k3rl.types import Branch, EncodedImage, Episode, Failed, KeptSets
 
 WeightMode: TypeAlias = Literal["token", "sequence"]
@@ -175,13 +175,16 @@ class TrainBatch:
             kept=None if self.kept is None else self.kept.take(rows),
         )
 
-    def split(self, token_budget: int) -> list[TrainBatch]:
+    def split(self, token_budget: int, pair: float | None = None) -> list[TrainBatch]:
         """Micro-batches of at most `token_budget` rows (tokens, images expanded; best fit), weights unchanged.
 
-        Deterministic. Raises SequenceTooLong when one sequence alone is longer than the budget.
+        pair: with it as many micro-batches, of equal cost (`balanced_fit`). Deterministic. Raises SequenceTooLong when
+        one sequence alone is longer than the budget.
         """
+        lengths = self.row_lengths.tolist()
         try:
-            return [self.select(chosen) for chosen in best_fit(self.row_lengths.tolist(), token_budget)]
+            fitted = best_fit(lengths, token_budget) if pair is None else balanced_fit(lengths, token_budget, pair)
+            return [self.select(chosen) for chosen in fitted]
         except SequenceTooLong as error:
             name = self.sequence_ids[error.index]
             raise SequenceTooLong(error.index, error.length, error.budget, name) from None

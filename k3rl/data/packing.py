@@ -1,4 +1,4 @@
-"""Fitting sequences of known lengths into bins of a token budget."""
+"""Fitting sequences of known lengths into bins of a token budget, and what a sequence costs."""
 
 from __future__ import annotations
 
@@ -47,3 +47,31 @@ def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
         bins[chosen].append(index)
         bisect.insort(room, (left - length, chosen))
     return sorted(sorted(chosen) for chosen in bins)
+
+
+def sequence_costs(lengths: Sequence[int], pair: float) -> list[float]:
+    """Work of each sequence in rows: row p of it costs 1 + pair * (p + 1), as a row attends to those before it."""
+    return [length + pair * length * (length + 1) / 2 for length in lengths]
+
+
+def balanced_fit(lengths: Sequence[int], budget: int, pair: float) -> list[list[int]]:
+    """As many bins as `best_fit` fills, of costs as equal as can be had simply, in its form and order.
+
+    The costliest sequence first, each into the bin of least cost that still has room, ties to the earlier one; the bins
+    of `best_fit` where that leaves a sequence without room, or is worse. pair: see `sequence_costs`. Raises
+    SequenceTooLong.
+    """
+    fitted, costs = best_fit(lengths, budget), sequence_costs(lengths, pair)
+    bins: list[list[int]] = [[] for _ in fitted]
+    load, room = [0.0] * len(bins), [budget] * len(bins)
+    for index in sorted(range(len(lengths)), key=lambda index: (-costs[index], index)):
+        open_bins = [place for place, left in enumerate(room) if left >= lengths[index]]
+        if not open_bins:
+            return fitted
+        chosen = min(open_bins, key=lambda place: load[place])
+        bins[chosen].append(index)
+        load[chosen] += costs[index]
+        room[chosen] -= lengths[index]
+    if max(load, default=0.0) >= max((sum(costs[i] for i in members) for members in fitted), default=0.0):
+        return fitted
+    return sorted(sorted(members) for members in bins)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from k3rl.kernels.add_groups import add_groups
 
+LEAVES = 3  # of an expert: w1, w3, w2
+
 
 class BankGradients:
     """gate_up [E, 2I, Z] and down [E, Z, I], the sums of all backwards since `clear`, at fixed addresses.
@@ -26,6 +28,7 @@ class BankGradients:
         self.gate_up, self.down = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self.rows = rows
         self.leaves = list(leaves)
+        self.done: torch.cuda.Event | None = None  # recorded behind each `add`, in a captured graph too
         self._views: list[Tensor] = []
         self._added: set[int] = set()  # experts that are known on the host to have rows since `clear`
         self._before: set[int] = set()  # those at the last `attach`
@@ -56,11 +59,13 @@ class BankGradients:
         """
         add_groups(self.gate_up, gate_up.contiguous(), ends, self.rows)
         add_groups(self.down, down.contiguous(), ends)
+        if self.done is not None:
+            self.done.record()
 
     def add_expert(self, number: int, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:
         """Adds a' b of the pairs (a, b) to one expert, and gives its leaves their `.grad`."""
         for total, (left, right) in ((self.gate_up[number], gate_up), (self.down[number], down)):
-            if number in self._added and self.leaves[3 * number].grad is not None:  # or somebody has forgotten it
+            if number in self._added and self.leaves[LEAVES * number].grad is not None:  # or somebody has forgotten it
                 total += left.t() @ right
             elif total.dtype == left.dtype:
                 torch.mm(left.t(), right, out=total)
@@ -68,6 +73,11 @@ class BankGradients:
                 total.copy_(left.t() @ right)
         self._added.add(number)
         self._attach(number, True)
+
+    def tell(self) -> None:
+        """Experts that only the host knows to have rows have them in `rows` too, for ranks that sum these gradients."""
+        if self._added:
+            self.rows[torch.tensor(sorted(self._added), device=self.rows.device)] += 1
 
     def attach(self, rows: Sequence[int]) -> None:
         """`.grad` for the leaves of experts that have rows, none for others; `rows` is what the tensor held."""
@@ -87,7 +97,7 @@ class BankGradients:
         self._expected = True
 
     def _attach(self, number: int, there: bool) -> None:
-        for place in range(3 * number, 3 * number + 3):
+        for place in range(LEAVES * number, LEAVES * (number + 1)):
             leaf, view = self.leaves[place], self._views[place]
             if leaf.grad is not (view if there else None):
                 leaf.grad = view if there else None

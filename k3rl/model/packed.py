@@ -10,6 +10,7 @@ Letters: E experts, Z latent width, I expert width.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,8 @@ EXPERT = re.compile(
     r"(?P<leaf>w[123])\.weight"
 )
 """The official name of a routed expert's matrix."""
+RUN_BYTES = 8 << 20
+"""Of experts that a device gives or takes at a time: one by one, each costs it dozens of calls."""
 _DECODED = 1 << 22  # numbers decoded in one call; it needs a few times their bytes for a moment
 
 
@@ -64,6 +67,18 @@ class _Stack:
             packed, scale = few_rows_packed.tiled(packed, scale)
         self.packed[here].copy_(packed)
         self.scale[here].copy_(scale)
+
+    def stored_many(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole matrices, [n, rows, .] each, in memory of their own."""
+        packed, scale = self.packed[places], self.scale[places]
+        return few_rows_packed.stored(packed, scale) if self._tiled else (packed, scale)
+
+    def fill_many(self, places: Tensor, rows: slice, packed: Tensor, scale: Tensor) -> None:
+        """The same rows [n, ., .] of several matrices, from this device."""
+        if self._tiled:
+            packed, scale = few_rows_packed.tiled(packed, scale)
+        for own, given in ((self.packed, packed), (self.scale, scale)):
+            (own[:, :, rows] if self._tiled else own[:, rows]).index_copy_(0, places, given)
 
     def tensor(self, dtype: torch.dtype, in_range: bool) -> Tensor:
         """The values; in_range: a kernel may decode them."""
@@ -105,6 +120,32 @@ class PackedExperts:
         stack, place, rows = self._at(number, leaf)
         stack.fill(place, rows, given)
         self._in_range = None
+
+    def stored_many(self, numbers: Sequence[int]) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+        """`stored` of all matrices of these experts by (expert, leaf), on the host: four copies from the device."""
+        places = self._places(numbers)
+        found: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        for stack, leaves in ((self._gate_up, ("w1", "w3")), (self._down, ("w2",))):
+            packed, scale = (part.cpu() for part in stack.stored_many(places))
+            for i, number in enumerate(numbers):
+                for leaf in leaves:
+                    rows = self._at(number, leaf)[2]
+                    found[number, leaf] = packed[i, rows], scale[i, rows]
+        return found
+
+    def fill_many(self, given: Mapping[tuple[int, str], tuple[Tensor, Tensor]]) -> None:
+        """`fill` with several matrices by (expert, leaf), from the host: two copies to the device for each leaf."""
+        for leaf in ("w1", "w2", "w3"):
+            numbers = [number for number, own in given if own == leaf]
+            if numbers:
+                stack, _, rows = self._at(numbers[0], leaf)
+                pairs = [given[number, leaf] for number in numbers]
+                packed, scale = (torch.stack(parts).to(stack.packed.device) for parts in zip(*pairs, strict=True))
+                stack.fill_many(self._places(numbers), rows, packed, scale)
+        self._in_range = None
+
+    def _places(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor([number - self._numbers.start for number in numbers], device=self._down.packed.device)
 
     def _at(self, number: int, leaf: str) -> tuple[_Stack, int, slice]:
         place = number - self._numbers.start
@@ -245,3 +286,15 @@ def assign(model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor,
     else:
         # On the host, wherever they came from: a GPU would hold a quarter more for bytes that only an export reads.
         model.stored_blocks[name] = stored[0].to("cpu", copy=True), stored[1].to("cpu", copy=True)
+
+
+@torch.no_grad()
+def fill_many(model: K3ForCausalLM, given: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Takes in (packed, scale) on the host of matrices that are kept packed, by official name, a layer's together."""
+    banks: dict[int, dict[tuple[int, str], tuple[Tensor, Tensor]]] = {}
+    for name, parts in given.items():
+        found = EXPERT.fullmatch(name)
+        assert found is not None
+        banks.setdefault(int(found["layer"]), {})[int(found["expert"]), found["leaf"]] = parts
+    for layer, matrices in banks.items():
+        model.packed_banks[layer].fill_many(matrices)

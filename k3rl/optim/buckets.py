@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,21 @@ from k3rl.optim.newton_schulz import iterated, newton_schulz, update_scale
 from k3rl.optim.rest import Rest, Visit
 
 Project = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Banked:
+    """Where gradients of parameters are that lie at fixed places, whoever has one.
+
+    places: name -> (the gradient, zero where there is none, and its number in `rows`); a parameter's `.grad` is that
+    tensor or None. rows int32 [m] on the device: above 0 for those that have a gradient, so that a captured step need
+    not know them.
+    """
+
+    rows: Tensor
+    places: Mapping[str, tuple[Tensor, int]]
+
+
 BUCKET_ELEMENTS = 1 << 25  # bounds the temporaries of one step: 128 MiB each in float32
 _BANK_ELEMENTS = 1 << 22  # parameters that lie end to end and are at least so many are in no bucket with others
 
@@ -62,6 +77,7 @@ class MuonRates:
     dtype: torch.dtype | None  # of the Newton-Schulz products
     lr_at: Tensor | None = None  # `lr` on the device, float32 scalar, where a step is captured
     factor: Tensor | None = None  # a scalar on the device that gradients are multiplied with
+    banked: bool = False  # whether gradients are taken from where `Banked` has them
 
 
 @dataclass(frozen=True)
@@ -123,11 +139,20 @@ class MuonBucket:
 
     pieces: list[MuonPiece]
     rest: Rest
+    banked: Banked | None = None  # where all pieces are in it
     starts: list[int] = field(init=False)  # piece i owns blocks starts[i] .. starts[i + 1]
     master: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
+    places: list[Tensor] = field(init=False)  # of gradients that are at fixed places
+    numbers: Tensor = field(init=False)  # int64 [n]: of each block in `Banked.rows`
 
     def __post_init__(self) -> None:
+        known = {} if self.banked is None else self.banked.places
+        if not all(piece.name in known for piece in self.pieces):
+            self.banked, known = None, {}
+        found = [(*known[piece.name], piece.info.heads) for piece in self.pieces] if known else []
+        self.places = [place for place, _, _ in found]
+        self.numbers = torch.tensor([n for _, n, heads in found for _ in range(heads)], device=self.device)
         self.starts = [0, *itertools.accumulate(piece.info.heads for piece in self.pieces)]
         shape = (self.starts[-1], self.pieces[0].rows, self.pieces[0].param.shape[1])
         kind = master_dtype(self.pieces[0].param.dtype)
@@ -158,20 +183,43 @@ class MuonBucket:
         self._ship(project, 0, len(self.pieces), master)
 
     def visits(self, rates: MuonRates, project: Project | None) -> Iterator[Visit]:
-        """One Muon step on every matrix that has a gradient, and its shipped value written into the parameter."""
+        """One Muon step on every matrix that has a gradient, and its shipped value written into the parameter.
+
+        A step for a capture (`rates.banked`) does not depend on who of a bank has one.
+        """
+        if rates.banked and self.banked is not None:
+            banked = self.banked
+
+            def whole(here: list[Tensor]) -> None:
+                live = banked.rows.index_select(0, self.numbers)
+                self._step(self.places, rates, *here, live=live)
+                self._ship(project, 0, len(self.pieces), here[0])
+
+            yield Visit(self.homes, self.device, self.master.dtype, whole)
+            return
         for start, stop, live in _runs([piece.param.grad is not None for piece in self.pieces]):
             if live:
                 rows = slice(self.starts[start], self.starts[stop])
 
                 def work(here: list[Tensor], start: int = start, stop: int = stop) -> None:
-                    self._step(start, stop, rates, *here)
+                    grads = [piece.param.grad for piece in self.pieces[start:stop] if piece.param.grad is not None]
+                    self._step(grads, rates, *here, start=start)
                     self._ship(project, start, stop, here[0])
 
                 yield Visit((self.master[rows], self.momentum[rows]), self.device, self.master.dtype, work)
 
-    def _step(self, start: int, stop: int, rates: MuonRates, master: Tensor, momentum: Tensor) -> None:
-        gradients = [piece.param.grad for piece in self.pieces[start:stop] if piece.param.grad is not None]
-        parts = _blocks(self.pieces[start:stop], gradients)
+    def _step(
+        self,
+        gradients: Sequence[Tensor],
+        rates: MuonRates,
+        master: Tensor,
+        momentum: Tensor,
+        *,
+        live: Tensor | None = None,
+        start: int = 0,
+    ) -> None:
+        """gradients: of the pieces from `start` on, whose master and momentum these are."""
+        parts = _blocks(self.pieces[start : start + len(gradients)], gradients)
         gradient = as_one(parts).to(master.dtype)
         scale = update_scale(master.shape[-2], master.shape[-1])
         if rates.dtype == torch.bfloat16 and muon.takes(master):
@@ -179,9 +227,10 @@ class MuonBucket:
                 torch.full((), value, dtype=torch.float32, device=self.device) if at is None else at
                 for at, value in ((rates.lr_at, rates.lr), (rates.factor, 1.0))
             )
-            x = muon.start(gradient.contiguous(), momentum, factor, rates.momentum, rates.nesterov)
-            muon.finish(master, iterated(x), lr, rates.weight_decay, scale)
+            x = muon.start(gradient.contiguous(), momentum, factor, rates.momentum, rates.nesterov, live)
+            muon.finish(master, iterated(x), lr, rates.weight_decay, scale, live)
             return
+        before = None if live is None else (master.clone(), momentum.clone())
         if rates.factor is not None:
             gradient = gradient * rates.factor
         momentum.mul_(rates.momentum).add_(gradient)
@@ -194,6 +243,9 @@ class MuonBucket:
             master.mul_(1 - rates.lr * rates.weight_decay).add_(update, alpha=-rates.lr * scale)
         else:
             muon.finish_reference(master, update, rates.lr_at, rates.weight_decay, scale)
+        if live is not None and before is not None:
+            for now, kept in zip((master, momentum), before, strict=True):
+                now.copy_(torch.where((live > 0).view(-1, 1, 1), now, kept))
 
     def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
         """Write project(master) of the pieces [start, stop) into their parameters."""
@@ -213,6 +265,10 @@ class MuonBucket:
         """Each piece with views [heads, rows, C] of its state."""
         for piece, start, stop in zip(self.pieces, self.starts, self.starts[1:], strict=False):
             yield piece, {"master": self.master[start:stop], "momentum": self.momentum[start:stop]}
+
+    def master_of(self, place: int, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of piece `place`'s master and of its part of `whole`, a matrix of the parameter's shape."""
+        return self.master[self.starts[place] : self.starts[place + 1]], self.pieces[place].cut(whole)
 
 
 @dataclass(frozen=True)
@@ -351,6 +407,10 @@ class AdamBucket:
         for i, (name, param) in enumerate(zip(self.names, self.params, strict=True)):
             where = slice(self.starts[i], self.starts[i + 1])
             yield name, {key: flat[where].view(param.shape) for key, flat in parts.items()}
+
+    def master_of(self, place: int, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """As `MuonBucket.master_of`, of tensor `place`."""
+        return self.master[self.starts[place] : self.starts[place + 1]].view(whole.shape), whole
 
 
 def fill_buckets(sizes: Sequence[int], limit: int = BUCKET_ELEMENTS) -> Iterator[tuple[int, int]]:

@@ -24,6 +24,7 @@ from k3rl.kernels import muon as kernels
 from k3rl.optim.buckets import (
     AdamBucket,
     AdamRates,
+    Banked,
     Due,
     MuonBucket,
     MuonPiece,
@@ -108,6 +109,7 @@ class PerHeadMuon:
     newton_schulz_dtype: None means the master's on CPU and bfloat16 on an accelerator; float64 is never narrowed.
     rest: where state lies between steps, and in which dtype Muon's momentum.
     capture: replay norm, clipping and step as CUDA graphs on a GPU while gradients stay where they are (`captures`).
+    banked: gradients that are at fixed places, so that it is no other graph when another of these parameters has one.
 
     A parameter whose grad is None is left exactly as it is: no decay, no momentum change, no step count. A zero
     gradient is a gradient. Masters and state are float32, float64 for float64 parameters.
@@ -133,6 +135,7 @@ class PerHeadMuon:
         owned: Container[str] | None = None,
         rest: Rest | None = None,
         capture: bool = True,
+        banked: Banked | None = None,
     ) -> None:
         self.lr = lr
         self.adamw_lr = adamw_lr
@@ -152,9 +155,23 @@ class PerHeadMuon:
         self.infos: dict[str, ParamInfo] = {name: info for name, (info, _) in kept.items()}
         self.params: dict[str, Tensor] = {name: param for name, (_, param) in kept.items()}
         self._by_kind = sorted(self.params, key=storage_kind)
+        self._banked = banked
         self._muon = list(self._build_muon())
         self._adam = list(self._build_adam())
+        self._at: dict[str, list[tuple[MuonBucket | AdamBucket, int]]] = {name: [] for name in self.params}
+        for muon in self._muon:
+            for place, piece in enumerate(muon.pieces):
+                self._at[piece.name].append((muon, place))
+        for adam in self._adam:
+            for place, name in enumerate(adam.names):
+                self._at[name].append((adam, place))
         self.captures = capture and self._can_capture()
+        known = {} if banked is None else banked.places
+        placed = [piece.name for bucket in self._muon if bucket.banked is not None for piece in bucket.pieces]
+        # Parameters whose gradients a captured step takes from their places, and all others.
+        self._placed = [(self.params[name], known[name][0]) for name in placed]
+        at_places = set(placed)
+        self._free = [param for name, param in self.params.items() if name not in at_places]
         device = next(iter(every.values()))[1].device
         # What a captured step reads and leaves.
         self._numbers = torch.zeros(1 + 3 * sum(len(adam.params) for adam in self._adam), device=device)
@@ -181,7 +198,7 @@ class PerHeadMuon:
             edges = bank_edges([piece.param for piece in pieces])
             for first, last in itertools.pairwise(edges):
                 for start, stop in fill_buckets(sizes[first:last]):
-                    yield MuonBucket(pieces[first + start : first + stop], self.rest)
+                    yield MuonBucket(pieces[first + start : first + stop], self.rest, self._banked)
 
     def _build_adam(self) -> Iterable[AdamBucket]:
         groups: dict[tuple[object, ...], list[str]] = {}
@@ -227,6 +244,18 @@ class PerHeadMuon:
         """All gradients, or those of `names`, in few tensors; in an order that does not depend on where they lie."""
         params = (self.params[name] for name in self._by_kind if names is None or name in names)
         return joined([param.grad for param in params if param.grad is not None])
+
+    def _for_norm(self) -> list[Tensor]:
+        """`_joined` of a captured norm: what is at a fixed place counts whether there is a gradient or zeros."""
+        if not self._in_places():
+            return self._joined()
+        placed = {param for param, _ in self._placed}
+        rest = (self.params[name].grad for name in self._by_kind if self.params[name] not in placed)
+        return joined([place for _, place in self._placed]) + joined([grad for grad in rest if grad is not None])
+
+    def _in_places(self) -> bool:
+        """Whether gradients that have a fixed place are there, or are not there at all."""
+        return all(param.grad is None or param.grad is place for param, place in self._placed)
 
     @torch.no_grad()
     def grad_norm(self, names: Container[str] | None = None) -> float:
@@ -303,6 +332,28 @@ class PerHeadMuon:
         self._clip_program(key, lambda: self._clip(maximum, True))
         return key
 
+    def expect_norm(self) -> Hashable:
+        """Starts what `norm_on_device` will want, where it is a replay, as `expect_clip` does."""
+        key = (self._addresses(), math.inf, True) if self.captures else None
+        if key is None or not self._clip_program.has(key):
+            return None
+        self._clip_program(key, lambda: self._clip(math.inf, True))
+        return key
+
+    @torch.no_grad()
+    def norm_on_device(self, expected: Hashable = None) -> Tensor:
+        """The 2-norm of all gradients, a float64 scalar where they are; for optimizers with `captures`.
+
+        The next step, which must come before anybody replaces the gradients, scales them as `scale_gradients` says.
+        expected: what `expect_norm` gave for these gradients. The host does not wait.
+        """
+        addresses = self._addresses()
+        key = addresses, math.inf, True
+        if expected is None or key != expected:
+            self._clip_program(key, lambda: self._clip(math.inf, True))
+        self._step_at = addresses
+        return self._norm
+
     def _captured_norm(self, maximum: float, in_step: bool) -> float:
         """`_clip` as a program; the norm."""
         self._clip_program((self._addresses(), maximum, in_step), lambda: self._clip(maximum, in_step))
@@ -310,7 +361,7 @@ class PerHeadMuon:
 
     def _clip(self, maximum: float, in_step: bool) -> None:
         """`clip_grad_norm_` with the norm left in `_norm`; one that is not finite scales nothing."""
-        gradients = self._joined()
+        gradients = self._for_norm()
         if not gradients:
             self._norm.zero_()
             return
@@ -368,7 +419,8 @@ class PerHeadMuon:
         for muon in self._muon:
             kind = self._product_dtype(muon)
             lr = self.lr * lr_scale
-            rates = MuonRates(lr, self.momentum, self.nesterov, self.weight_decay, kind, lr_at, factor)
+            banked = numbers is not None and self._in_places()
+            rates = MuonRates(lr, self.momentum, self.nesterov, self.weight_decay, kind, lr_at, factor, banked)
             visits += muon.visits(rates, self.project)
         first = 1
         for adam, runs in zip(self._adam, due, strict=True):
@@ -389,8 +441,12 @@ class PerHeadMuon:
         return found + [0.0] * (len(self._numbers) - len(found))
 
     def _addresses(self) -> tuple[int, ...]:
-        """Where the gradients are, 0 for none, and where each bucket's parameters begin."""
-        gradients = [param.grad for param in self.params.values()]
+        """Where the gradients are, 0 for none, and where each bucket's parameters begin.
+
+        Those at fixed places are left out, whoever has one.
+        """
+        params = self._free if self._in_places() else list(self.params.values())
+        gradients = [param.grad for param in params]
         starts = [bucket.pieces[0].param.data_ptr() for bucket in self._muon]
         starts += [bucket.params[0].data_ptr() for bucket in self._adam]
         return (*starts, *(0 if gradient is None else gradient.data_ptr() for gradient in gradients))
@@ -442,12 +498,10 @@ class PerHeadMuon:
         wanted = {
             name: torch.empty_like(self.params[name], dtype=master_dtype(self.params[name].dtype)) for name in names
         }
-        for piece, state in self._muon_pieces():
-            if piece.name in wanted:
-                piece.cut(wanted[piece.name]).copy_(state["master"])
-        for name, state in self._adam_tensors():
-            if name in wanted:
-                wanted[name].copy_(state["master"])
+        for name, whole in wanted.items():
+            for bucket, place in self._at[name]:
+                master, part = bucket.master_of(place, whole)
+                part.copy_(master)
         return wanted
 
     @torch.no_grad()
@@ -458,20 +512,11 @@ class PerHeadMuon:
                 raise OptimizerStateError(
                     f"{name}: the master has shape {tuple(self.params[name].shape)}, got {tuple(value.shape)}"
                 )
-        for piece, state in self._muon_pieces():
-            if piece.name in values:
-                state["master"].copy_(piece.cut(values[piece.name]))
-        for name, state in self._adam_tensors():
-            if name in values:
-                state["master"].copy_(values[name])
-        for bucket in self._muon:
-            for i, piece in enumerate(bucket.pieces):
-                if piece.name in values:
-                    bucket.ship(self.project, i, i + 1)
-        for adam in self._adam:
-            for i, name in enumerate(adam.names):
-                if name in values:
-                    adam.ship(self.project, i, i + 1)
+        for name, whole in values.items():
+            for bucket, place in self._at[name]:
+                master, part = bucket.master_of(place, whole)
+                master.copy_(part)
+                bucket.ship(self.project, place, place + 1)
 
     def _muon_pieces(self) -> Iterable[tuple[MuonPiece, dict[str, Tensor]]]:
         for bucket in self._muon:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ _MLA_QUERY = re.compile(r"\.layers\.(\d+)\.self_attn\.q_b_proj\.weight$")
 
 class QKClipError(ValueError):
     """Maximal logits that cannot belong to this model; the message says what was got and wanted."""
+
+
+@lru_cache(maxsize=8)
+def _queries(names: tuple[str, ...]) -> dict[int, str]:
+    """The names of query matrices by layer; of thousands, so it is looked up once."""
+    return {int(found[1]): name for name in names if (found := _MLA_QUERY.search(name))}
 
 
 @torch.no_grad()
@@ -63,7 +70,7 @@ def qk_clip_(optimizer: PerHeadMuon, max_logits: Mapping[int, Tensor], config: H
     Masters that other ranks own are left to them. Returns the number of heads clipped. Raises QKClipError for a layer
     without trained MLA weights.
     """
-    queries = {int(found[1]): name for name in optimizer.names if (found := _MLA_QUERY.search(name))}
+    queries = _queries(optimizer.names)
     total = 0
     for layer, maximum in max_logits.items():
         if layer not in queries:

@@ -18,7 +18,7 @@ from k3rl.parallel.frozen import check_slices
 from k3rl.parallel.mesh import Axis, Mesh, data_degree
 from k3rl.parallel.nonfinite import NonFiniteGradients, NonFiniteLoss, NonFiniteStep
 from k3rl.parallel.trainer import Loss, Trainer, TrainerConfig
-from k3rl.parallel.world import PeerFailed, RankFailed, RanksDisagree, World
+from k3rl.parallel.world import PeerFailed, RankFailed, RanksDisagree, World, find_lost
 
 __all__ = [
     "Axis",
@@ -43,6 +43,7 @@ __all__ = [
     "check_slices",
     "data_degree",
     "deal",
+    "find_lost",
     "make_trainer",
     "pair_cost",
 ]

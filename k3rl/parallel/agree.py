@@ -76,23 +76,26 @@ def agree_on_start(mesh: Mesh, model: K3ForCausalLM, config: Config) -> None:
     mesh.world.require_equal(experts, among=mesh.expert.rank)
 
 
-def agree_on_step(mesh: Mesh, settings: Mapping[str, Any], batch: TrainBatch | None, micro_batches: int) -> int:
-    """Compares a step's settings and its shares of the batch; the most micro-batches that any rank has.
+def agree_on_step(
+    mesh: Mesh, settings: Mapping[str, Any], batch: TrainBatch | None, micro_batches: int, promise: int = 0
+) -> tuple[int, bool]:
+    """Compares a step's settings and its shares of the batch -> (the most micro-batches that any rank has, whether all
+    ranks give the same promise, which is not 0).
 
     micro_batches: of this rank; -1 when it cannot start, and then -1 comes back everywhere. Raises RanksDisagree for
     other settings, for another batch on ranks of one context axis, and for shares that are not the whole batch once.
     """
     if mesh.world.size == 1:
-        return micro_batches
+        return micro_batches, promise != 0
     text = json.dumps(dict(settings), sort_keys=True, default=str)
     weight = 0.0 if batch is None or not mesh.first_of_context else float(batch.weights.sum())
-    row = [micro_batches, _hash(text.encode()), _batch_hash(batch), mesh.batch_rank, _bits(weight)]
+    row = [micro_batches, _hash(text.encode()), _batch_hash(batch), mesh.batch_rank, _bits(weight), promise]
     rows = mesh.world.gather(torch.tensor(row, dtype=torch.int64, device=mesh.world.device)).tolist()
     if min(row[0] for row in rows) < 0:
-        return -1
+        return -1, False
     if len({row[1] for row in rows}) > 1:
         mesh.world.require_equal({f"step.{key}": value for key, value in settings.items()})
-    for rank, (_, _, data, share, _) in enumerate(rows):
+    for rank, (_, _, data, share, *_) in enumerate(rows):
         first = next(other for other, row in enumerate(rows) if row[3] == share)
         if rows[first][2] != data:
             raise RanksDisagree(
@@ -110,7 +113,7 @@ def agree_on_step(mesh: Mesh, settings: Mapping[str, Any], batch: TrainBatch | N
             f"the ranks' shares of the batch weigh {sum(weights):.6g} together, wanted 1 ({shares}); "
             "each sequence must be on one rank",
         )
-    return int(max(row[0] for row in rows))
+    return int(max(row[0] for row in rows)), {row[5] for row in rows} == {promise} != {0}
 
 
 def _bit_sum(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 
 
 @functools.cache
-def _stream(device: int) -> torch.cuda.Stream:
+def stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -29,10 +29,10 @@ def aside(device: torch.device, since: torch.cuda.Event | None) -> Iterator[None
         yield
         return
     current = torch.cuda.current_stream(device)
-    stream = _stream(current.device_index)
-    stream.wait_event(since)
+    own = stream(current.device_index)
+    own.wait_event(since)
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(own):
             yield
     finally:
-        current.wait_stream(stream)
+        current.wait_stream(own)

@@ -295,8 +295,8 @@ class ContextParallel:
 
         pair: what a (query, key) pair of MLA costs, in rows of everything else (`pair_cost` of the model).
         """
-        self.rank, self.size = axis.rank, axis.size
-        self._axis, self._world, self._pair = axis, world, pair
+        self.rank, self.size, self.pair = axis.rank, axis.size, pair
+        self._axis, self._world = axis, world
         self._links = _Links(axis, world)
         if axis.group is not None:  # NCCL wants every rank in a group's first call, and later messages have two
             world.sum(torch.zeros(1, device=world.device), axis.group)  # a barrier would guess a device
@@ -311,7 +311,7 @@ class ContextParallel:
             return ContextShare.of(batch, placeholder, slice(0, batch.tokens))
         rows = batch.rows_per_token(placeholder)
         cu = batch.cu_seqlens.astype(np.int64)
-        cuts = balanced_cuts(rows, cu, self.size, self._pair) if cuts is None else np.asarray(cuts, np.int64)
+        cuts = balanced_cuts(rows, cu, self.size, self.pair) if cuts is None else np.asarray(cuts, np.int64)
         _check(cuts, self.size, batch.tokens)
         communicator = _Communicator(_Ranges.of(cuts, rows, cu), self.rank, self._links)
         first, last = int(cuts[self.rank]), int(cuts[self.rank + 1])

@@ -34,9 +34,9 @@ class Mix:
     """Packed sequences: `tokens` in all, in sequences of `length` each, `targets` of them read by the loss.
 
     bytes_each: of one number in the compute dtype (2 for bf16, 4 for float32, 8 for float64). kernels: a GPU computes,
-    by the kernels of `k3rl.kernels`. ranks: of the context axis, over which a document is spread; `tokens` are those
-    of one rank, and no kernel takes its attention. grouped: all experts are multiplied at once; not those that other
-    ranks hold or that have adapters.
+    by the kernels of `k3rl.kernels`. ranks: of the context axis, over which documents are spread; `tokens` are those
+    of one rank, `before` the rows of its first document on other ranks. grouped: all experts are multiplied at once;
+    not those that other ranks hold or that have adapters. load: rows that a rank's experts get, over those it sends.
     """
 
     tokens: int
@@ -46,11 +46,18 @@ class Mix:
     kernels: bool = False
     ranks: int = 1
     grouped: bool = True
+    before: int = 0
+    load: float = 1.0
 
     @property
     def split(self) -> bool:
         """Whether documents are spread over ranks."""
         return self.ranks > 1
+
+    @property
+    def seen(self) -> int:
+        """Rows that the last query of a sequence attends to."""
+        return min(self.length, self.before + self.tokens) if self.split else self.length
 
     @property
     def wide(self) -> int:
@@ -233,8 +240,7 @@ def activations(config: K3Config, mix: Mix) -> dict[str, float]:
         if layer in config.kda_layers:
             found["kda"] += _kda_kept(config, mix)
         else:
-            by_kernels = mix.kernels and not mix.split
-            found["mla"] += n * (_mla_saved_by_kernels(config, mix) if by_kernels else _mla_saved(config, mix))
+            found["mla"] += n * (_mla_saved_by_kernels(config, mix) if mix.kernels else _mla_saved(config, mix))
         found["norms"] += n * 2 * (e * hidden + w)
         if layer in config.moe_layers:
             for part, each in _moe_saved(config, mix).items():
@@ -250,7 +256,7 @@ def activations(config: K3Config, mix: Mix) -> dict[str, float]:
 
 def _kda_kept(config: K3Config, mix: Mix) -> float:
     """Bytes of one layer."""
-    if mix.kernels and not mix.split:
+    if mix.kernels:
         return mix.tokens * _kda_saved_by_kernels(config, mix)
     return mix.tokens * _kda_saved(config, mix) + _kda_final(config, mix)
 
@@ -261,12 +267,13 @@ def _unit_saved(mix: Mix) -> float:
 
 
 def _kda_saved_by_kernels(config: K3Config, mix: Mix) -> float:
-    """Bytes a token: inputs, the joint projection, its convolution, gates, outputs before and after their norm; of a
-    chunk four tiles of its rows, two of its pairs, the state, and what decays (`k3rl.kernels.kda_autograd`)."""
+    """Bytes a token: inputs (twice on ranks that share rows, once behind those of the rank before), the joint
+    projection, its convolution, gates, outputs before and after their norm; of a chunk four tiles of its rows, two of
+    its pairs, the state, and what decays (`k3rl.kernels.kda_autograd`)."""
     linear, hidden, e = config.linear_attn_config, config.hidden_size, mix.bytes_each
     h, width = linear.num_heads, linear.head_dim
     inner = h * width
-    rows = e * (hidden + 3 * inner + width + h + 7 * inner)
+    rows = e * (hidden + 3 * inner + width + h + 7 * inner + (hidden if mix.split else 0))
     padding = math.ceil(mix.length / KERNEL_CHUNK) * KERNEL_CHUNK / mix.length
     tiles = e * (4 * inner + 2 * h * KERNEL_CHUNK + inner * width / KERNEL_CHUNK)
     return rows + (tiles + WIDE * (inner / KERNEL_CHUNK + 2 * h)) * padding
@@ -274,11 +281,13 @@ def _kda_saved_by_kernels(config: K3Config, mix: Mix) -> float:
 
 def _mla_saved_by_kernels(config: K3Config, mix: Mix) -> float:
     """Bytes a token: as `_mla_saved`, with queries, keys, values and outputs of the flash kernel, all as wide as a key,
-    and a normalizer for each head."""
+    and a normalizer for each head. Rows on other ranks have latents, keys and values here too."""
     e, h, hidden = mix.bytes_each, config.num_attention_heads, config.hidden_size
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
-    rows = hidden + joint + config.q_lora_rank + config.kv_lora_rank + 2 * h * value + 4 * h * key
+    rows = float(hidden + joint + config.q_lora_rank + config.kv_lora_rank + 2 * h * value + 4 * h * key)
+    if mix.before:
+        rows += mix.before / mix.tokens * (config.kv_lora_rank + config.qk_rope_head_dim + 2 * h * key)
     return e * rows + WIDE * (2 + h)
 
 
@@ -301,15 +310,14 @@ def _kda_final(config: K3Config, mix: Mix) -> float:
 
 
 def _mla_saved(config: K3Config, mix: Mix) -> float:
-    """Bytes a token; probabilities [h, length] where all of them are few, else a number for each head. The last rank of
-    a document has the keys and values of all rows before its own."""
+    """Bytes a token; probabilities [h, length] where all of them are few, else a number for each head. A rank has the
+    keys and values of its first document's rows on other ranks too."""
     e, w, h, hidden = mix.bytes_each, mix.wide, config.num_attention_heads, config.hidden_size
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
     rows = e * (hidden + joint + config.q_lora_rank + config.kv_lora_rank + 3 * h * value) + 2 * w
-    kept = mix.length if h * mix.tokens * mix.length <= KEPT_PROBABILITIES else 1
-    before = (mix.ranks - 1) * (key + value)
-    return rows + w * h * (2 * key + value + kept + before)
+    kept = mix.seen if h * mix.tokens * mix.seen <= KEPT_PROBABILITIES else 1
+    return rows + w * h * (2 * key + value + kept + mix.before / mix.tokens * (key + value))
 
 
 def _moe_saved(config: K3Config, mix: Mix) -> dict[str, float]:
@@ -323,6 +331,7 @@ def _moe_saved(config: K3Config, mix: Mix) -> dict[str, float]:
     }
     if mix.kernels and mix.grouped:  # rows are gathered again, parts made again from the products
         found[ROUTED] = e * z + k * (3 * e * width + 3 * 8)
+    found[ROUTED] *= mix.load
     if config.ablation.experts == "latent_norm":
         found["latent_projections"] = 2 * e * z + w
     elif config.ablation.experts == "latent":
@@ -339,7 +348,9 @@ def backward_rows(config: K3Config, mix: Mix) -> float:
     e, w, k = mix.bytes_each, mix.wide, config.num_experts_per_token
     linear = config.linear_attn_config
     inner = linear.num_heads * linear.head_dim
-    experts = k * 3 * (e * config.expert_hidden_size + (e if mix.grouped else w) * config.moe_intermediate_size)
+    experts = (
+        k * 3 * (e * config.expert_hidden_size + (e if mix.grouped else w) * config.moe_intermediate_size) * mix.load
+    )
     kda = e * inner * (4 + linear.head_dim / KERNEL_CHUNK + 3)
     blocks = math.ceil(config.num_hidden_layers / config.attn_res_block_size)
     stream = config.hidden_size * (3 * e + blocks * w)

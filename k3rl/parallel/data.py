@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of sequences for each rank, balanced by tokens; a rank may get none.
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Indices of sequences for each rank, balanced by what each costs (`sequence_costs`); a rank may get none.
 
-    Longest first, each to the rank with the fewest tokens; equal inputs give equal shares.
+    Costliest first, each to the rank with the least; equal inputs give equal shares.
     """
     members: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    load = [0.0] * ranks
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         rank = load.index(min(load))
         members[rank].append(index)
-        load[rank] += lengths[index]
+        load[rank] += costs[index]
     return [sorted(chosen) for chosen in members]

@@ -35,7 +35,7 @@ from k3rl.parallel.data import deal
 from k3rl.parallel.extensions import prepare
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.nonfinite import NonFiniteGradients, NonFiniteStep, bad_loss, listed
-from k3rl.parallel.statistics import balance
+from k3rl.parallel.statistics import balance, balance_due
 from k3rl.parallel.trainer import Loss, Trainer, TrainerConfig, _keep
 from k3rl.parallel.world import PeerFailed
 from k3rl.run.metrics import Accumulator
@@ -79,6 +79,20 @@ def check_backend(learner: LearnerConfig, trainer: TrainerConfig) -> None:
             got=trainer.optimizer,
             wanted="adamw",
         )
+    if trainer.lora is not None:
+        raise ConfigError(
+            "trainer.lora trains matrices beside parameters that stay, which ZeRO does not know of; leave it out, or "
+            "leave learner.backend native",
+            key="trainer.lora",
+        )
+    if trainer.capture == "on":
+        raise ConfigError(
+            "trainer.capture is on and ZeRO's passes are no program of fixed shapes; set it to auto or off, or leave "
+            "learner.backend native",
+            key="trainer.capture",
+            got="on",
+            wanted="auto or off",
+        )
     if trainer.exact:
         raise ConfigError(
             "trainer.exact computes with whole parameters outside of the modules that ZeRO gathers; leave it false, or "
@@ -96,12 +110,6 @@ def check_backend(learner: LearnerConfig, trainer: TrainerConfig) -> None:
             "trainer.offload_optimizer is the native trainer's; with learner.backend deepspeed set "
             "--learner.deepspeed.offload-optimizer true instead",
             key="trainer.offload_optimizer",
-        )
-    if trainer.shard_frozen > 1:
-        raise ConfigError(
-            "trainer.shard_frozen is the native trainer's; with learner.backend deepspeed set "
-            "--learner.deepspeed.stage 3 instead",
-            key="trainer.shard_frozen",
         )
     if trainer.balance_by == "auxiliary_loss":
         raise ConfigError(
@@ -199,6 +207,7 @@ class DeepSpeedTrainer(Trainer):
         self._names = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._decay = {name: classify(name, value.shape, model.config).decay for name, value in self._names.items()}
         self._shapes = {name: value.shape for name, value in self._names.items()}
+        self._reduced = False  # whether ZeRO holds gradients
         self._engine = self._start()
         model.dtype = torch.bfloat16 if zero.dtype == "bf16" else torch.float32
         self.ship()
@@ -236,7 +245,7 @@ class DeepSpeedTrainer(Trainer):
             "stage": self.zero.stage,
             "overlap_comm": False,
             "reduce_bucket_size": min(elements, 50_000_000),
-            "allgather_bucket_size": min(elements, 50_000_000),
+            "allgather_bucket_size": min(elements + elements % 2, 50_000_000),  # it must be even
             # Vectors are read outside of the modules that ZeRO gathers; they stay whole on every rank.
             "stage3_param_persistence_threshold": 4 * self.model.config.hidden_size,
             "stage3_prefetch_bucket_size": 0,
@@ -315,6 +324,7 @@ class DeepSpeedTrainer(Trainer):
                 share = total * self._ranks if finite and counts else total.nan_to_num(0, 0, 0) * 0
                 with self._among_ranks("a backward pass with ZeRO"):
                     self._engine.backward(share, scale_wrt_gas=False)
+                self._reduced = True
                 if counts:
                     _keep(metrics, seen[0])
         except PeerFailed:
@@ -335,7 +345,9 @@ class DeepSpeedTrainer(Trainer):
         metrics, max_logits = self.gradients(batch, loss, temperature=temperature, settings=settings)
         try:
             norm, clipped = self._update(max_logits, lr_scale)
-            balance(self.model, self.balancer, self.config, self.mesh.world, metrics, last_of_batch)
+            if due := balance_due(self.config, last_of_batch):
+                self.balancer.all_reduce(self.mesh.world.sum)
+            balance(self.model, self.balancer, self.config, metrics, due=due)
         except (PeerFailed, NonFiniteStep):  # all ranks know
             self.balancer.clear()
             raise
@@ -349,8 +361,20 @@ class DeepSpeedTrainer(Trainer):
         for largest in max_logits.values():
             metrics.maximum("attention/logit/max", float(largest.max()))
         metrics.add("perf/train_tokens", batch.tokens if batch is not None else 0)
+        for part, held in self.memory().items():
+            metrics.maximum(f"memory/{part}", held)
         metrics.add("time/train_step", time.perf_counter() - started)
         return metrics
+
+    def memory(self) -> dict[str, int]:
+        """As natively, without the gradients: they are in ZeRO's buffers for some of a step only."""
+        held = [getattr(value, "ds_tensor", value).nbytes for value in self.model.parameters()]
+        states = () if self.zero.offload_optimizer else self._adam.state
+        found = {"weights": sum(held), "optimizer": sum(3 * shard.nbytes for shard in states)}
+        if self.model.device.type == "cuda":
+            found["peak"] = torch.cuda.max_memory_allocated(self.model.device)
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        return found
 
     def _update(self, max_logits: dict[int, Tensor], lr_scale: float) -> tuple[float, int]:
         """ZeRO's step and QK-clip; the gradient norm and how many heads were clipped."""
@@ -358,6 +382,7 @@ class DeepSpeedTrainer(Trainer):
             settings["lr"] = self.config.adamw_lr * lr_scale
         with self._among_ranks("a step of ZeRO"):
             self._engine.step()
+        self._reduced = False
         norm = float(self._engine.optimizer._global_grad_norm)
         clipped = self._clip_heads(max_logits) if math.isfinite(norm) else 0
         self.ship()
@@ -382,7 +407,13 @@ class DeepSpeedTrainer(Trainer):
             yield
 
     def _drop_gradients(self) -> None:
-        """Forgets what ZeRO has reduced so far: a step that leaves masters and moments as they are."""
+        """Forgets what ZeRO has reduced so far: a step that leaves masters and moments as they are.
+
+        A step whose norm was not finite has done so itself, and ZeRO fails in one without gradients.
+        """
+        if not self._reduced:
+            return
+        self._reduced = False
         self._adam.refuses = True
         try:
             self._engine.step()
@@ -474,13 +505,19 @@ class DeepSpeedTrainer(Trainer):
         return value.detach().reshape(self._shapes[name])
 
     def _set_full(self, name: str, value: Tensor, moment: str | None = None) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed import utils
 
+        parameter: Any = self._names[name]  # to which ZeRO has added what it needs
         value = value.to(torch.float32).contiguous()
+        where = "full"
+        if self.zero.stage == 3:  # its own way of cutting `value` knows of no padding, which three ranks need
+            where, size, rank = "local", parameter.ds_tensor.numel(), dist.get_rank()
+            padded = nn.functional.pad(value.flatten(), (0, size * self._ranks - value.numel()))
+            value = padded[rank * size : (rank + 1) * size]
         if moment is None:
-            safe_set_full_fp32_param(self._names[name], value)
+            getattr(utils, f"safe_set_{where}_fp32_param")(parameter, value)
         else:
-            safe_set_full_optimizer_state(self._names[name], value, moment)
+            getattr(utils, f"safe_set_{where}_optimizer_state")(parameter, value, moment)
 
     @torch.no_grad()
     def _clip_heads(self, max_logits: dict[int, Tensor]) -> int:

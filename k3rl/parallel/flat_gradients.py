@@ -8,7 +8,7 @@ finds its gradients as one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,8 +22,9 @@ from k3rl.optim.buckets import fill_buckets, storage_kind
 _MOST = 1 << 30  # elements of one buffer
 
 
-def in_reading_order(model: K3ForCausalLM) -> list[nn.Parameter]:
-    """The trained parameters that are no routed experts, those that share an optimizer bucket side by side."""
+def in_reading_order(model: K3ForCausalLM, owners: Mapping[str, int]) -> list[nn.Parameter]:
+    """The trained parameters that are no routed experts, those of one owner side by side, and among them those that
+    share an optimizer bucket."""
     experts = {parameter for part in model.moe_parts() for parameter in part.experts.parameters()}
     keyed: list[tuple[tuple[object, ...], nn.Parameter]] = []
     for name, (info, parameter) in trained(model.trained_parameters(), model.config).items():
@@ -31,7 +32,8 @@ def in_reading_order(model: K3ForCausalLM) -> list[nn.Parameter]:
             continue
         muon = info.group == "muon"
         shape = (info.segments, parameter.shape[1]) if muon else (info.decay,)
-        keyed.append(((not muon, str(parameter.dtype), *map(str, shape), storage_kind(name)), parameter))
+        bucket = not muon, str(parameter.dtype), *map(str, shape), storage_kind(name)
+        keyed.append(((owners.get(name, 0), *bucket), parameter))
     return [parameter for _, parameter in sorted(keyed, key=lambda pair: pair[0])]
 
 
@@ -81,11 +83,17 @@ class FlatGradients:
     Which parameters a backward reaches is learned from the first one that reaches them.
     """
 
-    def __init__(self, model: K3ForCausalLM) -> None:
-        self.parameters = in_reading_order(model)
+    def __init__(self, model: K3ForCausalLM, owners: Mapping[str, int] | None = None) -> None:
+        """owners: the rank that each parameter's gradient is summed on, by name."""
+        self.parameters = in_reading_order(model, owners or {})
         self._banks = [part.bank for part in model.moe_parts()]
         self._runs: list[_Run] = []
         self._known: set[nn.Parameter] = set()
+
+    @property
+    def places(self) -> dict[nn.Parameter, Tensor]:
+        """Where the gradient of each parameter that was reached adds up."""
+        return {p: view for run in self._runs for p, view in zip(run.parameters, run.views, strict=True)}
 
     def of(self, loss: Tensor) -> dict[nn.Parameter, Tensor]:
         """The gradients of a loss, for `add`; those of experts are in their banks then."""

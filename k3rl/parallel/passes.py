@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from k3rl.data.batch import TrainBatch
 from k3rl.kernels import packed_ends
@@ -173,17 +173,25 @@ class _Program:
 class Passes:
     """The programs of a trainer: `run` adds a micro-batch's gradients to `.grad`, `read` gives what the losses were.
 
-    capture: replay CUDA graphs; otherwise programs run uncaptured.
+    capture: replay CUDA graphs; otherwise programs run uncaptured. owners: as `FlatGradients` has them.
     """
 
-    def __init__(self, model: K3ForCausalLM, statistics: Statistics, budget: int, *, capture: bool) -> None:
+    def __init__(
+        self,
+        model: K3ForCausalLM,
+        statistics: Statistics,
+        budget: int,
+        *,
+        capture: bool,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
         self._model, self._statistics, self._budget = model, statistics, budget
         self.capture = capture
         self._programs: OrderedDict[tuple[int, bool, bool], _Program] = OrderedDict()
         self._made_for: tuple[Loss, float] | None = None
         self._memory: Any = None  # which all graphs share
         self.held = 0  # bytes of it: they stay, and torch counts them as used by nobody
-        self._gradients = FlatGradients(model)  # what graphs add to
+        self._gradients = FlatGradients(model, owners)  # what graphs add to
         self._ran: list[tuple[TrainBatch, Tallied, Tensor]] = []
         # Kept: a walk over thousands of modules takes milliseconds. Experts are views of their bank's matrices.
         experts = {parameter for part in model.moe_parts() for parameter in part.experts.parameters()}
@@ -237,6 +245,30 @@ class Passes:
         assert program.tallied is not None
         self._ran.append((micro, program.tallied, output))
         return True
+
+    def sure(self, micros: Sequence[TrainBatch], loss: Loss, temperature: object) -> bool:
+        """Whether `run` will take all of these: their programs are there, and nothing on the way can be refused.
+
+        After `begin`.
+        """
+        if self._made_for != (loss, temperature):
+            return False
+        for micro in micros:
+            size = Size.of(micro, self._budget)
+            program = self._programs.get(size.key)
+            there = program is not None and program.ready and program.size.holds(size)
+            if not there or self._why_not(micro, loss) is not None:
+                return False
+        return True
+
+    @property
+    def places(self) -> dict[nn.Parameter, Tensor]:
+        """Where gradients add up, but those of routed experts."""
+        return self._gradients.places
+
+    def hold(self) -> None:
+        """Gives parameters their place in `places` as `.grad`, as every `run` does."""
+        self._gradients.hold()
 
     @property
     def running(self) -> bool:
@@ -394,7 +426,9 @@ def captures(model: K3ForCausalLM) -> bool:
     return all(layer.takes_kernels(probe) for layer in found)
 
 
-def passes_of(model: K3ForCausalLM, config: TrainerConfig, statistics: Statistics, *, alone: bool) -> Passes | None:
+def passes_of(
+    model: K3ForCausalLM, config: TrainerConfig, statistics: Statistics, owners: Mapping[str, int], *, alone: bool
+) -> Passes | None:
     """The programs that a configuration asks for; None where every micro-batch takes the ordinary path.
 
     alone: ranks do not meet inside a forward.
@@ -402,4 +436,4 @@ def passes_of(model: K3ForCausalLM, config: TrainerConfig, statistics: Statistic
     ordinary = not alone or config.exact or config.lora is not None or config.balance_by == "auxiliary_loss"
     if config.capture == "off" or ordinary or (config.capture == "auto" and not captures(model)):
         return None
-    return Passes(model, statistics, config.micro_batch_tokens, capture=captures(model))
+    return Passes(model, statistics, config.micro_batch_tokens, capture=captures(model), owners=owners)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from k3rl.losses.logprob import TABLE_ELEMENTS
 from k3rl.model import K3Config
-from k3rl.numerics import mx
 from k3rl.optim.buckets import BUCKET_ELEMENTS
 from k3rl.optim.rest import SLOTS
 from k3rl.parallel import costs
 from k3rl.parallel.costs import ROUTED, Mix
 from k3rl.parallel.plan_engine import engine_size, fastest_engine, free_gib, part_flops, stored_bytes
+from k3rl.parallel.plan_shares import expert_bytes, expert_load, mixes
 from k3rl.parallel.plan_types import (
     GIB,
     GPUS,
@@ -141,7 +141,7 @@ def _saved(config: K3Config, mix: Mix) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Held:
-    """Numbers that one device of the fullest stage holds: of routed experts and of the rest; trained ones of each."""
+    """Numbers that the device which has most holds: of routed experts and of the rest; trained ones of each."""
 
     routed: float
     rest: float
@@ -153,11 +153,12 @@ class _Held:
         facts = model_counts(config)
         share = math.ceil(facts.layers / layout.pipeline) / facts.layers
         ends = max(facts.first, facts.last) if layout.pipeline > 1 else facts.first + facts.last
-        held_rest, held_routed = facts.rest * share + ends, facts.routed * share / layout.expert
+        experts = share * expert_load(config, layout.expert) / layout.expert
+        held_rest, held_routed = facts.rest * share + ends, facts.routed * experts
         if not method.lora_rank:
             return cls(held_routed, held_rest, held_routed, held_rest)
         adapters = lora_parameters(config, method.lora_rank)
-        return cls(held_routed, held_rest, adapters[True] * share / layout.expert, adapters[False] * share)
+        return cls(held_routed, held_rest, adapters[True] * experts, adapters[False] * share)
 
 
 def learner_memory(
@@ -174,8 +175,8 @@ def learner_memory(
     shards = (layout.data * layout.context, everyone) if method.shard_optimizer else (1, 1)
     routed_bytes = (0.5 + 1 / 32) if method.lora_rank else method.weight_bytes
     sharded = held.trained_routed / shards[0] + held.trained_rest / shards[1]
-    state = _state_bytes(config, layout, method)
-    away = _cut(config, layout, method) * (1 - 1 / method.shard_frozen)
+    state = _state_bytes(config, layout, method, held)
+    away = _cut(config, method, held) * (1 - 1 / method.shard_frozen) if method.shard_frozen > 1 else 0.0
     memory = {
         "weights": held.routed * routed_bytes + held.rest * method.weight_bytes - away,
         "gradients": (held.trained_routed + held.trained_rest) * method.gradient_bytes,
@@ -185,15 +186,14 @@ def learner_memory(
         memory["adapters"] = (held.trained_routed + held.trained_rest) * method.weight_bytes
     if method.shard_frozen > 1:
         memory["gathered"] = _window(config) * method.weight_bytes
-    working = activation_memory(config, layout, method, mix)
+    # Gradients of all but experts that one pass alone makes come as activations go.
+    coming = held.trained_rest * method.gradient_bytes if one_pass and not method.lora_rank else 0.0
+    working = activation_memory(config, layout, method, mix, coming=0.0 if method.captures(layout) else coming)
     step = _workspace(config, method, sharded)
     if method.captures(layout):
         # A graph's backward hands all but experts' gradients over together, as they come, to be added.
         handed = held.trained_rest * method.weight_bytes
         return memory | working | {"handed_over": handed, "step": step}
-    if one_pass and not method.lora_rank:
-        kept = _kept(config, layout, method, _on(mix, layout, method))
-        working["activations"] -= min(kept, held.trained_rest * method.gradient_bytes)
     if sum(working.values()) >= step:
         return memory | working
     return memory | {"step": step}
@@ -204,9 +204,9 @@ def held_bytes(config: K3Config, layout: Layout, method: Method) -> float:
     held = _Held.of(config, layout, method)
     trained = held.trained_routed + held.trained_rest
     routed_bytes = (0.5 + 1 / 32) if method.lora_rank else method.weight_bytes
-    away = _cut(config, layout, method) * (1 - 1 / method.shard_frozen) if method.shard_frozen > 1 else 0.0
+    away = _cut(config, method, held) * (1 - 1 / method.shard_frozen) if method.shard_frozen > 1 else 0.0
     own = method.gradient_bytes + (method.weight_bytes if method.lora_rank else 0)
-    state = 0.0 if method.offload else _state_bytes(config, layout, method)
+    state = 0.0 if method.offload else _state_bytes(config, layout, method, held)
     return held.routed * routed_bytes + held.rest * method.weight_bytes - away + trained * own + state
 
 
@@ -215,9 +215,9 @@ def _parts(config: K3Config) -> tuple[int, ...]:
     return tuple(costs.frozen_parts(config))
 
 
-def _cut(config: K3Config, layout: Layout, method: Method) -> float:
+def _cut(config: K3Config, method: Method, held: _Held) -> float:
     """Bytes of the frozen weights of a stage that ranks may share."""
-    facts, held = model_counts(config), _Held.of(config, layout, method)
+    facts = model_counts(config)
     return held.rest * method.weight_bytes * sum(_parts(config)) / (facts.rest + facts.first + facts.last)
 
 
@@ -227,9 +227,9 @@ def _window(config: K3Config) -> int:
     return max(one + other for one, other in itertools.pairwise(parts))
 
 
-def _state_bytes(config: K3Config, layout: Layout, method: Method) -> float:
+def _state_bytes(config: K3Config, layout: Layout, method: Method, held: _Held | None = None) -> float:
     """Bytes of masters and momentum that one device owns."""
-    held = _Held.of(config, layout, method)
+    held = held or _Held.of(config, layout, method)
     replicas, everyone = layout.data * layout.context, layout.data * layout.expert * layout.context
     shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
     routed, rest = _state_each(config, method)
@@ -247,12 +247,6 @@ def _state_each(config: K3Config, method: Method) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def _on(mix: Mix, layout: Layout, method: Method) -> Mix:
-    """The mix as ranks of a layout compute it: which of them the kernels take."""
-    grouped = layout.expert == 1 and not method.lora_rank
-    return replace(mix, ranks=layout.context, grouped=grouped)
-
-
 def _kept(config: K3Config, layout: Layout, method: Method, mix: Mix) -> float:
     """Bytes that the layers of a stage keep until their backward, of all passes that are under way."""
     count = model_counts(config).layers
@@ -264,9 +258,21 @@ def _kept(config: K3Config, layout: Layout, method: Method, mix: Mix) -> float:
     return layers * share * layout.pipeline  # the first stage holds as many passes as there are stages
 
 
-def activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix) -> dict[str, float]:
-    """Bytes of one pass at its peak, by part: saved tensors of all layers, or the stream and one layer."""
-    mix = _on(mix, layout, method)
+def activation_memory(
+    config: K3Config, layout: Layout, method: Method, mix: Mix, *, coming: float = 0.0
+) -> dict[str, float]:
+    """Bytes of one pass at its peak, by part: saved tensors of all layers, or the stream and one layer.
+
+    mix: of each rank in the mean; the result is of the one that needs most. coming: bytes of gradients that take the
+    place of activations.
+    """
+    on_ranks = mixes(config, mix, experts=layout.expert, context=layout.context, lora=bool(method.lora_rank))
+    every = (_pass_memory(config, layout, method, own, coming) for own in on_ranks)
+    return max(every, key=lambda parts: sum(parts.values()))
+
+
+def _pass_memory(config: K3Config, layout: Layout, method: Method, mix: Mix, coming: float) -> dict[str, float]:
+    """`activation_memory` of one rank."""
     saved = _saved(config, mix)
     table = min(mix.targets * config.vocab_size, TABLE_ELEMENTS)
     head = saved["head"] + 2.0 * table * mix.wide  # the table's gradient and the logits'
@@ -280,7 +286,7 @@ def activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix
         during += layer
         head = max(0.0, head - during)  # the head is done before the first site runs again
     found = {
-        "activations": _kept(config, layout, method, mix) + during,
+        "activations": max(0.0, _kept(config, layout, method, mix) - coming) + during,
         "logits": head,
         "working": _layer_gradient(config, layout, method),
     }
@@ -306,9 +312,10 @@ def _largest_site(config: K3Config, saved: dict[str, float]) -> float:
 def _layer_gradient(config: K3Config, layout: Layout, method: Method) -> float:
     """The gradient of one layer's experts, or of the largest other matrix, before it joins the sum."""
     moe = max(1, model_counts(config).moe)
-    bank = model_counts(config).routed / layout.expert / moe
+    held = expert_load(config, layout.expert) / layout.expert
+    bank = model_counts(config).routed * held / moe
     if method.lora_rank:  # and the experts of that layer, decoded
-        adapters = lora_parameters(config, method.lora_rank)[True] / layout.expert / moe
+        adapters = lora_parameters(config, method.lora_rank)[True] * held / moe
         return (adapters + bank) * method.weight_bytes
     return max(bank, float(config.vocab_size * config.hidden_size)) * method.weight_bytes
 
@@ -344,8 +351,7 @@ def plan_layout(
     _check_frozen(method, layout)
     efficiency = efficiency or Efficiency()
     mix = _mix(workload, method)
-    own_tokens = workload.tokens / (layout.data * layout.expert * layout.context)
-    memory = learner_memory(config, layout, method, mix, one_pass=own_tokens <= mix.tokens)
+    memory = learner_memory(config, layout, method, mix, one_pass=_own_tokens(workload, layout) <= mix.tokens)
     engine_gpus, engines, engine, sampling = fastest_engine(config, cluster, workload, rollout_gpus, efficiency)
     traffic = _traffic(config, cluster, workload, method, layout, engines)
     times = _train_times(config, cluster, workload, method, layout, efficiency)
@@ -385,10 +391,10 @@ def _check(config: K3Config, cluster: Cluster, workload: Workload, layout: Layou
             f"{layout.devices} learner and {rollout_gpus} rollout devices are more than the cluster's {cluster.gpus}",
             key="--gpus", got=cluster.gpus, wanted=f"at least {layout.devices + rollout_gpus}",
         )  # fmt: skip
-    if config.num_experts % layout.expert:
+    if layout.expert > config.num_experts:
         raise PlanError(
-            f"{layout.expert} expert ranks do not divide {config.num_experts} experts; plan with a number that does",
-            key="--expert", got=layout.expert, wanted=f"a divisor of {config.num_experts}",
+            f"{layout.expert} expert ranks are more than {config.num_experts} experts; plan with at most as many",
+            key="--expert", got=layout.expert, wanted=f"at most {config.num_experts}",
         )  # fmt: skip
     if layout.pipeline > config.num_hidden_layers:
         raise PlanError(
@@ -418,29 +424,18 @@ def _mix(workload: Workload, method: Method) -> Mix:
     return Mix(tokens, workload.length, math.ceil(tokens * share), method.weight_bytes, method.kernels)
 
 
+def _own_tokens(workload: Workload, layout: Layout) -> float:
+    """Tokens of a device that has most of them: a sequence is whole on the ranks of one context axis."""
+    sequences = math.ceil(workload.prompts * workload.group / (layout.data * layout.expert))
+    return sequences * workload.length / layout.context
+
+
 def _split(size: int, node: int) -> dict[str, float]:
     """Of what one member of a group of `size` sends to all others, the share over NVLink and over the network."""
     if size <= 1:
         return {}
     inside = min(size, node)
     return {"nvlink": (inside - 1) / (size - 1), "network": (size - inside) / (size - 1)}
-
-
-def expert_bytes(config: K3Config, ranks: int, bytes_each: int) -> tuple[float, float]:
-    """Bytes that leave a rank for each of its tokens and MoE layers, (forward, backward), when routes are even.
-
-    What `k3rl.parallel.expert` sends: a row once to each rank that holds one of its experts, in MXFP8 where experts
-    read that; a result, with a note of 8 bytes and the routing weight, for each choice. Counts, a number
-    for each expert, are left out.
-    """
-    k, latent, wide = config.num_experts_per_token, config.expert_hidden_size, max(costs.WIDE, bytes_each)
-    elsewhere = config.num_experts - config.num_experts / ranks
-    missed = math.prod((elsewhere - n) / (config.num_experts - n) for n in range(k))  # no choice falls on that rank
-    rows, choices = (ranks - 1) * (1 - max(0.0, missed)), k * (ranks - 1) / ranks
-    rounded = config.quantization.computed_activations == "mxfp8"
-    row = latent * (1 + 1 / mx.BLOCK) if rounded else latent * bytes_each
-    forward = rows * row + choices * (8 + wide + latent * bytes_each)
-    return forward, rows * latent * bytes_each + choices * (latent + 1) * bytes_each
 
 
 def gradient_bytes(config: K3Config, layout: Layout, method: Method) -> tuple[float, float]:
@@ -462,7 +457,7 @@ def _traffic(
             if moved * share:
                 found[link][purpose] = found[link].get(purpose, 0.0) + moved * share
 
-    tokens = workload.tokens / (layout.data * layout.expert * layout.context)
+    tokens = _own_tokens(workload, layout)
     stages = math.ceil(config.num_hidden_layers / layout.pipeline) / config.num_hidden_layers
     forward, backward = expert_bytes(config, layout.expert, method.weight_bytes)
     each = (1 + (method.recompute == "layer")) * forward + backward
@@ -484,7 +479,10 @@ def _traffic(
         found["network"]["stages"] = sent
     if method.shard_frozen > 1:
         parts, share = _parts(config), 1 - 1 / method.shard_frozen
-        sweeps = 2 * _cut(config, layout, method) - (parts[0] + parts[-1]) / layout.pipeline * method.weight_bytes
+        sweeps = (
+            2 * _cut(config, method, _Held.of(config, layout, method))
+            - (parts[0] + parts[-1]) / layout.pipeline * method.weight_bytes
+        )
         add("frozen weights", math.ceil(tokens / workload.micro_batch_tokens) * sweeps * share, method.shard_frozen)
     if method.offload:
         found["pcie"]["optimizer"] = _state_bytes(config, layout, method)
@@ -496,10 +494,16 @@ def _traffic(
     return found
 
 
-def _train_flops(config: K3Config, workload: Workload, method: Method, layout: Layout) -> dict[str, float]:
-    """Operations of a step by phase, of all devices of the learner together."""
+def _train_flops(
+    config: K3Config, workload: Workload, method: Method, layout: Layout, load: float = 1.0
+) -> dict[str, float]:
+    """Operations of a step by phase, of all devices of the learner together.
+
+    load: over the mean, of routed experts; with it all devices are counted as busy as the one that has most.
+    """
     mix = _mix(workload, method)
-    forward = sum(part_flops(config, mix).values()) / mix.tokens * workload.tokens
+    parts = part_flops(config, mix)
+    forward = (sum(parts.values()) + (load - 1) * parts.get(ROUTED, 0.0)) / mix.tokens * workload.tokens
     # Frozen weights need no gradient of their own.
     found = {"forward": forward, "backward": (1.0 if method.lora_rank else 2.0) * forward}
     if method.recompute == "layer":
@@ -508,27 +512,29 @@ def _train_flops(config: K3Config, workload: Workload, method: Method, layout: L
         orthogonal = _optimizer(config, method.optimizer).flops
         everyone, replicas = layout.devices // layout.pipeline, layout.data * layout.context
         repeated = (1, 1) if method.shard_optimizer else (replicas, everyone)
-        found["optimizer"] = orthogonal[True] * repeated[0] + orthogonal[False] * repeated[1]
+        found["optimizer"] = load * orthogonal[True] * repeated[0] + orthogonal[False] * repeated[1]
     return found
 
 
 def _train_times(
     config: K3Config, cluster: Cluster, workload: Workload, method: Method, layout: Layout, efficiency: Efficiency
 ) -> dict[str, float]:
-    """Seconds of arithmetic on one device."""
+    """Seconds of arithmetic on the device that has most."""
     rate = cluster.gpu.tflops * 1e12
-    flops = {name: each / layout.devices for name, each in _train_flops(config, workload, method, layout).items()}
+    most = _train_flops(config, workload, method, layout, expert_load(config, layout.expert))
+    flops = {name: each / layout.devices for name, each in most.items()}
     work = flops.pop("optimizer", 0.0) / (rate * efficiency.optimizer)
-    times = {name: each / (rate * efficiency.train) for name, each in flops.items()}
+    tokens = _own_tokens(workload, layout)
+    most_tokens = tokens * layout.data * layout.expert * layout.context / workload.tokens
+    times = {name: each * most_tokens / (rate * efficiency.train) for name, each in flops.items()}
     if layout.pipeline > 1:
-        tokens = workload.tokens / (layout.data * layout.expert * layout.context)
         passes = max(1.0, tokens / workload.micro_batch_tokens)
         times["bubble"] = sum(times.values()) * (layout.pipeline - 1) / passes
     held = _Held.of(config, layout, method)
     replicas, everyone = layout.data * layout.context, layout.data * layout.expert * layout.context
     shards = (replicas, everyone) if method.shard_optimizer else (1, 1)
     owned = held.trained_routed / shards[0] + held.trained_rest / shards[1]
-    moved = owned * (method.gradient_bytes + method.weight_bytes) + 2 * _state_bytes(config, layout, method)
+    moved = owned * (method.gradient_bytes + method.weight_bytes) + 2 * _state_bytes(config, layout, method, held)
     times["optimizer"] = work + moved / (cluster.gpu.hbm * 1e9 * efficiency.hbm)
     return times
 

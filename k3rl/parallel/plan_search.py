@@ -27,11 +27,11 @@ from k3rl.parallel.plan_engine import engine_sizes, free_gib
 
 
 def layouts(config: K3Config, devices: int, *, pipeline: bool = False) -> Iterator[Layout]:
-    """Every layout of that many devices whose expert degree divides the experts, and whose context (to 8) and pipeline
-    (to 16) degrees are powers of two."""
+    """Every layout of that many devices with no more expert ranks than experts, whose context (to 8) and pipeline (to
+    16) degrees are powers of two."""
     powers = [2**n for n in range(devices.bit_length()) if devices % 2**n == 0]
     stages = [p for p in powers if 1 < p <= min(16, config.num_hidden_layers)] if pipeline else [1]
-    experts = [n for n in range(1, min(devices, config.num_experts) + 1) if config.num_experts % n == 0]
+    experts = [n for n in range(1, min(devices, config.num_experts) + 1) if devices % n == 0]
     for stage, expert, context in itertools.product(stages[::-1], experts[::-1], (1, 2, 4, 8)):
         if devices % (stage * expert * context) == 0:
             yield Layout(devices // (stage * expert * context), expert, context, stage)

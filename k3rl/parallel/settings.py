@@ -44,6 +44,9 @@ class TrainerConfig(Config):
     """Whether a micro-batch runs as a program of fixed shapes, which a GPU captures as a CUDA graph and replays. With
     `auto` where the kernels take a bf16 model on a GPU and no other rank takes part in a forward, and not with `exact`,
     `lora` or the auxiliary loss. `on` also runs programs, uncaptured, on a CPU, and refuses what rules them out."""
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Whether data ranks sum the gradients of a layer's experts while captured passes are at the layers before it.
+    `auto` where ranks are on several hosts: within one, the backward lost more to it than it hid."""
     recompute: tuple[Literal["attention", "mlp"], ...] = ()
     """Parts of each layer that keep only their inputs and run their forward again before their backward."""
     shard_optimizer: bool = True

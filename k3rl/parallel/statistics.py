@@ -11,7 +11,6 @@ from k3rl.model import K3ForCausalLM
 from k3rl.optim import QuantileBalancer, fixed_step
 from k3rl.parallel.context import ContextShare
 from k3rl.parallel.settings import TrainerConfig
-from k3rl.parallel.world import World
 from k3rl.run.metrics import Accumulator
 
 _NONE = float("-inf")
@@ -72,25 +71,20 @@ class Statistics:
         return [self.largest, *self._balancer.tensors()]
 
 
-def balance(
-    model: K3ForCausalLM,
-    balancer: QuantileBalancer,
-    config: TrainerConfig,
-    world: World,
-    metrics: Accumulator,
-    last_of_batch: bool,
-) -> None:
-    """Moves the router biases by what was counted, where they are due by `TrainerConfig.balance`; a collective then."""
+def balance_due(config: TrainerConfig, last_of_batch: bool) -> bool:
+    """Whether router biases move with this step, by `TrainerConfig.balance`."""
     frozen = config.balance == "freeze" or config.balance_by in ("auxiliary_loss", "none") or config.lora is not None
-    due = not frozen and (config.balance == "step" or last_of_batch)
-    if due:
-        balancer.all_reduce(world.sum)
+    return not frozen and (config.balance == "step" or last_of_batch)
+
+
+def balance(
+    model: K3ForCausalLM, balancer: QuantileBalancer, config: TrainerConfig, metrics: Accumulator, *, due: bool
+) -> None:
+    """Moves the router biases by what was counted, over all ranks where it is `due` (`balance_due`)."""
     for violation in balancer.max_violation():  # one value a MoE layer
         metrics.add("moe/max_vio/mean", violation)
         metrics.maximum("moe/max_vio/max", violation)
-    if frozen:
-        balancer.clear()
-    elif due:
+    if due:
         biases = [bias for _, bias in model.router_biases()]
         if config.balance_by == "quantile":
             moved = balancer.update(biases)
@@ -99,3 +93,5 @@ def balance(
             balancer.clear()
         for bias, new in zip(biases, moved, strict=True):
             bias.copy_(new)
+    elif not balance_due(config, True):
+        balancer.clear()

@@ -11,14 +11,14 @@ import math
 import time
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import torch
 
 from k3rl.data.batch import TrainBatch
-from k3rl.data.images import stack
-from k3rl.losses import LossInputs, LossOutput, target_logprobs
+from k3rl.losses import LossInputs, LossOutput
 from k3rl.model import K3ForCausalLM
 from k3rl.model.lora import prepare_adapter
 from k3rl.model.packed import pack_experts
@@ -30,6 +30,7 @@ from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
 from k3rl.parallel.exact import ValueOf, exact_target_logprobs
 from k3rl.parallel.expert import ExpertParallel
 from k3rl.parallel.frozen import FrozenSlices, parameter_bytes
+from k3rl.parallel.inputs import loss_inputs
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.nonfinite import (
     NonFiniteGradients,
@@ -40,9 +41,9 @@ from k3rl.parallel.nonfinite import (
     explain_loss,
     listed,
 )
-from k3rl.parallel.passes import Loss, passes_of
+from k3rl.parallel.passes import Loss, Passes, passes_of
 from k3rl.parallel.settings import TrainerConfig
-from k3rl.parallel.statistics import Statistics, balance, fresh_tokens
+from k3rl.parallel.statistics import Statistics, balance, balance_due, fresh_tokens
 from k3rl.parallel.world import PeerFailed
 from k3rl.parallel.zero import Shards, gather_tensors
 from k3rl.run.metrics import Accumulator
@@ -52,6 +53,8 @@ _OPTIMIZER = "optimizer."
 
 class Trainer:
     """Owns a model, its optimizer, its balancing bias and its step count."""
+
+    passes: Passes | None  # the programs that micro-batches run as
 
     def __init__(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh | None = None) -> None:
         """mesh: the ranks that train together, None for one process. Making a trainer is a collective of theirs.
@@ -71,8 +74,13 @@ class Trainer:
 
         infos = trained(model.trained_parameters(), model.config, config.optimizer)
         self.shards = Shards(
-            model, {name: info for name, (info, _) in infos.items()}, self.mesh, sharded=config.shard_optimizer
+            model,
+            {name: info for name, (info, _) in infos.items()},
+            self.mesh,
+            sharded=config.shard_optimizer,
+            overlap=config.overlap == "on" or (config.overlap == "auto" and self.mesh.world.hosts > 1),
         )
+        self.passes = passes_of(model, config, self.statistics, self.shards.owners, alone=not self._in_step)
         self.optimizer = PerHeadMuon(
             model.trained_parameters(),
             model.config,
@@ -85,6 +93,7 @@ class Trainer:
             owned=self.shards.owned,
             rest=config.rest,
             capture=config.capture != "off",
+            banked=self.shards.banked,
         )
         self.shards.share_parameters()
 
@@ -114,7 +123,8 @@ class Trainer:
         if config.balance_by == "auxiliary_loss":
             self.auxiliary = AuxiliaryLoss(config.auxiliary_weight, model.config.num_experts_per_token)
         self.statistics = Statistics(model, self.balancer)
-        self.passes = passes_of(model, config, self.statistics, alone=not self._in_step)
+        self.passes = None
+        self._promised = False  # whether gradients are summed behind the backward, before the host has seen anything
         self._clipping: Hashable = None  # what the device is at, of the clipping that comes next
         self.steps = 0
         self.skipped = 0  # steps in a row that were left out
@@ -132,47 +142,12 @@ class Trainer:
         share: where it is known already; by default `self.share(batch)`.
         """
         share = self.share(batch) if share is None else share
-        device = next(self.model.parameters()).device
-        ids = torch.from_numpy(batch.input_ids).to(device)
-        targets = torch.from_numpy(share.targets).to(device)
-        rows = ids[share.tokens].repeat_interleave(torch.from_numpy(share.rows_per_token).to(device))
-        routes = None if batch.routes is None else torch.from_numpy(batch.routes[share.rows])[None].to(device)
         with self.frozen.saving():
-            out = self.model.hidden(
-                rows[None],
-                cu_seqlens=torch.from_numpy(share.cu_seqlens),
-                routes=routes,
-                images=self._images(share),
-                context=share.communicator,
-            )
-            before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
-            head = self.frozen.need(self.model.language_model.lm_head).weight
-            kept = None if batch.kept is None else batch.kept.take(share.targets)
-            logprobs, entropy = target_logprobs(before, head, ids[targets], temperature, kept)
+            inputs = loss_inputs(self.model, self.frozen, batch, share, temperature)
         if self.config.exact:
-            value = exact_target_logprobs(self.model, batch, temperature)
-            logprobs = ValueOf.apply(logprobs, value.to(device))
-
-        def at_targets(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values[share.targets]).to(device, logprobs.dtype)
-
-        teacher = batch.teacher_logprobs
-        return LossInputs(
-            logprobs=logprobs,
-            sampler_logprobs=at_targets(batch.sampler_logprobs),
-            advantages=at_targets(batch.advantages),
-            weights=at_targets(batch.weights),
-            teacher_logprobs=None if teacher is None else at_targets(teacher),
-            entropy=entropy,
-        )
-
-    def _images(self, share: ContextShare) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The `images` of `K3ForCausalLM.hidden`: their rows, with gradients into the projector, and places."""
-        if not share.images:
-            return None
-        pixels, grids = stack(share.images)
-        rows = torch.cat(self.model.image_rows(torch.from_numpy(pixels), torch.from_numpy(grids)))
-        return rows, torch.from_numpy(share.places).to(rows.device)
+            value = exact_target_logprobs(self.model, batch, temperature).to(inputs.logprobs.device)
+            inputs = replace(inputs, logprobs=ValueOf.apply(inputs.logprobs, value))
+        return inputs
 
     @property
     def _budget(self) -> int:
@@ -236,14 +211,17 @@ class Trainer:
                 norm = self.shards.clip_grad_norm_(self.optimizer, self.config.grad_clip, self._clipping)
             except NonFiniteGradient as error:
                 raise self._bad_gradient(error, batch, loss, temperature) from error
-            summed = aside.moment(self.model.device) if self.mesh.world.size == 1 else None
+            due = balance_due(self.config, last_of_batch)
+            if due:
+                self.balancer.all_reduce(self.mesh.world.sum)
+            summed = aside.moment(self.model.device)
             self.optimizer.step(lr_scale, checked=True)
             clipped = 0
             if self.config.lora is None:
                 clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
             self.shards.share_parameters()
             with aside.aside(self.model.device, summed):  # the host reads counts, which are older than the step
-                balance(self.model, self.balancer, self.config, self.mesh.world, metrics, last_of_batch)
+                balance(self.model, self.balancer, self.config, metrics, due=due)
         except (PeerFailed, NonFiniteStep):  # all ranks know
             self.balancer.clear()
             raise
@@ -315,6 +293,8 @@ class Trainer:
         settings: what else belongs to the step and must be equal on all ranks. Raises as `train` does.
         """
         self.statistics.begin()
+        if self.passes is not None:
+            self.passes.begin()
         try:
             micros, most = self._shares(batch, loss, {"temperature": temperature, **(settings or {})})
             metrics = self._backward(micros, most, loss, temperature, clips=settings is not None)
@@ -322,7 +302,9 @@ class Trainer:
             self.balancer.clear()  # what a failed step counted must not move the next update
             raise
         self._reduce_gradients()
-        return metrics, self._max_logits()
+        max_logits = self._max_logits(summed=self._promised)
+        self._promised = False
+        return metrics, max_logits
 
     def _reduce_gradients(self) -> None:
         self.shards.reduce_gradients()
@@ -332,7 +314,7 @@ class Trainer:
         if batch is None:
             return []
         batch.check_fits(self.model.config.vocab_size, self.model.config.num_experts)
-        return batch.split(self._budget)
+        return batch.split(self._budget, self.context.pair if self._in_step else None)
 
     def _shares(
         self, batch: TrainBatch | None, loss: Loss, settings: Mapping[str, object]
@@ -344,20 +326,40 @@ class Trainer:
         except Exception as error:
             failure = error
         facts = {"number": self.steps, "loss": getattr(loss, "__qualname__", type(loss).__qualname__), **settings}
-        most = agree_on_step(self.mesh, facts, batch, -1 if failure else len(micros))
+        promise = 0 if failure else self._promise(micros, loss, settings)
+        most, self._promised = agree_on_step(self.mesh, facts, batch, -1 if failure else len(micros), promise)
         if failure is not None:
             raise failure
         if most < 0:
             raise PeerFailed(f"another rank cannot start step {self.steps}; nothing was updated")
         return micros, most if self._in_step else len(micros)
 
-    def _max_logits(self) -> dict[int, torch.Tensor]:
-        """The largest attention logit of each head [H] over all ranks, by MLA layer; layers that saw no row are out.
+    def _promise(self, micros: list[TrainBatch], loss: Loss, settings: Mapping[str, object]) -> int:
+        """What this rank will send behind its backward (`Shards.promise`); 0 when it may turn out otherwise."""
+        if self.mesh.world.size == 1 or self.passes is None:
+            return 0
+        if not self.passes.sure(micros, loss, settings["temperature"]):
+            return 0
+        return self.shards.promise(self.passes.places)
 
-        They are on the host, read once: what follows looks at each of them.
-        """
+    def _keep_promise(self) -> None:
+        """Sums over ranks what the backwards that are under way will leave."""
+        assert self.passes is not None
+        self.passes.hold()  # a rank without micro-batches has zeros
+        self.shards.begin_reduction()
+        self._sum_logits()
+
+    def _sum_logits(self) -> None:
         if self.mesh.world.size > 1 and self.statistics.layers:
             self.mesh.world.maximum(self.statistics.largest)
+
+    def _max_logits(self, *, summed: bool) -> dict[int, torch.Tensor]:
+        """The largest attention logit of each head [H] over all ranks, by MLA layer; layers that saw no row are out.
+
+        They are on the host, read once: what follows looks at each of them. summed: over ranks, already.
+        """
+        if not summed:
+            self._sum_logits()
         return self.statistics.max_logits()
 
     def _backward(
@@ -370,8 +372,6 @@ class Trainer:
         metrics, failure = Accumulator(), None
         self._clipping = None
         self.shards.zero_grad(leaves=self.passes is None)
-        if self.passes is not None:
-            self.passes.begin()
         try:
             for number in range(most):
                 micro = micros[number] if number < len(micros) else None
@@ -380,13 +380,15 @@ class Trainer:
                 fine, failure = self._pass(micro, loss, temperature, metrics)
                 if not fine:
                     break
-            if self.passes is not None and self.passes.running:
+            if self._promised:
+                self._keep_promise()
+            if self.passes is not None and (self.passes.running or self._promised):
                 self._clipping = self.shards.expect(self.optimizer if clips else None, self.config.grad_clip)
             failure = self._read_passes(temperature, metrics) or failure
         except PeerFailed:
             raise
         except Exception as error:
-            if self._in_step:  # the others wait inside an exchange, where nothing but this can reach them
+            if self._in_step or self._promised:  # the others wait inside an exchange; nothing but this can reach them
                 self.mesh.world.leave(f"{type(error).__name__}: {error}")
                 raise
             failure = error

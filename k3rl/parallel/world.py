@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import threading
 import time
 from collections import Counter
@@ -75,7 +76,8 @@ class World:
     """All ranks: `rank`, `size`, `group` (None for one process). Every method with a result is a collective.
 
     Ranks call collectives in one order, inside `during`. Nothing waits longer than the timeout: then, or as soon as a
-    connection breaks, RankFailed names the rank that is missing, and this object can only be closed.
+    connection breaks, RankFailed names the rank that is missing, and this object can only be closed. hosts: how many
+    machines the ranks are on.
 
     On a GPU a collective returns before it is done, and the host may wait for it anywhere. So the thread that tells of
     this rank also looks whether the last one has ended in time. If not it finds the name, ends the groups, which frees
@@ -89,7 +91,7 @@ class World:
 
         timeout_s: how long any rank may keep the others waiting. Raises RankFailed when one does not come in time.
         """
-        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.rank, self.size, self.device, self.hosts = rank, size, torch.device(device), 1
         self.group: dist.ProcessGroup | None = None
         self._entered, self._inside, self._what = 0, False, "start"
         self._queued: _Queued | None = None
@@ -103,7 +105,7 @@ class World:
             torch.cuda.set_device(self.device)
             # Without it NCCL ends the whole process when a collective times out, before anyone can be named.
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-        self._every_s = min(_BEAT_S, timeout_s / _BEATS)
+        self._every_s = _beat_s(timeout_s)
         self._collective_s = timedelta(seconds=timeout_s - 2 * _NAMING * self._every_s)  # the rest is for naming
         self._store, own = self._meet(address, timeout_s)
         threading.Thread(target=self._live, args=(own,), name="rank-life", daemon=True).start()
@@ -130,7 +132,7 @@ class World:
             other = dist.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
         except RuntimeError as error:
             raise RankFailed(0, f"rank 0 does not listen at {address} after {timeout_s:g} s ({error})") from error
-        store.set(f"here/{self.rank}", "")
+        store.set(f"here/{self.rank}", platform.node())
         deadline = time.monotonic() + timeout_s
         missing = set(range(self.size))
         while missing := {r for r in missing if not store.check([f"here/{r}"])}:
@@ -139,6 +141,7 @@ class World:
                     min(missing), f"ranks {sorted(missing)} of {self.size} did not join within {timeout_s:g} s"
                 )
             time.sleep(0.01)
+        self.hosts = len({store.get(f"here/{rank}") for rank in range(self.size)})
         return store, other
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -174,6 +177,15 @@ class World:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         self._queued = _Queued(event, time.monotonic() + self._collective_s.total_seconds(), what)
+
+    @contextmanager
+    def at_once(self, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Collectives of one group that NCCL starts as one; gloo takes them one by one. Each `async_op=False`."""
+        if self.device.type != "cuda":
+            yield
+            return
+        with distributed_c10d._coalescing_manager(group=group or self.group, device=self.device):
+            yield
 
     def sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Sums a tensor over all ranks in place, or over those of `group`."""
@@ -312,31 +324,17 @@ class World:
     def _find_out(self, what: str, store: dist.TCPStore) -> dict[str, Any]:
         """The one verdict of all ranks: the first to be written into the store."""
         store.set(f"asks/{self.rank}", "")
-        before = self._notes(store)
+        before = _notes(store, self.size)
         for _ in range(_NAMING):
             time.sleep(self._every_s)
             if store.check(["verdict"]):
                 return dict(json.loads(store.get("verdict")))
-        now = self._notes(store)
+        now = _notes(store, self.size)
         others = (r for r in range(self.size) if r != self.rank)
         there = [r for r in others if not any(store.check([f"{word}/{r}"]) for word in ("asks", "left"))]
-        silent = [r for r in there if now.get(r) is None or (r in before and before[r].beat == now[r].beat)]
-        late = sorted((now[r].entered, r) for r in there if r in now and not now[r].inside)
-        waiting = sorted((now[r].entered, r) for r in there if r in now)
-        if silent:
-            rank = silent[0]
-            return self._conclude(store, rank, f"rank {rank} died: it gave no sign of life while others waited")
-        if late:
-            rank = late[0][1]
-            return self._conclude(store, rank, f"rank {rank} hangs: it did not come to {what}, where others waited")
-        if waiting:
-            rank = waiting[0][1]
-            return self._conclude(store, rank, f"rank {rank} hangs in {now[rank].what}, others in {what}")
+        if (found := _suspect(before, now, there, what)) is not None:
+            return self._conclude(store, *found)
         return self._conclude(store, self.rank, f"rank {self.rank} lost its connections in {what}")
-
-    def _notes(self, store: dist.TCPStore) -> dict[int, _Note]:
-        keys = {r: f"note/{r}" for r in range(self.size)}
-        return {r: _Note(*json.loads(store.get(k))) for r, k in keys.items() if store.check([k])}
 
     def _conclude(self, store: dist.TCPStore, rank: int, text: str) -> dict[str, Any]:
         first = store.compare_set("verdict", "", json.dumps({"rank": rank, "text": text}))
@@ -367,3 +365,62 @@ class World:
                 time.sleep(0.02)
         except RuntimeError:  # the store or a connection is gone already, which is what this was about
             pass
+
+
+def find_lost(address: str, size: int, timeout_s: float) -> RankFailed | None:
+    """Whom the `size` ranks of a `World` at `address` wait for, asked by a process that is none of them.
+
+    timeout_s: theirs; the answer takes about a third of it at most. None where nobody waits for another.
+    """
+    answer: list[RankFailed | None] = []
+    asking = threading.Thread(target=lambda: answer.append(_ask(address, size, _beat_s(timeout_s))), daemon=True)
+    asking.start()  # a store whose process is stopped takes a connection and never answers, whatever its timeout is
+    asking.join((_NAMING + 5) * _beat_s(timeout_s))
+    return (
+        answer[0]
+        if answer
+        else RankFailed(0, f"rank 0 hangs: its store, where ranks meet, gives no answer ({address})")
+    )
+
+
+def _ask(address: str, size: int, every_s: float) -> RankFailed | None:
+    host, _, port = address.rpartition(":")
+    try:
+        store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=4 * every_s), wait_for_workers=False)
+        before = _notes(store, size)
+        time.sleep(_NAMING * every_s)
+        if store.check(["verdict"]):
+            verdict = json.loads(store.get("verdict"))
+            return RankFailed(verdict["rank"], verdict["text"])
+        now = _notes(store, size)
+    except RuntimeError:
+        return RankFailed(0, f"rank 0 is gone: its store, where ranks meet, gives no answer ({address})")
+    waits = next((note.what for note in now.values() if note.inside), None)
+    there = list(range(size)) if waits is not None else [r for r in before if before[r].beat == now[r].beat]
+    found = _suspect(before, now, there, waits or "nothing")
+    return None if found is None else RankFailed(*found)
+
+
+def _beat_s(timeout_s: float) -> float:
+    return min(_BEAT_S, timeout_s / _BEATS)
+
+
+def _notes(store: dist.TCPStore, size: int) -> dict[int, _Note]:
+    keys = {r: f"note/{r}" for r in range(size)}
+    return {r: _Note(*json.loads(store.get(k))) for r, k in keys.items() if store.check([k])}
+
+
+def _suspect(
+    before: Mapping[int, _Note], now: Mapping[int, _Note], there: Sequence[int], what: str
+) -> tuple[int, str] | None:
+    """Who of the ranks `there` fell silent, did not come to `what`, or is furthest behind, and a sentence about it."""
+    silent = [r for r in there if now.get(r) is None or (r in before and before[r].beat == now[r].beat)]
+    late = sorted((now[r].entered, r) for r in there if r in now and not now[r].inside)
+    waiting = sorted((now[r].entered, r) for r in there if r in now)
+    if silent:
+        return silent[0], f"rank {silent[0]} died: it gave no sign of life while others waited"
+    if late:
+        return late[0][1], f"rank {late[0][1]} hangs: it did not come to {what}, where others waited"
+    if waiting:
+        return waiting[0][1], f"rank {waiting[0][1]} hangs in {now[waiting[0][1]].what}, others in {what}"
+    return None

@@ -11,28 +11,27 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from k3rl.model import K3ForCausalLM
-from k3rl.model.bank_gradients import clear_all
+from k3rl.model.bank_gradients import LEAVES, BankGradients, clear_all
 from k3rl.optim import NonFiniteGradient, ParamInfo, PerHeadMuon
-from k3rl.optim.buckets import fill_buckets, master_dtype, storage_kind
-from k3rl.optim.joined import joined
+from k3rl.optim.buckets import Banked, master_dtype, storage_kind
 from k3rl.optim.newton_schulz import STEPS
+from k3rl.parallel import aside
 from k3rl.parallel.mesh import Mesh, expert_run
+from k3rl.parallel.messages import Message, cut, digest
 from k3rl.parallel.world import World
 
 FLOPS_PER_BYTE = 100.0  # of a step: what an accelerator's matrix units do while a byte of memory moves
 _MUON_BYTES, _ADAMW_BYTES = 20, 28  # moved per element of float32: gradient, master, momenta, read and written
-_MESSAGE_ELEMENTS = 1 << 25  # of one reduction or broadcast
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _NUMBERS = re.compile(r"(\d+)")
-_LARGE = 1 << 20  # numbers of a tensor that is a message by itself
 
 
 def step_cost(info: ParamInfo, shape: Sequence[int]) -> float:
@@ -108,10 +107,19 @@ class Shards:
     """The owners of a model's parameters on a mesh. Its methods are collectives of all ranks.
 
     owned: names whose masters are here. counted: names whose owner this rank is; over all ranks each name once.
-    sharded False leaves all masters on every rank, which then all take the same step.
+    sharded False leaves all masters on every rank, which then all take the same step. overlap: `begin_reduction` sums
+    the gradients of a layer's experts on a GPU while the backward is at the layers before it.
     """
 
-    def __init__(self, model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Mesh, *, sharded: bool) -> None:
+    def __init__(
+        self,
+        model: K3ForCausalLM,
+        infos: Mapping[str, ParamInfo],
+        mesh: Mesh,
+        *,
+        sharded: bool,
+        overlap: bool = False,
+    ) -> None:
         self._mesh, self._world, self._sharded = mesh, mesh.world, sharded
         self.params = {name: p for name, p in model.trained_parameters() if name in infos}
         for parameter in self.params.values():
@@ -125,6 +133,15 @@ class Shards:
         self.owned = self.counted if sharded else set(self.params)
         experts = [name for name in self.params if _EXPERT.search(name)]
         rest = [name for name in self.params if not _EXPERT.search(name)]
+        self._others = [parameter for name, parameter in self.params.items() if name not in self.owned]
+        self._of_banks: dict[tuple[int | None, str, int], list[Message]] = {}
+        self._promised: list[tuple[BankGradients | None, list[Message]]] | None = None
+        self._promised_for = 0  # parameters with a place
+        self._begun = False  # a reduction, for this step
+        self._overlaps = overlap and mesh.world.device.type == "cuda"
+        for sums in self._sums if self._overlaps else ():
+            sums.done = torch.cuda.Event(external=True)
+        self._shared: tuple[tuple[int, ...], list[Message]] | None = None  # of parameters at these addresses
         self._kinds = [
             (names, ranks, group)
             for names, ranks, group in (
@@ -151,8 +168,19 @@ class Shards:
         summed = {leaf for sums in self._sums for leaf in sums.leaves}
         self._by_autograd = [parameter for parameter in self.params.values() if parameter not in summed]
 
+    @property
+    def banked(self) -> Banked | None:
+        """Where gradients of experts add up, and who has one, for a captured step; None where autograd keeps them."""
+        if not self._sums:
+            return None
+        leaves = [leaf for sums in self._sums for leaf in sums.leaves]
+        number = {leaf: place // LEAVES for place, leaf in enumerate(leaves)}
+        places = {name: (view, number[self.params[name]]) for name, view in self._views.items()}
+        return Banked(self._rows, places)
+
     def zero_grad(self, *, leaves: bool = True) -> None:
         """Forgets every gradient. Sums at fixed addresses (`BankGradients`) are zero afterwards; leaves: see there."""
+        self._begun = False
         for parameter in self._by_autograd:
             parameter.grad = None
         clear_all(self._sums, leaves=leaves)
@@ -162,46 +190,119 @@ class Shards:
         backward: leaves of experts as after the step before, and with an optimizer its norm, for `expected` there."""
         for sums in self._sums:
             sums.expect()
-        return None if optimizer is None or self._world.size > 1 else optimizer.expect_clip(maximum)
+        if optimizer is None or (self._world.size > 1 and not self._begun):
+            return None
+        return optimizer.expect_clip(maximum) if self._world.size == 1 else optimizer.expect_norm()
 
     def collect_gradients(self) -> None:
         """Gives the leaves of experts their `.grad` after backwards, where rows were counted on the device."""
         if self._sums:
+            for sums in self._sums:
+                sums.tell()
             counts = self._rows.tolist()
             for sums in self._sums:
                 sums.attach(counts[: len(sums.rows)])
                 del counts[: len(sums.rows)]
 
+    def promise(self, places: Mapping[nn.Parameter, Tensor]) -> int:
+        """What `begin_reduction` will send: a number that must be equal on all ranks, or none of them may call it.
+
+        places: where the gradient of each parameter that is no routed expert adds up, at fixed addresses; others must
+        have none. Nothing is sent.
+        """
+        if self._promised is None or self._promised_for != len(places):
+            self._promised, self._promised_for = self._by_bank(places), len(places)
+        return digest([message for _, messages in self._promised for message in messages])
+
+    def _by_bank(self, places: Mapping[nn.Parameter, Tensor]) -> list[tuple[BankGradients | None, list[Message]]]:
+        """(bank, its messages) in the order in which a backward comes by, and the messages of everything else."""
+        of_bank = {leaf: sums for sums in self._sums for leaf in sums.leaves}
+        found: dict[BankGradients | None, list[Message]] = {sums: [] for sums in reversed(self._sums)}
+        found[None] = []
+        for names, ranks, group in self._kinds:
+            for owner, members in self._owned_by(names, ranks):
+                there = [name for name in members if name in self._views or self.params[name] in places]
+                by_bank: dict[BankGradients | None, list[tuple[Tensor, bool]]] = {}
+                for name in there:
+                    parameter = self.params[name]
+                    place = self._views[name] if name in self._views else places[parameter]
+                    by_bank.setdefault(of_bank.get(parameter), []).append((place.view(-1), True))
+                for bank, tensors in by_bank.items():
+                    found[bank] += cut(tensors, owner, group)
+        return list(found.items())
+
+    @torch.no_grad()
+    def begin_reduction(self) -> None:
+        """`reduce_gradients` as far as the host need not wait for the device: behind the backwards that were queued.
+
+        All ranks have given equal numbers from `promise`. `reduce_gradients` completes it.
+        """
+        assert self._promised is not None
+        if self._sums:
+            for sums in self._sums:
+                sums.tell()
+            self._world.maximum(self._rows, self._mesh.replicas.group)
+        if self._overlaps:
+            self._sum_by_bank(self._promised)
+        else:
+            self._sum([message for _, messages in self._promised for message in messages])
+        self._begun = True
+
+    def _sum_by_bank(self, promised: Sequence[tuple[BankGradients | None, list[Message]]]) -> None:
+        """Sums each bank's gradients on a stream of its own, once the last backward has added to it."""
+        current = torch.cuda.current_stream()
+        side = aside.stream(current.device_index)
+        for bank, messages in promised:
+            if bank is None:
+                current.wait_stream(side)
+                self._sum(messages)
+                return
+            assert bank.done is not None
+            side.wait_event(bank.done)
+            with torch.cuda.stream(side):
+                self._sum(messages)
+
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sums gradients over the ranks that hold a parameter. Owners get the sum, others are left without.
 
-        A parameter that no rank has a gradient for keeps None. Sums are float32 or wider, where the gradients are: what
-        is large, as a bank of experts, is a message as it lies, and small ones are copied into one and back. Messages
-        are all under way before the first one is waited for.
+        A parameter that no rank has a gradient for keeps None. Sums are float32 or wider, where the gradients are.
         """
-        self.collect_gradients()
-        for names, ranks, group in self._kinds:
-            grads = [self.params[name].grad is not None for name in names]
-            present = torch.tensor(grads, dtype=torch.int32, device=self._world.device)
-            self._world.maximum(present, group)
-            used = {name for name, seen in zip(names, present.tolist(), strict=True) if seen}
-            for name in used:
-                self._have_gradient(name)
-            started = [
-                self._start(owner, [name for name in members if name in used or name in self._views], group)
-                for owner, members in self._owned_by(names, ranks)
-            ]
-            with self._world.during("summing gradients"):
-                for work, _ in itertools.chain.from_iterable(started):
-                    work.wait()
-            for (owner, members), messages in zip(self._owned_by(names, ranks), started, strict=True):
-                if owner in (None, self._world.rank):
-                    for _, back in messages:
-                        back()
-                else:
-                    for name in members:
-                        self.params[name].grad = None
+        self.collect_gradients()  # after `begin_reduction` those that any rank has
+        if not self._begun:
+            for names, ranks, group in self._kinds:
+                self._sum(self._agreed(names, ranks, group))
+            if self._sums and self._world.device.type == "cuda":  # whose steps are captured
+                self._world.maximum(self._rows, self._mesh.replicas.group)
+        self._begun = False
+        for parameter in self._others:
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def _agreed(self, names: Sequence[str], ranks: Sequence[int], group: dist.ProcessGroup | None) -> list[Message]:
+        """The messages of one kind of parameter after a look at which of them have a gradient on any rank."""
+        grads = [self.params[name].grad is not None for name in names]
+        present = torch.tensor(grads, dtype=torch.int32, device=self._world.device)
+        self._world.maximum(present, group)
+        used = {name for name, seen in zip(names, present.tolist(), strict=True) if seen}
+        for name in used:
+            self._have_gradient(name)
+        found: list[Message] = []
+        for owner, members in self._owned_by(names, ranks):
+            found += self._banked(owner, members, group)
+            own = (self.params[name].grad for name in members if name in used and name not in self._views)
+            found += cut(((grad.view(-1), False) for grad in own if grad is not None), owner, group)
+        return found
+
+    def _banked(
+        self, owner: int | None, names: Sequence[str], group: dist.ProcessGroup | None
+    ) -> list[Message]:  # fmt: skip
+        """The messages of those of these that are in a bank, where their places are there without a gradient too."""
+        key = owner, names[0] if names else "", len(names)
+        if key not in self._of_banks:
+            places = (self._views[name].view(-1) for name in names if name in self._views)
+            self._of_banks[key] = list(cut(((place, True) for place in places), owner, group))
+        return self._of_banks[key]
 
     def _owned_by(self, names: Sequence[str], ranks: Sequence[int]) -> list[tuple[int | None, list[str]]]:
         """(owner, its names, those stored alike together) of these; owner None when every rank keeps the masters."""
@@ -222,67 +323,68 @@ class Shards:
         elif not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
 
-    def _sum_of(self, name: str) -> Tensor:
-        """What is to be summed for a parameter. An expert's place in its bank is there without a gradient too."""
-        grad = self.params[name].grad
-        if grad is None:
-            return self._views[name].view(-1)
-        return grad.view(-1)
+    def _sum(self, messages: Sequence[Message]) -> None:
+        """Sums messages on their owners, where they then lie again."""
 
-    def _start(
-        self, owner: int | None, names: Sequence[str], group: dist.ProcessGroup | None
-    ) -> list[tuple[dist.Work, Callable[[], None]]]:
-        """Begins to sum gradients on their owner: messages, and what brings each one's sum to where it belongs."""
-        found: list[tuple[dist.Work, Callable[[], None]]] = []
-        for message, back in self._packed(names, [self._sum_of(name) for name in names]):
-            with self._world.during("summing gradients"):
-                if owner is None:
-                    work = dist.all_reduce(message, group=group, async_op=True)
-                else:
-                    work = dist.reduce(message, dst=owner, group=group, async_op=True)
-            found.append((work, back))
-        return found
+        def send(flat: Tensor, owner: int | None, group: dist.ProcessGroup | None, wait: bool) -> dist.Work | None:
+            if owner is None:
+                return dist.all_reduce(flat, group=group, async_op=not wait)
+            return dist.reduce(flat, dst=owner, group=group, async_op=not wait)
 
-    def _packed(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Callable[[], None]]]:
-        """Messages of flat tensors, and what brings an arrived one back. The same on every rank: what a message is
-        follows from shapes, and from where experts lie in their banks."""
-        small: dict[torch.dtype, list[Tensor]] = {}
-        pairs = zip(names, tensors, strict=True)
-        for in_bank, run in itertools.groupby(pairs, key=lambda pair: pair[0] in self._views):
-            own = [tensor for _, tensor in run]
-            for whole in joined(own) if in_bank else own:  # others as they are, however they happen to lie
-                if whole.numel() >= _LARGE:
-                    yield whole, _nothing
-                else:
-                    small.setdefault(whole.dtype, []).append(whole)
-        for alike in small.values():
-            for start, stop in fill_buckets([tensor.numel() for tensor in alike], _MESSAGE_ELEMENTS):
-                pieces = alike[start:stop]
-                flat = torch.cat(pieces)
+        for message, flat in self._sent("summing gradients", messages, send):
+            if message.owner in (None, self._world.rank):
+                message.back(flat)
 
-                def back(flat: Tensor = flat, pieces: list[Tensor] = pieces) -> None:
-                    torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
+    def _sent(
+        self,
+        what: str,
+        messages: Sequence[Message],
+        send: Callable[[Tensor, int | None, dist.ProcessGroup | None, bool], dist.Work | None],
+    ) -> list[tuple[Message, Tensor]]:
+        """Each message and what was sent. All are under way before the first one is waited for.
 
-                yield flat, back
+        A GPU takes those of one group as one: both directions of its links are busy then, whoever the owners are.
+        """
+        flats = [message.flat() for message in messages]
+        pairs = list(zip(messages, flats, strict=True))
+        if self._world.device.type == "cuda":
+            for group, run in itertools.groupby(pairs, key=lambda pair: pair[0].group):
+                with self._world.during(what), self._world.at_once(group):
+                    for message, flat in run:
+                        send(flat, message.owner, group, True)
+            return pairs
+        works = []
+        for message, flat in pairs:
+            with self._world.during(what):
+                works.append(send(flat, message.owner, message.group, False))
+        with self._world.during(what):
+            for work in works:
+                if work is not None:
+                    work.wait()
+        return pairs
 
     @torch.no_grad()
     def share_parameters(self) -> None:
         """Gives every rank the owners' values of the parameters it holds."""
         for bank in self._banks:
             bank.matrices()  # which lie joined from here on, on every rank
-        for names, ranks, group in self._kinds if self._sharded else ():
-            started: list[tuple[dist.Work, Callable[[], None], bool]] = []
-            for owner, members in self._owned_by(names, ranks):
-                for message, back in self._packed(members, [self.params[name].detach().view(-1) for name in members]):
-                    with self._world.during("sending updated parameters"):
-                        work = dist.broadcast(message, src=owner, group=group, async_op=True)
-                    started.append((work, back, owner != self._world.rank))
-            with self._world.during("sending updated parameters"):
-                for work, _, _ in started:
-                    work.wait()
-            for _, back, comes in started:
-                if comes:
-                    back()
+        if not self._sharded or self._world.size == 1:
+            return
+        values = {name: parameter.data for name, parameter in self.params.items()}
+        places = tuple(value.data_ptr() for value in values.values())
+        if self._shared is None or self._shared[0] != places:
+            found: list[Message] = []
+            for names, ranks, group in self._kinds:
+                for owner, members in self._owned_by(names, ranks):
+                    found += cut(((values[name].view(-1), name in self._views) for name in members), owner, group)
+            self._shared = places, found
+
+        def send(flat: Tensor, owner: int | None, group: dist.ProcessGroup | None, wait: bool) -> dist.Work | None:
+            return dist.broadcast(flat, src=owner, group=group, async_op=not wait)
+
+        for message, flat in self._sent("sending updated parameters", self._shared[1], send):
+            if message.owner != self._world.rank:
+                message.back(flat)
 
     @torch.no_grad()
     def clip_grad_norm_(self, optimizer: PerHeadMuon, maximum: float, expected: Hashable = None) -> float:
@@ -293,14 +395,24 @@ class Shards:
         """
         if self._world.size == 1:
             return optimizer.clip_grad_norm_(maximum, in_step=True, expected=expected)
-        square = optimizer.grad_norm(self.counted) ** 2
-        total = torch.tensor([square], dtype=torch.float64, device=self._world.device)
+        total = self._own_norm(optimizer, expected).square()
         self._world.sum(total)
-        norm = math.sqrt(float(total)) if float(total) >= 0 else math.nan
+        norm = math.sqrt(float(total))
+        if not math.isfinite(norm):  # float32 sums overflow where every value is finite
+            total = torch.tensor(optimizer.grad_norm(self.counted) ** 2, dtype=torch.float64, device=self._world.device)
+            self._world.sum(total)
+            norm = math.sqrt(float(total))
         if not math.isfinite(norm):
             self._refuse_non_finite(optimizer)
         optimizer.scale_gradients(norm, maximum, in_step=True)
         return norm
+
+    def _own_norm(self, optimizer: PerHeadMuon, expected: Hashable) -> Tensor:
+        """The norm of the gradients that count here, float64 on the device. Where it is a replay the host goes on."""
+        if optimizer.captures and len(self.counted) == len(optimizer.params):
+            return optimizer.norm_on_device(expected)
+        norm = optimizer.grad_norm(self.counted)
+        return torch.tensor(norm, dtype=torch.float64, device=self._world.device)
 
     def _refuse_non_finite(self, optimizer: PerHeadMuon) -> None:
         found = optimizer.first_non_finite()
@@ -313,10 +425,6 @@ class Shards:
         self._world.maximum(facts)
         if -int(first) < len(self.names):
             raise NonFiniteGradient(self.names[-int(first)], int(facts[0]), int(facts[1]))
-
-
-def _nothing() -> None:
-    pass
 
 
 @torch.no_grad()

@@ -73,11 +73,11 @@ SCALARS |= {"rate", "scaling", "alpha", "gamma", "q_eps", "c_eps"}
 COUNTS = re.compile(
     r".*(_t|_h|_stride|_size)$|H|n|most|C|tokens|row|rows|channels|width|steps|size|groups|count|experts|outputs|heads|blocks"
 )
-INTEGERS |= {"first_key", "counts", "totals"}
+INTEGERS |= {"first_key", "counts", "totals", "live"}
 # Types that a name has in one kernel only.
 OWN_TYPES = {("finish_kernel", "decay"): "fp32", ("merge_kernel", "ends"): "*fp32", ("normed_kernel", "r"): "*fp32"}
 OWN_TYPES |= {("normed_gradient_kernel", "r"): "*fp32", ("add_groups_kernel", "rows"): "*i32"}
-OWN_TYPES |= {("momentum_kernel", "parts"): "i32", ("unit_kernel", "parts"): "i32"}
+OWN_TYPES |= {("momentum_kernel", "parts"): "i32", ("unit_kernel", "parts"): "i32", ("finish_kernel", "block"): "i32"}
 OWN_TYPES |= {("choose_kernel", name): "*fp32" for name in ("logits", "bias", "weights")}
 OWN_TYPES |= {("sort_kernel", name): "*i64" for name in ("ids", "token", "inverse")}
 OWN_TYPES |= {("product_kernel", "rows"): "*bf16", ("product_kernel", "token"): "*i64"}
@@ -248,9 +248,9 @@ CONFIGURATIONS = {
     "largest-logits": (
         largest_logits_kernels.largest_kernel, {"D": 128, "REST": 64} | LARGEST[0], LARGEST[1],
     ),
-    "muon-momentum": (muon_kernels.momentum_kernel, MUON, {"num_warps": 8}),
+    "muon-momentum": (muon_kernels.momentum_kernel, MUON | {"LIVE": True}, {"num_warps": 8}),
     "muon-momentum-wide": (
-        muon_kernels.momentum_kernel, MUON | {"CHUNK": muon_kernels.WIDE_CHUNK}, {"num_warps": 8},
+        muon_kernels.momentum_kernel, MUON | {"CHUNK": muon_kernels.WIDE_CHUNK, "LIVE": False}, {"num_warps": 8},
     ),
     "muon-unit": (muon_kernels.unit_kernel, MUON | {"PARTS": 32}, {"num_warps": 8}),
     "muon-unit-wide": (
@@ -258,7 +258,7 @@ CONFIGURATIONS = {
         MUON | {"CHUNK": muon_kernels.WIDE_CHUNK, "PARTS": muon_kernels.MOST_PARTS},
         {"num_warps": 8},
     ),
-    "muon-finish": (muon_kernels.finish_kernel, {"CHUNK": muon_kernels.CHUNK}, {"num_warps": 8}),
+    "muon-finish": (muon_kernels.finish_kernel, {"CHUNK": muon_kernels.CHUNK, "LIVE": True}, {"num_warps": 8}),
     "symmetric": (
         symmetric_kernels.symmetric_kernel, SYMMETRIC | {"GROWS": False},
         symmetric_kernels.LAUNCH[128],

@@ -35,18 +35,24 @@ def muon_step() -> None:
         gradient, momentum = torch.randn(shape) * scale, torch.randn(shape) * scale
         gradient[0], momentum[0] = 0, 0
         wanted, factor = momentum.clone(), torch.tensor(0.7)
-        x = muon_kernels.start(gradient, momentum, factor, 0.95, nesterov)
-        x2 = muon.start_reference(gradient, wanted, factor, 0.95, nesterov)
+        live = None if len(gradient) < 4 else torch.tensor([1, 0, 7, 0], dtype=torch.int32)
+        x = muon_kernels.start(gradient, momentum, factor, 0.95, nesterov, live)
+        x2 = muon.start_reference(gradient, wanted, factor, 0.95, nesterov, live)
         near("momentum", momentum / scale, wanted / scale, 1e-6)
-        near("direction", x, x2, 2.0**-8)
+        moved = slice(None) if live is None else live > 0
+        near("direction", x[moved], x2[moved], 2.0**-8)
         if x[0].any():
             raise SystemExit("a block of zeros must stay one")
     master, update = torch.randn(3, 50, 70), torch.randn(3, 50, 70).bfloat16()
     wanted = master.clone()
     lr = torch.tensor(0.1)
-    muon_kernels.finish(master, update, lr, 0.1, 3.0)
-    muon.finish_reference(wanted, update, lr, 0.1, 3.0)
-    near("master", master, wanted, 1e-6)
+    for live in (None, torch.tensor([0, 3, 0], dtype=torch.int32)):
+        before = master.clone()
+        muon_kernels.finish(master, update, lr, 0.1, 3.0, live)
+        muon.finish_reference(wanted, update, lr, 0.1, 3.0, live)
+        near("master", master, wanted, 1e-6)
+        if live is not None and not torch.equal(master[live == 0], before[live == 0]):
+            raise SystemExit("a block without a gradient must stay as it is")
 
 
 def projection() -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from k3rl.model.config import K3Config
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import PerHeadMuon
+from k3rl.optim.buckets import Banked
 from k3rl.optim.captured import Program
 
 NANO = K3Config.named("k3-nano")
@@ -112,6 +113,60 @@ def test_replayed_steps_are_the_steps(in_step: bool) -> None:
         else:
             stored = project(found[f"{key}/master"], stored_dtype(key))
             assert torch.equal(found[key], stored)
+
+
+def trained_in_a_bank(captured: bool, seen: list[int]) -> dict[str, torch.Tensor]:
+    """Seven steps in which experts come and go, their gradients at fixed places."""
+    generator = torch.Generator().manual_seed(1)
+    params = {n: torch.nn.Parameter(torch.randn(shape, generator=generator)) for n, shape in SHAPES.items()}
+    experts = [name for name in params if ".experts." in name]
+    bank = torch.zeros(len(experts), 32, 64)
+    rows = torch.zeros(3, dtype=torch.int32)
+    places = {name: (place, int(name.split(".experts.")[1][0])) for name, place in zip(experts, bank, strict=True)}
+    optimizer = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.01, banked=Banked(rows, places))
+    if captured:
+        optimizer.captures = True
+        optimizer._step_program = Program("step", captures(optimizer, seen))
+        optimizer._clip_program = Program("norm", captures(optimizer, seen))
+    rest = {name: torch.zeros_like(param) for name, param in params.items() if name not in places}
+    norms = []
+    for step in range(7):
+        rows.copy_(torch.tensor([step % 2, 1 + step, (step + 1) // 2 % 2]))
+        bank.zero_()
+        for name, param in params.items():
+            if name in rest:
+                param.grad = rest[name].copy_(torch.randn(param.shape, generator=generator))
+            elif rows[places[name][1]] > 0:
+                param.grad = places[name][0]
+                param.grad.copy_(torch.randn(param.shape, generator=generator))
+            else:
+                param.grad = None
+        norms.append(optimizer.clip_grad_norm_(25.0, in_step=True))
+        optimizer.step(checked=True)
+    return optimizer.state_tensors() | params | {"norms": torch.tensor(norms)}
+
+
+def test_experts_that_come_and_go_are_no_other_graph() -> None:
+    """One without rows keeps master and momentum, without decay. Norms and rates as above."""
+    seen: list[int] = []
+    found, wanted = trained_in_a_bank(True, seen), trained_in_a_bank(False, seen)
+    assert len(seen) == 2, "norm and step are captured once"
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_gradient_that_is_not_at_its_place_is_not_taken_from_there() -> None:
+    place, rows = torch.zeros(32, 64), torch.ones(1, dtype=torch.int32)
+    name = next(iter(SHAPES))
+    param = torch.nn.Parameter(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)))
+    start = param.detach().clone()
+    banked = Banked(rows, {name: (place, 0)})
+    optimizer = PerHeadMuon([(name, param)], NANO, lr=0.02, adamw_lr=0.01, banked=banked)
+    optimizer.captures = True
+    param.grad = torch.ones(32, 64)
+    assert optimizer.clip_grad_norm_(1e9, in_step=True) == pytest.approx((32 * 64) ** 0.5)
+    optimizer.step(checked=True)
+    assert not torch.equal(param.detach(), start)
 
 
 def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once() -> None:

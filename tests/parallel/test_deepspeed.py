@@ -30,7 +30,7 @@ from k3rl.checkpoint.train_state import TrainState
 from k3rl.config import ConfigError
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy, LossInputs, LossOutput
-from k3rl.model import K3Config, K3ForCausalLM, QuantizationConfig
+from k3rl.model import K3Config, K3ForCausalLM, LoraConfig, QuantizationConfig
 from k3rl.parallel import (
     DeepSpeedConfig,
     LearnerConfig,
@@ -60,7 +60,8 @@ EXPERTS = {
 def config(experts: bool) -> K3Config:
     """Two layers, one KDA and one MLA; dense and unquantized, or with quantized experts in the second."""
     nano = K3Config.named("k3-nano")
-    layers = replace(nano.linear_attn_config, kda_layers=(1,), full_attn_layers=(2,))
+    # Three heads: parameters of an odd length, which two ranks cannot halve.
+    layers = replace(nano.linear_attn_config, kda_layers=(1,), full_attn_layers=(2,), num_heads=3)
     small = nano.replace(num_experts=4, num_hidden_layers=2, linear_attn_config=layers)
     if experts:
         return small
@@ -98,13 +99,16 @@ def losses_of(trainer: Trainer, steps: range, mesh: Mesh | None = None) -> list[
 
 
 class Unsteady:
-    """Cross entropy; NaN on one rank."""
+    """Cross entropy; on one rank NaN, in the loss or in its gradient alone."""
 
-    def __init__(self, bad: bool) -> None:
-        self._bad = bad
+    def __init__(self, bad: bool, what: str) -> None:
+        self._bad, self._what = bad, what
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        return LossOutput(inputs.logprobs.sum() * float("nan"), {}) if self._bad else CrossEntropy()(inputs)
+        if not self._bad:
+            return CrossEntropy()(inputs)
+        total = inputs.logprobs.sum()
+        return LossOutput(total * float("nan") if self._what == "loss" else (total * 0).sqrt(), {})
 
 
 # ----------------------------------------------------------------------------------------------------- in the ranks
@@ -115,11 +119,11 @@ def _zero(mesh: Mesh, settings: DeepSpeedConfig, *, experts: bool = False) -> Tr
     return make_trainer(model_of(experts), budget, LearnerConfig(backend="deepspeed", deepspeed=settings), mesh)
 
 
-def _after_a_bad_step(trainer: Trainer, rank: int) -> list[str]:
-    """How a step ends on this rank in which the loss of rank 0 alone is NaN, and whether the masters moved."""
+def _after_a_bad_step(trainer: Trainer, rank: int, what: str) -> list[str]:
+    """How a step ends on this rank in which that of rank 0 alone is NaN, and whether the masters moved."""
     before = {name: value.clone() for name, value in trainer.owned_state().items()}
     try:
-        trainer.train(batch_of(9, (6, 11)).select([rank]), Unsteady(rank == 0))
+        trainer.train(batch_of(9, (6, 11)).select([rank]), Unsteady(rank == 0, what))
         ended = "no error"
     except NonFiniteStep as error:
         ended = type(error).__name__
@@ -140,7 +144,8 @@ def _rank(rank: int, address: str, folder: Path) -> None:
         report[f"scored {name}"] = trainer.logprobs(batch_of(5)).tolist()
         heldout = trainer.evaluate(batch_of(5) if rank == 0 else None, CrossEntropy()).pairs()
         report[f"heldout {name}"] = heldout.get("loss/mean")
-        report[f"bad step {name}"] = _after_a_bad_step(trainer, rank)
+        report[f"memory {name}"] = trainer.memory()
+        report[f"bad step {name}"] = [_after_a_bad_step(trainer, rank, what) for what in ("loss", "gradient")]
         with trainer.whole() as model:
             report[f"weights {name}"] = {n: _digest(value) for n, value in official_tensors(model)}
         writer.save(folder / name.replace(" ", "-") / "step_1", trainer.owned_state(), {}, save_id="a")
@@ -236,6 +241,16 @@ def test_quantized_experts_train_the_same_and_both_ranks_agree(native, ranks, na
 
 
 @pytest.mark.parametrize("name", EXPERTS)
+def test_the_bytes_of_the_ranks_are_those_of_the_native_state(native, ranks, name):
+    state = native[1].memory()["optimizer"]
+    held = [report[f"memory {name}"] for report in ranks]
+    # ZeRO-3 cuts each parameter for itself and fills it up to an even length, ZeRO-2 their row as a whole
+    assert state <= sum(rank["optimizer"] for rank in held) <= state * 1.01
+    share = 0.5 if name.startswith("zero3") else 1.0
+    assert held[0]["weights"] == pytest.approx(share * native[1].memory()["weights"], rel=0.1)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
 def test_scores_and_heldout_losses_are_the_native_ones(native, ranks, name):
     _, trainer, _ = native
     for report in ranks:
@@ -250,7 +265,8 @@ def test_scores_and_heldout_losses_are_the_native_ones(native, ranks, name):
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_nan_on_one_rank_fails_the_step_on_both_and_moves_nothing(ranks, name):
-    assert [report[f"bad step {name}"] for report in ranks] == [["NonFiniteLoss"], ["NonFiniteLoss"]]
+    for report in ranks:
+        assert report[f"bad step {name}"] == [["NonFiniteLoss"], ["NonFiniteGradients"]]
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -274,6 +290,9 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_at_start_with_the_rea
     with pytest.raises(ValueError, match="ZeRO lays parameters end to end"):
         SFTConfig(learner=LearnerConfig(backend="deepspeed"))
     assert SFTConfig(learner=LearnerConfig(backend="deepspeed"), trainer=ADAMW).learner.deepspeed.stage == 2
+    for refused, says in (({"lora": LoraConfig(rank=2)}, "ZeRO does not know of"), ({"capture": "on"}, "program")):
+        with pytest.raises(ValueError, match=says):
+            SFTConfig(learner=LearnerConfig(backend="deepspeed"), trainer=ADAMW.replace(**refused))
     with pytest.raises(ValueError, match="auxiliary_loss is not there"):  # before any actor starts
         SFTConfig(learner=LearnerConfig(backend="deepspeed"), trainer=ADAMW.replace(balance_by="auxiliary_loss"))
 

@@ -14,22 +14,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from k3rl.checkpoint import load_checkpoint, save_checkpoint
 from k3rl.config import ConfigError
 from k3rl.data.batch import TrainBatch, TrainSequence
-from k3rl.losses import CrossEntropy, LossInputs, LossOutput
+from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
-from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
+from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal, find_lost
 from k3rl.parallel.plan import expert_bytes
 from k3rl.parallel.zero import gather_tensors
+from tests.parallel.unsteady import Unsteady
 
 pytestmark = pytest.mark.timeout(300)  # ten ranks start in one fixture: minutes on a busy machine
 TINY = K3Config.named("k3-nano").replace(num_experts=4)
@@ -42,7 +45,9 @@ LAYOUTS: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "ep2": (2, 2, FLOAT64, {}),
     "ep2-recomputed": (2, 2, FLOAT64, {"recompute": BOTH}),
     "ep2-float32": (2, 2, FLOAT32, {}),
+    "dp2-programs": (2, 1, FLOAT64, {"capture": "on"}),
     "dp4": (4, 1, FLOAT64, {"offload_optimizer": True}),
+    "dp4-programs": (4, 1, FLOAT64, {"capture": "on"}),
     "ep4": (4, 4, FLOAT64, {}),
     "ep4-recomputed": (4, 4, FLOAT64, {"recompute": ("mlp",)}),
     "dp2xep2": (4, 2, FLOAT64, {}),
@@ -57,6 +62,7 @@ LORA_LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "lora-ep2-recomputed": ({"expert": 2}, {"recompute": BOTH, "offload_optimizer": True}),
     "lora-cp2": ({"context": 2}, {"recompute": BOTH}),
 }
+NUMBERS = ("state bytes", "behind the backward")  # of a rank, beside its tensors
 WORLDS = {"two": (2, 100.0), "four": (4, 100.0), "hanging": (2, 8.0), "stopped": (2, 8.0)}  # ranks, timeout
 
 
@@ -115,21 +121,6 @@ def run(of: Trainer) -> dict[str, torch.Tensor]:
     return found | of.owned_state()
 
 
-class Unsteady:
-    """Cross entropy whose value or gradient is not a number where the targets are those of one sequence."""
-
-    def __init__(self, targets: int, *, value: bool) -> None:
-        self.targets, self.value = targets, value
-
-    def __call__(self, inputs: LossInputs) -> LossOutput:
-        out = CrossEntropy()(inputs)
-        if len(inputs.logprobs) != self.targets:
-            return out
-        zero = (inputs.logprobs - inputs.logprobs.detach()).abs().sum()
-        bad = inputs.logprobs.sum() * float("nan") if self.value else zero.sqrt()  # 0, with an infinite slope
-        return LossOutput(out.loss + bad, out.metrics)
-
-
 # ------------------------------------------------------------------------------------------------ what ranks do
 
 
@@ -144,15 +135,42 @@ def outcome(job: Callable[[], Any]) -> dict[str, Any]:
         return about | {key: getattr(error, key) for key in ("rank", "what", "name") if hasattr(error, key)}
 
 
+def counting(of: Any, method: str) -> list[None]:
+    """Grows by one with each call of a method."""
+    calls, inner = [], getattr(of, method)
+    setattr(of, method, lambda: (calls.append(None), inner()))
+    return calls
+
+
+def nan_behind_the_backward(world: World) -> dict[str, Any]:
+    """One rank's loss is not a number in a step whose gradients are summed before anybody has seen it."""
+    mesh = Mesh(world)
+    made = trainer(mesh, capture="on")
+    early = counting(made.shards, "begin_reduction")
+    mine = share(batch(0), mesh)
+    made.train(mine, CrossEntropy())
+    head = made.model.language_model.lm_head.weight
+    kept, before = head.detach().clone(), {name: value.clone() for name, value in made.owned_state().items()}
+    if world.rank == 1:
+        head.data.fill_(float("nan"))
+    ended = {"failed": outcome(lambda: made.train(mine, CrossEntropy()))}
+    head.data.copy_(kept)
+    ended["unchanged"] = all(torch.equal(before[name], value) for name, value in made.owned_state().items())
+    ended["after"] = outcome(lambda: made.train(mine, CrossEntropy()))
+    return ended | {"early": len(early)}
+
+
 def do_layouts(world: World, folder: Path) -> None:
     for name, (ranks, expert, dtype, config) in LAYOUTS.items():
         if ranks == world.size:
             mesh = Mesh(world, expert=expert)
             made = trainer(mesh, dtype, micro_batch_tokens=40, **config)
+            early = counting(made.shards, "begin_reduction")
             found = run(made)
             whole = made.optimizer.state_tensors()
-            size = torch.tensor(sum(value.nbytes for value in whole.values()))
-            save_file(found | {"state bytes": size}, folder / f"{name}-{world.rank}.safetensors")
+            about = {"state bytes": sum(value.nbytes for value in whole.values()), "behind the backward": len(early)}
+            numbers = {key: torch.tensor(value) for key, value in about.items()}
+            save_file(found | numbers, folder / f"{name}-{world.rank}.safetensors")
 
 
 def do_four(world: World, folder: Path) -> dict[str, Any]:
@@ -238,6 +256,7 @@ def do_two(world: World, folder: Path) -> dict[str, Any]:
     moved = lora_moved(world)
     if world.rank == 0:
         save_file(moved, folder / "lora-moved-0.safetensors")
+    early = nan_behind_the_backward(world)
     lonely = gather_tensors(world, {"of rank 1": torch.arange(3)} if world.rank == 1 else {})
     mesh = Mesh(world, expert=2)
     mine = share(batch(0, routes=True), mesh)
@@ -246,7 +265,7 @@ def do_two(world: World, folder: Path) -> dict[str, Any]:
         object.__setattr__(mine, "routes", mine.routes[:, :, :1])
     made = trainer(mesh)
     left = outcome(lambda: made.train(mine, CrossEntropy()))
-    return {"left": left, "gathered": {name: value.tolist() for name, value in lonely.items()}}
+    return {"left": left, "early": early, "gathered": {name: value.tolist() for name, value in lonely.items()}}
 
 
 def do_hanging(world: World, folder: Path) -> dict[str, Any]:
@@ -272,15 +291,42 @@ def rank_main(name: str, rank: int, address: str, folder: Path) -> None:
     (folder / f"{name}-{rank}.json").write_text(json.dumps(ended))
 
 
+def ask_from_outside(address: str, size: int, timeout_s: float, file: Path) -> None:
+    """Leaves who is lost by what a process says that is none of the ranks, once they are there and somebody waits."""
+    deadline, found = time.monotonic() + 2 * timeout_s, None
+    while time.monotonic() < deadline and (
+        found is None or found.rank == 0
+    ):  # before rank 0 is there it is the lost one
+        found = find_lost(address, size, timeout_s)
+    file.write_text(json.dumps(None if found is None else [found.rank, str(found)]))
+
+
+def ask_a_stopped_store(folder: Path) -> None:
+    """Leaves what is said of ranks whose store takes connections and never answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    if (child := os.fork()) == 0:
+        store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        store.set("never", "")
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    ask_from_outside(f"127.0.0.1:{port}", 2, 1.0, folder / "outside-store.json")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 def fork_ranks(folder: Path) -> None:
     """One process imports torch, and its copies are the ranks; a rank that a job stops is killed at the end."""
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # recomputation would import it in each rank
     children: dict[str, list[int]] = {}
+    addresses: dict[str, str] = {}
     for name, (size, _) in WORLDS.items():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+            address = addresses[name] = f"127.0.0.1:{probe.getsockname()[1]}"
         for rank in range(size):
             sys.stdout.flush()
             if (child := os.fork()) == 0:
@@ -292,6 +338,10 @@ def fork_ranks(folder: Path) -> None:
                     sys.stderr.flush()
                     os._exit(code)
             children.setdefault(name, []).append(child)
+    with ThreadPoolExecutor() as pool:
+        for name in ("hanging", "stopped"):
+            pool.submit(ask_from_outside, addresses[name], *WORLDS[name], folder / f"outside-{name}.json")
+    ask_a_stopped_store(folder)
     for name, ranks in children.items():
         for rank, child in enumerate(ranks):
             if (name, rank) == ("stopped", 1):
@@ -306,7 +356,8 @@ def fork_ranks(folder: Path) -> None:
 def folder(tmp_path_factory) -> Path:
     """What all worlds left."""
     path = tmp_path_factory.mktemp("ranks")
-    subprocess.run([sys.executable, __file__, str(path)], check=True, timeout=300)
+    ours = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, __file__, str(path)], env=os.environ | ours, check=True, timeout=300)
     return path
 
 
@@ -321,7 +372,8 @@ def gathered(folder: Path, name: str, ranks: int) -> dict[str, torch.Tensor]:
     every: dict[str, torch.Tensor] = {}
     for rank in range(ranks):
         part = load_file(folder / f"{name}-{rank}.safetensors")
-        part.pop("state bytes", None)
+        for number in NUMBERS:
+            part.pop(number, None)
         assert not every.keys() & part.keys()
         every |= part
     return every
@@ -352,6 +404,21 @@ def test_every_layout_has_the_loss_gradients_and_masters_of_one_process(folder, 
     assert sum(key.startswith("gradient ") for key in found) > 100
     # float64 sums in another order, quantization on; in float32 also an activation whose rounding falls differently
     assert max(found.values()) < (1e-8 if dtype is FLOAT64 else 1e-3)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("dp2-programs", STEPS), ("dp4-programs", STEPS), ("dp2", 0)])
+def test_programs_have_their_gradients_summed_behind_the_backward(folder, name, steps):
+    """All but the first time, which finds out what a backward reaches; in the last step ranks have no sequence."""
+    files = [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(LAYOUTS[name][0])]
+    assert [int(file["behind the backward"]) for file in files] == [steps] * len(files)
+
+
+def test_a_loss_that_is_no_number_is_found_behind_the_backward_too(folder):
+    for about in ended(folder, "two", "early").values():
+        assert about["failed"]["error"] == "NonFiniteLoss"
+        assert about["unchanged"]
+        assert about["after"]["error"] is None
+        assert about["early"] == 2
 
 
 @pytest.mark.parametrize("name", LORA_LAYOUTS)
@@ -515,6 +582,13 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(folder, job, says):
     assert (about["error"], about["rank"]) == (RankFailed.__name__, 1), about
     assert says in about["message"]
     assert about["seconds"] < WORLDS[job][1] + 3  # a busy machine may be late
+    rank, said = json.loads((folder / f"outside-{job}.json").read_text())  # asked while rank 0 still waited, or after
+    assert (rank, says in said) == (1, True), said
+
+
+def test_ranks_whose_store_gives_no_answer_have_lost_rank_0(folder):
+    rank, said = json.loads((folder / "outside-store.json").read_text())
+    assert (rank, "gives no answer" in said) == (0, True), said
 
 
 if __name__ == "__main__":

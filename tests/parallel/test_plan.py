@@ -174,15 +174,14 @@ def test_the_full_model_is_post_trained_on_few_nodes_with_frozen_weights_cut() -
 @pytest.mark.parametrize(
     ("layout", "rollout", "words"),
     [
-        (Layout(expert=3), 1, "do not divide"),
+        (Layout(expert=65), 1, "more than 64 experts"),
         (Layout(data=8), 8, "more than the cluster's"),
         (Layout(pipeline=64), 1, "more than 13 layers"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(layout, rollout, words) -> None:
     with pytest.raises(PlanError, match=words):
-        plan.plan_layout(SMALL, Cluster(8 if words != "more than 13 layers" else 128), Workload(), Method(), layout,
-                         rollout_gpus=rollout)  # fmt: skip
+        plan.plan_layout(SMALL, Cluster(8 if rollout == 8 else 128), Workload(), Method(), layout, rollout_gpus=rollout)
 
 
 def test_the_search_prefers_what_runs_today() -> None:
@@ -191,7 +190,7 @@ def test_the_search_prefers_what_runs_today() -> None:
     assert not found.layout.not_yet
     for layout in plan_search.layouts(SMALL, 24):
         assert layout.devices == 24
-        assert SMALL.num_experts % layout.expert == 0
+        assert layout.expert <= SMALL.num_experts
 
 
 def test_the_command_prints_its_keys_and_a_table(capsys) -> None:
@@ -218,7 +217,8 @@ def test_a_given_layout_is_judged_as_it_is(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--gpus", "many"], "argument --gpus: 'many'; wanted a whole number from 1 on"),
+        (["--gpus", "many"], "argument --gpus: 'many'; wanted a whole number from 1 to 1,000,000"),
+        (["--gpus", "99999999999"], "'99999999999'; wanted a whole number from 1 to 1,000,000"),
         (["--gpus", "8", "--lora-rank", "-4"], "'-4'; wanted a whole number, 0 or more"),
         (["--gpus", "8", "--publish-share", "2"], "'2'; wanted a share above 0 and at most 1"),
         (["--gpus", "8", "--rollout-gpus", "8"], "8 rollout devices of 8 leave none for the learner"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.data.packing import sequence_costs
 from k3rl.losses import CrossEntropy, K3Policy, LossInputs, LossOutput
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
@@ -136,6 +137,9 @@ def test_sequences_are_dealt_once_each_and_evenly():
     loads = [sum(lengths[i] for i in share) for share in dealt]
     assert max(loads) - min(loads) <= max(lengths)
     assert deal([5], 3) == [[0], [], []]
+    # 40 tokens have 820 pairs, sixteen times 9 have 720: where pairs count, the one is as much as all the others.
+    assert deal(sequence_costs([40, *[9] * 16], 1.0), 2) == [[0], list(range(1, 17))]
+    assert [len(share) for share in deal(sequence_costs([40, *[9] * 16], 0.0), 2)] == [7, 10]
 
 
 def test_gradients_of_bf16_weights_add_up_in_float32():
