@@ -27,19 +27,26 @@ class ActorLost(ActorFailure):
     """An actor died or hung. Fresh actors may well get through the same work."""
 
 
+class ActorHung(ActorLost):
+    """An actor gave no answer in its time."""
+
+
+def no_answer(what: str, timeout_s: float) -> ActorHung:
+    """The error of a call that came too late."""
+    return ActorHung(f"{what} gave no answer within {timeout_s:g} s; raise --cluster.call-timeout-s if that is normal")
+
+
 def wait(ref: Any, timeout_s: float, what: str) -> Any:
     """The value of a Ray reference. A typed error of k3rl comes through as itself; others become ActorFailure."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise ActorLost(
-            f"{what} gave no answer within {timeout_s:g} s; raise --cluster.call-timeout-s if that is normal"
-        ) from error
+        raise no_answer(what, timeout_s) from error
     except RayTaskError as error:
         if isinstance(error.cause, K3Error):
             raise error.cause from None
-        if isinstance(error.cause, RayActorError):  # one actor found another one dead
-            raise ActorLost(f"an actor that {what} needs died:\n{error}") from error
+        if isinstance(error.cause, RayActorError | GetTimeoutError):  # one actor found another one dead, or hanging
+            raise ActorLost(f"an actor that {what} needs died, or hangs:\n{error}") from error
         raise ActorFailure(f"{what} failed:\n{error}") from error
     except (RayActorError, OutOfMemoryError, WorkerCrashedError) as error:
         raise ActorLost(f"the actor of {what} died:\n{error}") from error

@@ -12,7 +12,7 @@ from k3rl.envs import EpisodeContext, make
 from k3rl.envs.faults import EngineFailed, FaultConfig
 from k3rl.envs.gateway import run_program
 from k3rl.envs.guard import BlockWatch, GuardedEnv, GuardedHarness
-from k3rl.envs.rollout import run_episode
+from k3rl.envs.rollout import ContextOutgrown, run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams, StopReason
@@ -77,6 +77,8 @@ class _Seat:
     ) -> Completion:
         try:
             return await self._policy.complete(self._order, prompt_ids, params, images)
+        except ContextOutgrown:
+            raise
         except Exception as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
@@ -121,7 +123,7 @@ class EnvironmentActor:
                 return await run_program(program, task, _Seat(policy, order), self._tokenizer, **settings)
             env = GuardedEnv(self._environment.make_env(), self._faults, self._watched())
             return await run_episode(env, task, _Seat(policy, order), self._tokenizer, **settings)
-        except EngineFailed as error:
+        except (EngineFailed, ContextOutgrown) as error:
             return self._broken(job, Failed(f"engine: {error}"[:500], FailureKind.ENGINE))
         except Exception as error:  # the last line of defence: user code must not end the run
             return self._broken(job, Failed(f"{type(error).__name__}: {error}"[:500], FailureKind.RAISED))

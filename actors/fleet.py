@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.crew import ActorLost, Crew, wait
+from k3rl.actors.crew import ActorHung, ActorLost, Crew, no_answer, wait
 from k3rl.actors.environment import EnvironmentActor
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.placement import reserve
@@ -24,9 +25,10 @@ from k3rl.actors.rollouts import Rollouts
 from k3rl.actors.weights import WeightPublisher
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch
+from k3rl.data.packing import sequence_costs
 from k3rl.envs import make
 from k3rl.envs.faults import FaultConfig
-from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, deal
+from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, deal, find_lost
 from k3rl.run.metrics import Accumulator
 
 if TYPE_CHECKING:
@@ -39,19 +41,28 @@ class Learner:
     def __init__(self, actors: list[Any], timeout_s: float) -> None:
         self.actors = actors
         self.notes: list[str] = []  # about steps, for a person; who shows them clears them
+        self._said: list[Any] = []  # calls for the notes of a step that is under way
         self._timeout_s = timeout_s
         self._context = 1  # ranks that share each sequence
+        self._pair = 0.0  # what a pair of tokens costs the model, see `sequence_costs`
+        self._address = ""  # where ranks meet
         if len(actors) > 1:
             address = wait(actors[0].address.remote(), timeout_s, "learner.address")
             self._every("join", [(address, rank, len(actors), timeout_s) for rank in range(len(actors))])
+            self._address = address
 
     def create(self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int, learner: LearnerConfig) -> int:
-        self._context = trainer.context_parallel
-        return self._every("create", [(config, trainer, seed, learner)] * len(self.actors))[0]
+        return self._with_model(trainer, self._every("create", [(config, trainer, seed, learner)] * len(self.actors)))
 
     def load(self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig) -> int:
+        return self._with_model(trainer, self._every("load", [(checkpoint, trainer, learner)] * len(self.actors)))
+
+    def _with_model(self, trainer: TrainerConfig, sizes: list[int]) -> int:
+        """What dealing sequences to the ranks needs to know of a model that they have just made."""
         self._context = trainer.context_parallel
-        return self._every("load", [(checkpoint, trainer, learner)] * len(self.actors))[0]
+        if len(self.actors) > self._context:
+            self._pair = wait(self.actors[0].pair_cost.remote(), self._timeout_s, "learner.pair_cost")
+        return sizes[0]
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
         self._every("load_teachers", [(checkpoints, trainer)] * len(self.actors))
@@ -81,18 +92,20 @@ class Learner:
     ) -> list[Any]:
         """Begins one optimizer step for each global batch; `trained` waits for it."""
         dealt = [self._deal(batch) for batch in batches]
-        return [
+        started = [
             actor.train.remote([share[rank][1] for share in dealt], loss, lr_scale, temperature)
             for rank, actor in enumerate(self.actors)
         ]
+        self._said = [actor.notes.remote() for actor in self.actors]  # what they have to say of it, right behind it
+        return started
 
     def trained(self, started: list[Any]) -> Accumulator:
         """The metrics of `start_training`, added up over the ranks."""
         metrics = Accumulator()
         for part in self._results("learner.train", started):
             metrics.merge(part)
-        if "optim/nonfinite_steps" in metrics.pairs():
-            self.notes += self._every("notes", [()] * len(self.actors))[0]  # those of the others say the same
+        said, self._said = self._said, []
+        self.notes += dict.fromkeys(note for notes in self._results("learner.notes", said) for note in notes)
         return metrics
 
     def evaluate(self, batch: TrainBatch, loss: Loss) -> Accumulator:
@@ -119,7 +132,7 @@ class Learner:
         context = context or self._context
         if len(self.actors) == context:
             return [(list(range(len(batch.sequence_ids))), batch)] * context
-        dealt = deal(batch.row_lengths.tolist(), len(self.actors) // context)
+        dealt = deal(sequence_costs(batch.row_lengths.tolist(), self._pair), len(self.actors) // context)
         shares = [(members, batch.select(members) if members else None) for members in dealt]
         return [share for share in shares for _ in range(context)]
 
@@ -128,17 +141,37 @@ class Learner:
         return self._results(f"learner.{method}", calls)
 
     def _results(self, what: str, calls: list[Any]) -> list[Any]:
-        """All ranks' answers; where several fail, a lost rank's error first, then that of one that failed by itself."""
-        answers: list[Any] = []
+        """All ranks' answers, in one timeout. A lost rank ends it at once: on a GPU the others wait in a collective.
+
+        Where several fail by themselves, the error of one that did not fail because of another. Where ranks give no
+        answer because they wait for another, the error has that one's name.
+        """
+        answers: dict[int, Any] = {}
         errors: list[K3Error] = []
-        for rank, call in enumerate(calls):
+        waiting = {call: rank for rank, call in enumerate(calls)}
+        deadline = time.monotonic() + self._timeout_s
+        while waiting:
+            left_s = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(waiting), timeout=left_s, fetch_local=False)
+            if not ready:
+                raise self._late(what, min(waiting.values()))
+            rank = waiting.pop(ready[0])
             try:
-                answers.append(wait(call, self._timeout_s, f"{what} of rank {rank}"))
+                answers[rank] = wait(ready[0], self._timeout_s, f"{what} of rank {rank}")
+            except ActorLost:
+                raise
             except K3Error as error:
                 errors.append(error)
         if errors:
-            raise min(errors, key=lambda error: (not isinstance(error, ActorLost), isinstance(error, PeerFailed)))
-        return answers
+            raise min(errors, key=lambda error: isinstance(error, PeerFailed))
+        return [answers[rank] for rank in range(len(calls))]
+
+    def _late(self, what: str, rank: int) -> ActorHung:
+        """The error of ranks that gave no answer in time, of which this is the first."""
+        lost = find_lost(self._address, len(self.actors), self._timeout_s) if self._address else None
+        if lost is not None:
+            return ActorHung(f"{what} gave no answer within {self._timeout_s:g} s: {lost}")
+        return no_answer(f"{what} of rank {rank}", self._timeout_s)
 
 
 @dataclass(frozen=True)

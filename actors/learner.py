@@ -17,16 +17,19 @@ from k3rl.actors.messages import BytesMessage, Message, tensor_messages
 from k3rl.actors.publication import POLICY, Form, Publication, Served
 from k3rl.actors.transfer import Link, Place, Route, Sender, place_here
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_adapter, save_checkpoint, weights_of
+from k3rl.checkpoint.belonging import refuse_foreign
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
+from k3rl.checkpoint.fingerprint import weights_fingerprint
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 from k3rl.checkpoint.sharded import collected_tensors
 from k3rl.checkpoint.state_writer import StateWriter, restore
-from k3rl.checkpoint.train_state import TrainState
+from k3rl.checkpoint.train_state import TrainState, TrainStateError
 from k3rl.data.batch import TrainBatch
 from k3rl.engine.adapters import AdapterHeader
 from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.model.device import DeviceName, place_of
 from k3rl.model.lora import adapted
-from k3rl.parallel import LearnerConfig, Loss, Mesh, Trainer, TrainerConfig, World, make_trainer
+from k3rl.parallel import LearnerConfig, Loss, Mesh, Trainer, TrainerConfig, World, make_trainer, pair_cost
 from k3rl.run.metrics import Accumulator
 from k3rl.tokens import Tokenizer
 from k3rl.types import WeightVersion
@@ -41,12 +44,12 @@ class LearnerActor:
     unless a method says otherwise. It may hold a whole teacher per domain for distillation.
     """
 
-    def __init__(self, threads: int, device: str = "cpu") -> None:
+    def __init__(self, threads: int, device: DeviceName = "cpu") -> None:
         """device: where models are, in float32 on the CPU and in bf16 on a GPU, masters in float32 either way."""
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
         torch.manual_seed(0)  # draws of k3rl have seeds of their own; this is for libraries, and part of a state
-        self._device = torch.device(device)
+        self._device_name, self._device = device, torch.device(device)
         self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         self._world = World.alone(self._device)
         self._meshes: dict[tuple[int, int], Mesh] = {}
@@ -58,6 +61,8 @@ class LearnerActor:
         self._start: str | None = None  # the checkpoint that the weights came from
         self._seed = 0  # what fresh weights came from
         self._base: str | None = None  # digest of the weights beside an adapter
+        self._frozen: str | None = None  # on rank 0: fingerprint of weights that stay
+        self._computes = "float32"  # in what steps are computed, which masters are rounded to
         self._published: tuple[int, dict[str, str], dict[str, torch.Tensor]] | None = None  # version, manifest, tensors
         self._sender: Sender | None = None  # of rank 0, where weights do not go through the object store
         self._outgoing: tuple[str, Callable[[], Iterator[Message]]] | None = None  # what `send` is to send
@@ -69,7 +74,8 @@ class LearnerActor:
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def join(self, address: str, rank: int, size: int, timeout_s: float) -> None:
-        """Becomes rank `rank` of `size`; returns when all are there."""
+        """Becomes rank `rank` of `size`; returns when all are there. Raises MissingResource without its device."""
+        place_of(self._device_name)
         self._world = World(rank, size, address, timeout_s=timeout_s, device=self._device)
         self._writer = StateWriter(rank, size, timeout_s=timeout_s)
         self._meshes.clear()
@@ -109,13 +115,19 @@ class LearnerActor:
 
     def _place(self, trainer: TrainerConfig) -> torch.device:
         """Where a model begins: one that is cut over ranks need not fit a device whole, and is moved by its trainer."""
+        place_of(self._device_name)
         return torch.device("cpu") if trainer.shard_frozen > 1 else self._device
 
     def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh, learner: LearnerConfig) -> int:
         size = model.parameter_count()  # before a backend may cut parameters over the ranks
         self._trainer = make_trainer(model, config, learner, mesh)  # which also ships every parameter
         self._teachers.clear()
-        self._base = None
+        self._base = self._frozen = None
+        half = learner.backend == "deepspeed" and learner.deepspeed.dtype == "bf16"
+        self._computes = "bfloat16" if half else "float32"
+        stays = config.lora is not None or model.config.vision_config is not None
+        if stays and self._world.rank == 0:
+            self._frozen = weights_fingerprint(self._start, self._seed)
         return size
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
@@ -131,7 +143,11 @@ class LearnerActor:
 
         Raises TrainStateError when a state that was being written meanwhile could not be.
         """
-        self._writer.check()
+        try:
+            self._writer.check()
+        except TrainStateError as error:  # the other ranks are about to wait for this one
+            self._world.leave(str(error))
+            raise
         metrics = Accumulator()
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
@@ -139,6 +155,10 @@ class LearnerActor:
                 self.trainer.train(batch, loss, lr_scale=lr_scale, temperature=temperature, last_of_batch=last)
             )
         return metrics
+
+    def pair_cost(self) -> float:
+        """What a pair of tokens costs this model (`k3rl.parallel.pair_cost`)."""
+        return pair_cost(self.trainer.model.config)
 
     def notes(self) -> list[str]:
         """What a person should read about the last steps; each is given once."""
@@ -223,7 +243,7 @@ class LearnerActor:
         tensors = self._stored() if adapter is None else self._adapter_tensors()
         if tensors is None or self._world.rank:
             return None
-        manifest = manifest_of(tensors.items())
+        manifest, half = manifest_of(tensors.items()), self.trainer.model.dtype == torch.bfloat16
         forms: dict[Served, Form] = {}
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         if adapter is not None and self._base is not None:
@@ -233,7 +253,7 @@ class LearnerActor:
             else:
                 form = _placed("adapter", about, _messages(tensors, sizes))
             version = WeightVersion(self._version, manifest)
-            return Publication(version, dict.fromkeys(served, form), sum(sizes.values()), POLICY)
+            return Publication(version, dict.fromkeys(served, form), sum(sizes.values()), POLICY, half)
         known_base = None
         if base is not None and base[1].keys() == manifest.keys():
             known_base = base[0], manifest_digest(base[1])
@@ -249,7 +269,7 @@ class LearnerActor:
                 whole = _placed("whole", b"", _messages(tensors, sizes))
             forms |= {known: whole for known in served if known not in forms}
         self._published = self._version, manifest, tensors
-        return Publication(WeightVersion(self._version, manifest), forms, sum(sizes.values()))
+        return Publication(WeightVersion(self._version, manifest), forms, sum(sizes.values()), half=half)
 
     def _held_back(self, kind: str, header: bytes, messages: Callable[[], Iterator[Message]]) -> Form:
         """A form that `send` sends."""
@@ -320,7 +340,15 @@ class LearnerActor:
         with self._world.together("writing an adapter"):
             if self._world.rank == 0:
                 save_adapter(
-                    tensors, adapter.config, directory, base=self._start or base, tokenizer=self._tokenizer, card=card
+                    tensors,
+                    adapter.config,
+                    directory,
+                    base=self._start or base,
+                    fingerprint=None
+                    if self._start is None
+                    else self._frozen,  # of what was loaded, not of what is there
+                    tokenizer=self._tokenizer,
+                    card=card,
                 )
         return directory
 
@@ -330,7 +358,8 @@ class LearnerActor:
         extra: the pipeline's own JSON.
         """
         model = {"config": self.trainer.model.config.to_dict(), "start": self._start, "seed": self._seed}
-        learner = {"model": model, "trainer": self.trainer.config.model_dump(mode="json")}
+        settings = self.trainer.config.model_dump(mode="json")
+        learner = {"model": model | {"frozen": self._frozen}, "trainer": settings, "rounded_to": self._computes}
         extra = {**extra, "weight_version": self._version, "learner": learner}
         self._writer.save(Path(directory), self.trainer.owned_state(), extra, save_id=save_id)
 
@@ -339,8 +368,12 @@ class LearnerActor:
         self._writer.wait()
 
     def load_state(self, directory: str) -> dict[str, Any]:
-        """Restores `save_state`, written by any number of ranks; returns its `extra`."""
-        extra = restore(self.trainer, TrainState(Path(directory)), self._writer.rank)
+        """Restores `save_state`, written by any number of ranks; returns its `extra`. Raises TrainStateError."""
+        trainer, state = self.trainer, TrainState(Path(directory))
+        with self._world.together("comparing a training state with the model"):
+            frozen = None if self._frozen is None else (self._start, self._frozen)
+            refuse_foreign(state, trainer.model.config, trainer.config.lora, frozen)
+        extra = restore(trainer, state, self._writer.rank)
         self._version = extra["weight_version"]
         return extra
 

@@ -40,10 +40,12 @@ class Form:
 class Publication:
     """A version, the form for each kind of engine by what it serves, and the bytes of all its tensors.
 
-    adapter: the name of the adapter that it is a version of; empty for the weights themselves.
+    adapter: the name of the adapter that it is a version of; empty for the weights themselves. half: whether the
+    learner computes in bf16, whose sums no engine has to the bit.
     """
 
     version: WeightVersion
     forms: Mapping[Served, Form]
     bytes_full: int
     adapter: str = ""
+    half: bool = False

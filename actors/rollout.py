@@ -21,7 +21,8 @@ from k3rl.checkpoint.hf import StoredFiles
 from k3rl.checkpoint.manifest import manifest_digest
 from k3rl.config import K3Error
 from k3rl.data.images import ImageError, ImagePatches, preprocess_files
-from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError
+from k3rl.engine import ContextExceeded, Engine, PrefixCache, VLLMEngine, WeightUpdateError
+from k3rl.envs.rollout import ContextOutgrown
 from k3rl.model import K3Config
 from k3rl.model.device import DeviceName, place_of
 from k3rl.tokens import Tokenizer
@@ -113,7 +114,8 @@ class RolloutActor:
         return self._engine
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion | Exception]:
-        """One completion for each request, in order; a refused request gives its typed error instead.
+        """One completion for each request, in order; a refused request gives its typed error instead, one that exceeds
+        the context ContextOutgrown.
 
         An image that several of them show is prepared once.
         """
@@ -134,6 +136,9 @@ class RolloutActor:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         try:
             self._futures[self.engine.submit(ids, params, preprocess_files(images, made))] = future
+        except ContextExceeded as error:
+            future.set_exception(ContextOutgrown(str(error)))  # which environments, without torch, know
+            return future
         except (K3Error, ImageError) as error:
             future.set_exception(error)
             return future

@@ -19,7 +19,7 @@ from k3rl.types import SamplingParams
 _CANARY_TOKENS = 4
 # In bf16 one rounding of activations moves others: on equal experts random weights differ by 0.17 nats in the median
 # (one H200), trained ones by less than 0.001. That the bytes are the right ones is known by their digests.
-_GPU_TOLERANCE = 10
+_HALF_TOLERANCE = 10
 
 
 class PublishError(K3Error):
@@ -59,7 +59,8 @@ class WeightPublisher:
         self._way: Setting = way
         self._transfer_timeout_s = transfer_timeout_s
         self._route: Route | None = None  # not chosen yet
-        self._replays = False  # whether the learner's canary takes the experts that the engine chose
+        self._replays = False  # whether the learner's canary takes the experts that the engine chose, on a GPU
+        self._direct = False  # whether all engines are k3rl's own, which record them
         self._link: Link | None = None  # of a way other than the object store
         self._notes: list[str] = []
 
@@ -72,9 +73,9 @@ class WeightPublisher:
         (engines that got one), refused and fell_back (1 when it had to be sent again for either reason), and seconds,
         of which transfer_seconds until every engine had proved it. `canary` is the median difference in nats
         between learner and engine over the canary's sampled tokens: the largest would also show single MXFP8 roundings
-        that fall differently for another batch shape. On a GPU, where bf16 sums of another batch shape may even choose
-        other experts, the learner takes those that the engine recorded, as it does in training. Raises PublishError,
-        CanaryMismatch, and ConfigError for a way that cannot work here.
+        that fall differently for another batch shape. On a GPU, or with a learner that computes in bf16, where sums of
+        another batch shape may even choose other experts, the learner takes those that the engine recorded, as it does
+        in training. Raises PublishError, CanaryMismatch, and ConfigError for a way that cannot work here.
         """
         began = time.monotonic()
         outcome = {"refused": 0.0, "fell_back": 0.0}
@@ -124,7 +125,7 @@ class WeightPublisher:
         return {
             "version": float(number),
             "tensors": float(len(version.manifest)),
-            "canary": self._canary(number, publication.adapter),
+            "canary": self._canary(number, publication.adapter, self._replays or (publication.half and self._direct)),
             "bytes": float(size),
             "bytes_full": float(publication.bytes_full),
             "deltas": float(deltas),
@@ -140,7 +141,8 @@ class WeightPublisher:
         asked = [actor.place.remote() for actor in (self._learners[0], *self._rollouts)]
         learner, *engines = ray.get(asked, timeout=self._timeout_s)
         self._route = choose(self._way, learner, engines)
-        self._replays = any(place.gpu for place in (learner, *engines)) and all(place.direct for place in engines)
+        self._direct = all(place.direct for place in engines)
+        self._replays = any(place.gpu for place in (learner, *engines)) and self._direct
         if self._route != "object_store":
             self._meet(self._route, learner, engines)
         return self._route
@@ -179,6 +181,7 @@ class WeightPublisher:
         }
         errors = []
         broken: TransferBroken | None = None
+        lost: RayActorError | GetTimeoutError | None = None
         while calls:  # as they end: who is gone is known before those who wait for it
             ready, _ = ray.wait(list(calls), num_returns=1, timeout=self._timeout_s)
             call = ready[0] if ready else next(iter(calls))
@@ -188,6 +191,7 @@ class WeightPublisher:
             except Exception as error:  # every engine's answer is wanted before the version is taken back
                 errors.append(f"rollout actor {i}: {error}")
                 broken = broken or (error if isinstance(error, TransferBroken) else None)
+                lost = lost or (error if isinstance(error, RayActorError | GetTimeoutError) else None)
                 gone = isinstance(error, TransferBroken | RayActorError | GetTimeoutError)
                 if sending is not None and gone and self._link is not None:
                     call_off(self._link, f"rollout actor {i} is gone")
@@ -205,16 +209,16 @@ class WeightPublisher:
             )
         if broken is not None:
             raise broken
+        if lost is not None:  # with fresh actors it may work, which no other form of the version would bring
+            raise lost
         if errors:
             raise PublishError(
                 f"weight version {number} failed to {phase} on {len(errors)} of {len(args)} engines:\n"
                 + "\n".join(sorted(errors))
             )
 
-    def _canary(self, number: int, adapter: str) -> float:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=_CANARY_TOKENS, adapter=adapter, return_routes=self._replays
-        )
+    def _canary(self, number: int, adapter: str, replays: bool) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=_CANARY_TOKENS, adapter=adapter, return_routes=replays)
         calls = [actor.generate.remote([(self._prompt, params)]) for actor in self._rollouts]
         learned: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
         worst = 0.0
@@ -231,7 +235,7 @@ class WeightPublisher:
                 learned[known] = self._learn("logprobs", batch)[len(self._prompt) :]
             differences = np.abs(learned[known] - np.asarray(completion.logprobs, np.float32))
             worst = max(worst, float(np.median(differences)))
-        tolerance = _GPU_TOLERANCE * self._tolerance if self._replays else self._tolerance
+        tolerance = _HALF_TOLERANCE * self._tolerance if replays else self._tolerance
         if not worst <= tolerance:
             raise CanaryMismatch(
                 f"version {number}: learner and engine differ by {worst:.3g} nats on the canary prompt, more than "

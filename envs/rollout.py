@@ -43,13 +43,17 @@ CONCLUDE_S = 120.0  # for the last answer of an episode whose own time is over
 _log = logging.getLogger(__name__)
 
 
+class ContextOutgrown(RuntimeError):
+    """A policy says it: the conversation and the tokens to sample do not fit the model's context."""
+
+
 class Policy(Protocol):
     """Who acts: an engine, or whatever stands for one."""
 
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
     ) -> Completion:
-        """Sample one completion. An exception here is the engine's and leaves `run_episode`.
+        """Sample one completion. An exception here is the engine's and leaves `run_episode`, except ContextOutgrown.
 
         images: one for each placeholder of the prompt, in order; only passed where there are any, so that a policy
         that sees none may take two arguments.
@@ -84,8 +88,9 @@ async def run_episode(
 
     Limits are the tighter of `task.budgets` and `context.budgets`. `sampling.max_tokens` bounds each turn too;
     with a `sampling.seed` each turn derives its own. A budget that is used up, a turn that is cut and one that is not
-    a valid message end the episode with the answer of `env.conclude`. An exception of the environment ends it with
-    INFRA_ERROR; one of the policy is raised.
+    a valid message end the episode with the answer of `env.conclude`, and so does a conversation that outgrows the
+    model's context (CONTEXT_OVERFLOW). An exception of the environment ends it with INFRA_ERROR; one of the policy is
+    raised, also where the very first prompt does not fit: then no turn ever would.
 
     keep: is given the episode's state before each turn but the first, and pauses it (PAUSED) by returning True.
     resume: such a state, of the same task and settings; the episode goes on from there.
@@ -309,7 +314,13 @@ class _Run:
         )
         before, images = time.monotonic(), self._branch.images
         shown = {"images": images} if images else {}
-        completion = await policy.complete(prompt, params, **shown)
+        try:
+            completion = await policy.complete(prompt, params, **shown)
+        except ContextOutgrown:
+            if not self._turns_so_far():
+                raise
+            self.stop_reason = StopReason.CONTEXT_OVERFLOW
+            return None
         turn = Turn(
             prompt_ids=prompt,
             sampled_ids=completion.token_ids,

@@ -6,7 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from k3rl.checkpoint.adapter import load_adapter, save_adapter, weights_of
+from k3rl.checkpoint.adapter import check_base, load_adapter, save_adapter, weights_of
+from k3rl.checkpoint.belonging import refuse_foreign
+from k3rl.checkpoint.fingerprint import weights_fingerprint
 from k3rl.checkpoint.hf import load_checkpoint, official_tensors, read_card, save_checkpoint
 from k3rl.checkpoint.state_writer import restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
@@ -35,6 +37,7 @@ def copy_checkpoint(source: Path, target: Path) -> tuple[int, int]:
 def copy_adapter(source: Path, target: Path) -> tuple[int, int]:
     """The same for an adapter alone, checked against the weights that it belongs to."""
     base = weights_of(source)
+    check_base(source, base)
     model = load_checkpoint(base)
     adapter = load_adapter(source, model)
     save_adapter(
@@ -69,6 +72,7 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
     start, seed, config = (about["model"][key] for key in ("start", "seed", "config"))
     built = K3Config.from_dict(config)
     if start is not None and (settings.lora is not None or built.vision_config is not None):
+        refuse_foreign(state, built, settings.lora, (start, weights_fingerprint(start, seed)))
         model = load_checkpoint(start)  # whatever is not trained is there alone
     else:
         model = K3ForCausalLM(built)
@@ -76,6 +80,9 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
             model.init_weights(seed)
     trainer = Trainer(model, settings)
     restore(trainer, state)
+    if about.get("rounded_to") == "bfloat16":  # by the program that trained it, before anything else
+        masters = trainer.optimizer.masters(trainer.optimizer.names)
+        trainer.optimizer.set_masters({name: value.bfloat16() for name, value in masters.items()})
     tokenizer = Tokenizer.builtin() if start is None else _tokenizer(Path(start))
     card = {"stage": state.directory.parent.name, "steps": state.extra.get("step", trainer.steps)}
     if merged and model.adapter is not None:

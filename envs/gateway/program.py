@@ -108,7 +108,7 @@ async def run_program(
 
     A program that ends with status 0 is COMPLETED. One that a budget refused, a cut turn ended or its deadline killed
     has that reason, and what it left is its answer. One that fails by itself is INFRA_ERROR and gets no reward.
-    Raises EngineFailed when the policy gave no tokens.
+    Raises EngineFailed when the policy gave no tokens, also where nothing that was asked fits its context.
     """
     context = context or EpisodeContext(seed=task.seed)
     budgets = tighter(task.budgets, context.budgets)
@@ -135,8 +135,8 @@ async def run_program(
         score = Failed(f"program: {type(error).__name__}: {error}"[:500], getattr(error, "kind", kind))
     finally:
         session.close()
-    if session.engine_error is not None:
-        raise EngineFailed(session.engine_error)
+    if (said := session.engine_error or session.never_fitted) is not None:
+        raise EngineFailed(said)
     return session.episode(episode_id, reason, answer=answer, score=score)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from k3rl.envs.rollout import NOT_GRADED, Policy
+from k3rl.envs.rollout import NOT_GRADED, ContextOutgrown, Policy
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.images import encoded_images, image_prompts
 from k3rl.types import (
@@ -131,6 +131,7 @@ class GatewaySession:
         self.stop_reason: StopReason | None = None
         self.closed = False
         self.engine_error: str | None = None
+        self._outgrown: str | None = None  # what the policy said of the first conversation that did not fit
 
     # -------------------------------------------------------------------------------------------------- a request
 
@@ -148,10 +149,13 @@ class GatewaySession:
             branch = self._enter(place)
             try:
                 turn = await self._sample(place, limit, number)
-            except BaseException as error:
+            except ContextOutgrown as error:
                 self._branches[branch].busy = False
-                if isinstance(error, Refused) and error.code == CONTEXT_EXCEEDED:
-                    self.stop_reason = StopReason.CONTEXT_OVERFLOW
+                self.stop_reason = StopReason.CONTEXT_OVERFLOW
+                self._outgrown = self._outgrown or str(error)
+                raise Refused(str(error), 400, CONTEXT_EXCEEDED) from error
+            except BaseException:
+                self._branches[branch].busy = False
                 raise
         finally:
             await self._release(limit)
@@ -368,6 +372,11 @@ class GatewaySession:
         async with self._changed:
             self._reserved -= limit
             self._changed.notify_all()
+
+    @property
+    def never_fitted(self) -> str | None:
+        """What the policy said when conversations exceeded its context and no turn was sampled at all."""
+        return None if self._recorded() else self._outgrown
 
     def close(self) -> None:
         """Refuse what still comes."""

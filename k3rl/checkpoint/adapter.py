@@ -2,12 +2,14 @@
 
 A tensor is called `base_model.model.` + the official name of its module + `.lora_A.weight` or `.lora_B.weight`; the
 configuration names rank, alpha, the last names of the adapted modules, and the checkpoint that the adapter belongs to.
+The file's metadata hold a fingerprint of that checkpoint, which other programs pass over.
 What k3rl cannot compute (DoRA, rank-stabilized scaling, other ranks for some modules, trained biases) is refused.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from k3rl.checkpoint.card import CARD, CheckpointError, adapter_card_text
-from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside
+from k3rl.checkpoint.fingerprint import weights_fingerprint
+from k3rl.checkpoint.replace import alone, flush, publish, scratch_beside, scratch_name
 from k3rl.model import Adapter, AdapterError, K3ForCausalLM, LoraConfig
 from k3rl.tokens import TOKENIZER_FILES
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from k3rl.checkpoint.hf import SavesItself
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BASE = "k3rl_base"  # of the metadata of the weights' file
 _PREFIX = "base_model.model."
 _OURS = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, *TOKENIZER_FILES}
 # What other values of these keys would change in the computation; an absent key has its value here.
@@ -61,37 +65,70 @@ def save_adapter(
     directory: str | Path,
     *,
     base: str | Path,
+    fingerprint: str | None = None,
     tokenizer: SavesItself | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes an adapter, whole or not at all; an older one in `directory` is replaced.
 
     tensors: by name, as `Adapter.stored_tensors` gives them, those of all ranks. base: the checkpoint directory that
-    the adapter belongs to. Raises CheckpointError when `directory` holds anything else, or when what was written does
-    not read back equal.
+    the adapter belongs to; fingerprint: of its weights, where they are not to be read from there. Raises
+    CheckpointError when `directory` holds anything else, or when what was written does not read back equal, and
+    BusyDirectory when another process writes there.
     """
-    path = Path(directory).absolute()
-    recover(path)
+    path, weights = Path(directory).absolute(), Path(base).absolute()
+    known = fingerprint or (weights_fingerprint(str(weights), 0) if weights.is_dir() else "")
+    with alone(path):
+        try:
+            _write(path, tensors, config, weights, {_BASE: known} if known else {}, tokenizer, card or {})
+        finally:
+            shutil.rmtree(scratch_name(path), ignore_errors=True)  # a full disk has no room for it
+
+
+def _write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    config: LoraConfig,
+    base: Path,
+    metadata: Mapping[str, str],
+    tokenizer: SavesItself | None,
+    card: Mapping[str, Any],
+) -> None:
     foreign = sorted(p.name for p in path.iterdir() if p.name not in _OURS) if path.is_dir() else []
     if foreign or path.is_file():
         found = repr(foreign[0]) if foreign else "a file's bytes"
         raise CheckpointError(f"{path} holds {found}, which is not part of an adapter; choose another directory")
     scratch = scratch_beside(path)
     named = {f"{_PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(named, scratch / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_file(named, scratch / ADAPTER_WEIGHTS, metadata={"format": "pt", **metadata})
+    _order_metadata(scratch / ADAPTER_WEIGHTS)
     with safe_open(scratch / ADAPTER_WEIGHTS, framework="pt") as written:
         for name, tensor in named.items():
             if not torch.equal(written.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
                 raise CheckpointError(f"{scratch}: {name} does not read back as it was written; check the disk")
-    content = peft_config(config, str(Path(base).absolute()))
+    content = peft_config(config, str(base))
     (scratch / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save(scratch)
-    text = adapter_card_text(path.name, content, sum(t.numel() for t in named.values()), card or {})
+    text = adapter_card_text(path.name, content, sum(t.numel() for t in named.values()), card)
     (scratch / CARD).write_text(text, encoding="utf-8")
     for file in scratch.iterdir():
         flush(file)
     publish(scratch, path)
+
+
+def _order_metadata(path: Path) -> None:
+    """Sorts a file's metadata, which its writer puts down in any order: equal adapters are equal files."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(text) != size:
+            raise CheckpointError(f"{path}: its header of {size} bytes became {len(text)}; the safetensors package "
+                                  "writes it in another form")  # fmt: skip
+        file.seek(8)
+        file.write(text)
 
 
 def peft_config(config: LoraConfig, base: str) -> dict[str, Any]:
@@ -136,6 +173,21 @@ def read_adapter_config(directory: str | Path) -> tuple[LoraConfig, Path]:
         raise CheckpointError(f"{file}: {error}") from error
     beside = path.absolute().parent / base.name
     return config, base if base.is_dir() or not beside.is_dir() else beside
+
+
+def check_base(directory: str | Path, base: Path) -> None:
+    """Raises CheckpointError where the weights in `base` are not those that the adapter was trained beside."""
+    file = Path(directory) / ADAPTER_WEIGHTS
+    try:
+        with safe_open(file, framework="pt") as stored:
+            known = (stored.metadata() or {}).get(_BASE)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise CheckpointError(f"{file} is missing or no whole safetensors file ({error})") from error
+    if known and known != weights_fingerprint(str(base), 0):
+        raise CheckpointError(
+            f"the adapter {directory} was trained beside other weights than {base} holds now, so together they are no "
+            f"policy that was trained; put those back, or name their folder in {ADAPTER_CONFIG}"
+        )
 
 
 def load_adapter(directory: str | Path, model: K3ForCausalLM) -> Adapter:

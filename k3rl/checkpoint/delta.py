@@ -10,9 +10,11 @@ of their names; a record holds a stretch of a stream, coded as what is smallest:
     planes  all distances, byte by byte (of uint8: the exclusive or), for streams in which much has changed
     plain   the new words
 
-each through zlib. The header names the base by the digest of its whole manifest, carries one digest for each changed
-tensor, and the digest of the whole manifest that must come out. Nothing is assumed: a record that is missing, altered
-or out of place, and a result that differs in one bit, is refused with a `DeltaError`.
+each through zlib, which is not made to search for repeats: bytes of a delta have frequencies and runs, and little else.
+Records are made, unpacked and digested by as many threads as torch may use. The header names the base by the digest of
+its whole manifest, carries one digest for each changed tensor, and the digest of the whole manifest that must come out.
+Nothing is assumed: a record that is missing, altered or out of place, and a result that differs in one bit, is refused
+with a `DeltaError`.
 """
 
 from __future__ import annotations
@@ -24,22 +26,27 @@ import json
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.checkpoint.manifest import digest, manifest_digest
+from k3rl.checkpoint.manifest import digests, manifest_digest
+from k3rl.checkpoint.threads import in_batches, in_order
 from k3rl.config import K3Error
 
 BUCKET_BYTES = 64 << 20
 _RECORD = struct.Struct("<BBQII")  # element size, coding, first word, words, bytes of the record's body
 _MAGIC, _CHECK, _PREFIX = b"K3DELTA1", 8, 8  # bytes of a bucket's check, and of each tensor's digest
 _STEPS, _SPARSE, _PLANES, _PLAIN = 0, 1, 2, 3
-_MAX_WORDS = 1 << 20  # of a record: what a decoder unpacks at a time
+_MAX_WORDS = 1 << 20  # of a record that a decoder takes
+_WORDS = 1 << 18  # of one that is made: a thread's share, whose temporaries stay in a core's cache
+_COVERED = 1 << 28  # bytes of tensors after which a bucket is sealed: who waits for it sees that something happens
+_PROVED = 1 << 19  # bytes of tensors that a thread digests at a time
+_DENSE = 0.25  # of the bytes differ from zero: then there may be too few runs to look for
 _EXPONENT = {2: 7, 4: 23, 8: 52}  # its lowest bit, by element size; bf16's of two bytes
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
@@ -150,9 +157,9 @@ def _encoded(old: np.ndarray, new: np.ndarray) -> tuple[int, bytes]:
     forms = [(_SPARSE, _sparse(distance)) if old.itemsize == 1 else (_STEPS, _steps(distance[_by_exponent(old)]))]
     share = np.count_nonzero(distance) / len(distance)
     if share > 0.1:
-        forms.append((_PLANES, zlib.compress(_planes(distance))))
+        forms.append((_PLANES, _deflated(_planes(distance))))
     if share > 0.8:
-        forms.append((_PLAIN, zlib.compress(_planes(new))))
+        forms.append((_PLAIN, _deflated(_planes(new))))
     return min(forms, key=lambda form: len(form[1]))
 
 
@@ -164,20 +171,20 @@ def _by_exponent(old: np.ndarray) -> np.ndarray:
 def _steps(distance: np.ndarray) -> bytes:
     codes = np.where(distance < 3, distance, 3).astype(np.uint8)
     codes = np.pad(codes, (0, -len(codes) % 4)).reshape(-1, 4)
-    packed = zlib.compress((codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6).tobytes())
-    return struct.pack("<I", len(packed)) + packed + zlib.compress(_planes(distance[distance >= 3]))
+    packed = _deflated((codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6).tobytes())
+    return struct.pack("<I", len(packed)) + packed + _deflated(_planes(distance[distance >= 3]))
 
 
 def _sparse(distance: np.ndarray) -> bytes:
     """Pairs (gap 1..255, byte), a zero byte where a gap is longer than that."""
-    places = np.flatnonzero(distance)
+    places = np.flatnonzero(distance != 0)  # of booleans it is fast
     gaps = np.diff(places, prepend=-1)
     extra = (gaps - 1) // 255  # steps of 255 before the last one of a gap
     ends = np.cumsum(extra + 1) - 1
     steps, values = np.full(int((extra + 1).sum()), 255, np.uint8), np.zeros(int((extra + 1).sum()), np.uint8)
     steps[ends], values[ends] = gaps - 255 * extra, distance[places]
-    packed = zlib.compress(steps.tobytes())
-    return struct.pack("<II", len(steps), len(packed)) + packed + zlib.compress(values.tobytes())
+    packed = _deflated(steps.tobytes())
+    return struct.pack("<II", len(steps), len(packed)) + packed + _deflated(values.tobytes())
 
 
 def _decoded(coding: int, body: bytes, old: np.ndarray) -> np.ndarray:
@@ -217,6 +224,18 @@ def _unsparse(body: bytes, count: int) -> np.ndarray:
     distance = np.zeros(count, np.uint8)
     distance[places] = values
     return distance
+
+
+def _deflated(data: bytes) -> bytes:
+    forms = [_with(zlib.Z_RLE, data)]
+    if np.count_nonzero(np.frombuffer(data, np.uint8)) > _DENSE * len(data):
+        forms.append(_with(zlib.Z_HUFFMAN_ONLY, data))
+    return min(forms, key=len)
+
+
+def _with(strategy: int, data: bytes) -> bytes:
+    machine = zlib.compressobj(strategy=strategy)
+    return machine.compress(data) + machine.flush()
 
 
 def _heads(form: str, body: bytes) -> tuple[int, ...]:
@@ -278,45 +297,54 @@ def _buckets(
     base: Mapping[str, Tensor], new: Mapping[str, Tensor], names: tuple[str, ...], limit: int
 ) -> Iterator[bytes]:
     pending: list[bytes] = []
-    for size in _UNSIGNED:
-        own = [name for name in names if new[name].element_size() == size]
-        # zlib's worst case adds five bytes per 16 KiB, so a record of so many words always fits.
-        words, place = max(1, min(_MAX_WORDS, (limit - 1024) // (size + 1))), 0
-        for old_part, new_part in _stretches(base, new, own, words):
-            coding, body = _encoded(old_part, new_part)
-            record = _RECORD.pack(size, coding, place, len(new_part), len(body)) + body
-            place += len(new_part)
-            if pending and sum(map(len, pending)) + len(record) + len(_MAGIC) + _CHECK > limit:
-                yield _sealed(pending)
-                pending = []
-            pending.append(record)
+    held, covered = len(_MAGIC) + _CHECK, 0
+    for size, record in in_order(_record, _pieces(base, new, names, limit)):
+        if pending and (held + len(record) > limit or covered >= _COVERED):
+            yield _sealed(pending)
+            pending, held, covered = [], len(_MAGIC) + _CHECK, 0
+        pending.append(record)
+        held, covered = held + len(record), covered + size
     if pending:
         yield _sealed(pending)
 
 
-def _stretches(
-    base: Mapping[str, Tensor], new: Mapping[str, Tensor], names: list[str], limit: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(old, new) words of the tensors laid end to end, `limit` at a time."""
-    held: list[tuple[np.ndarray, np.ndarray]] = []
-    count = 0
-    for name in names:
-        old_words, new_words = _words(base[name]), _words(new[name])
-        start = 0
-        while start < len(new_words):
-            stop = min(len(new_words), start + limit - count)
-            held.append((old_words[start:stop], new_words[start:stop]))
-            count += stop - start
-            start = stop
-            if count == limit:
-                yield _joined(held)
-                held, count = [], 0
-    if held:
-        yield _joined(held)
+class _Piece(NamedTuple):
+    """What a record is for: its first word, and old and new words in stretches."""
+
+    place: int
+    old: list[np.ndarray]
+    new: list[np.ndarray]
 
 
-def _joined(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.concatenate([old for old, _ in pairs]), np.concatenate([new for _, new in pairs])
+def _pieces(
+    base: Mapping[str, Tensor], new: Mapping[str, Tensor], names: tuple[str, ...], limit: int
+) -> Iterator[_Piece]:
+    """The tensors of each element size laid end to end, and cut."""
+    for size in _UNSIGNED:
+        # zlib's worst case adds five bytes per 16 KiB, so a record of so many words always fits.
+        words, piece, count = max(1, min(_WORDS, (limit - 1024) // (size + 1))), _Piece(0, [], []), 0
+        for name in names:
+            if new[name].element_size() != size:
+                continue
+            old_words, new_words = _words(base[name]), _words(new[name])
+            start = 0
+            while start < len(new_words):
+                stop = min(len(new_words), start + words - count)
+                piece.old.append(old_words[start:stop])
+                piece.new.append(new_words[start:stop])
+                count, start = count + stop - start, stop
+                if count == words:
+                    yield piece
+                    piece, count = _Piece(piece.place + words, [], []), 0
+        if count:
+            yield piece
+
+
+def _record(piece: _Piece) -> tuple[int, bytes]:
+    """(bytes of the tensors that it is for, record)."""
+    old, new = np.concatenate(piece.old), np.concatenate(piece.new)
+    coding, body = _encoded(old, new)
+    return new.nbytes, _RECORD.pack(new.itemsize, coding, piece.place, len(new), len(body)) + body
 
 
 def _sealed(records: list[bytes]) -> bytes:
@@ -362,41 +390,66 @@ class DeltaDecoder:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The changed tensors, one after the other. Raises DeltaError for the first that is incomplete or wrong."""
-        header = self._header
-        digests, used = dict(zip(header.names, header.digests, strict=True)), 0
+        wanted = dict(zip(self._header.names, self._header.digests, strict=True))
+        batches: deque[list[tuple[str, Tensor]]] = deque()
+
+        def noted() -> Iterator[list[tuple[str, Tensor]]]:
+            for batch in in_batches(self._unpacked(), _PROVED):
+                batches.append(batch)
+                yield batch
+
+        for found in in_order(digests, noted()):
+            for (name, tensor), (_, own) in zip(batches.popleft(), found, strict=True):
+                if bytes.fromhex(own)[:_PREFIX] != wanted[name]:
+                    raise DeltaError(f"{name} came out with another digest than the header says")
+                self._found[name] = own
+                yield name, tensor
+
+    def _unpacked(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, not proved yet."""
+        header, used = self._header, 0
         for size in _UNSIGNED:
             names = [name for name, own in zip(header.names, header.sizes, strict=True) if own == size]
             records = {place: record for (own, place), record in self._records.items() if own == size}
             used += len(records) if names else 0
-            for part in self._stream(size, names, records):
-                tensor = part.tensor()
-                self._found[part.name] = digest(tensor)
-                if bytes.fromhex(self._found[part.name])[:_PREFIX] != digests[part.name]:
-                    raise DeltaError(f"{part.name} came out with another digest than the header says")
-                yield part.name, tensor
+            yield from self._stream(size, names, records)
         if used != len(self._records):
             raise DeltaError(f"{len(self._records) - used} records of the delta belong to no changed tensor")
 
-    def _stream(self, size: int, names: list[str], records: dict[int, tuple[int, int, bytes]]) -> Iterator[_Part]:
+    def _stream(
+        self, size: int, names: list[str], records: dict[int, tuple[int, int, bytes]]
+    ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one element size, each when the records that cover it are decoded."""
         held: deque[_Part] = deque()
-        place = ahead = 0  # words decoded; words of held tensors behind them
+        for stretch in in_order(_Stretch.decode, self._stretches(size, names, records, held)):
+            for part, words in stretch.covers:
+                part.filled += words
+            while held and held[0].filled == len(held[0].old):
+                part = held.popleft()
+                yield part.name, part.tensor()
+        if held:
+            raise DeltaError(f"{held[0].name} is incomplete: a bucket of the delta is missing")
+        if records:
+            raise DeltaError(f"{len(records)} records of the delta lie where no tensor is")
+
+    def _stretches(
+        self, size: int, names: list[str], records: dict[int, tuple[int, int, bytes]], held: deque[_Part]
+    ) -> Iterator[_Stretch]:
+        """Each record, taken out of `records`, with the words it covers; the tensors of these are put into `held`."""
+        open_parts: deque[_Part] = deque()  # whose words have no record yet, some of them
+        place = ahead = 0  # words that have records; words of open parts behind them
         for name in names:
             part = _Part(name, self._base(name))
             if part.old.itemsize != size:
                 raise DeltaError(f"{name} has elements of {part.old.itemsize} bytes here, and {size} in the delta")
             held.append(part)
+            open_parts.append(part)
             ahead += len(part.old)
             while place in records and records[place][1] <= ahead:
                 coding, words, body = records.pop(place)
-                _fill(held, coding, words, body)
+                stretch = _Stretch(coding, body, words, open_parts)
                 place, ahead = place + words, ahead - words
-                while held and held[0].filled == len(held[0].old):
-                    yield held.popleft()
-        if held:
-            raise DeltaError(f"{held[0].name} is incomplete: a bucket of the delta is missing")
-        if records:
-            raise DeltaError(f"{len(records)} records of the delta lie where no tensor is")
+                yield stretch
 
     def check_result(self, base: Mapping[str, str]) -> dict[str, str]:
         """The manifest after, of the one before and the tensors that were given. Raises DeltaError."""
@@ -407,27 +460,41 @@ class DeltaDecoder:
 
 
 class _Part:
-    """A tensor being decoded: its old words, and its new ones as far as they are `filled`."""
+    """A tensor being decoded: its old words, and its new ones, of which the first are `given` to stretches, and fewer
+    `filled` by them."""
 
     def __init__(self, name: str, old: Tensor) -> None:
         self.name, self._like = name, old
         self.old = _words(old)
-        self.new, self.filled = np.empty_like(self.old), 0
+        self.new, self.given, self.filled = np.empty_like(self.old), 0, 0
 
     def tensor(self) -> Tensor:
         return torch.from_numpy(self.new.view(np.uint8)).view(self._like.dtype).view(self._like.shape)
 
 
-def _fill(held: Iterable[_Part], coding: int, words: int, body: bytes) -> None:
-    """Decodes a record into the first words of these tensors that are not filled yet."""
-    pieces, left = [], words
-    for part in held:
-        piece = part.old[part.filled : part.filled + left]
-        pieces.append((part, piece))
-        left -= len(piece)
-        if not left:
-            break
-    new, at = _decoded(coding, body, np.concatenate([piece for _, piece in pieces])), 0
-    for part, piece in pieces:
-        part.new[part.filled : part.filled + len(piece)] = new[at : at + len(piece)]
-        part.filled, at = part.filled + len(piece), at + len(piece)
+class _Stretch:
+    """A record and the words that it is for: the first of these tensors that no other record is for. covers: how many
+    of each. Takes tensors that are given whole out of `parts`."""
+
+    def __init__(self, coding: int, body: bytes, words: int, parts: deque[_Part]) -> None:
+        self._coding, self._body = coding, body
+        self.covers: list[tuple[_Part, int]] = []
+        self._old, self._new = [], []
+        while words:
+            part = parts[0]
+            count = min(words, len(part.old) - part.given)
+            here = slice(part.given, part.given + count)
+            self._old.append(part.old[here])
+            self._new.append(part.new[here])
+            self.covers.append((part, count))
+            part.given, words = part.given + count, words - count
+            if part.given == len(part.old):
+                parts.popleft()
+
+    def decode(self) -> _Stretch:
+        """Fills the new words of the tensors, which no other record writes to. Raises DeltaError."""
+        new, at = _decoded(self._coding, self._body, np.concatenate(self._old)), 0
+        for piece in self._new:
+            piece[:] = new[at : at + len(piece)]
+            at += len(piece)
+        return self

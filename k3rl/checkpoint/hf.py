@@ -11,8 +11,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,13 +24,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from k3rl.checkpoint.adapter import is_adapter, load_adapter, read_adapter_config
+from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_adapter_config
 from k3rl.checkpoint.card import CARD, CheckpointError, add_to_card, card_text, read_card
-from k3rl.checkpoint.replace import flush, publish, recover, scratch_beside, scratch_name
+from k3rl.checkpoint.replace import alone, flush, publish, recover, scratch_beside, scratch_name
 from k3rl.checkpoint.sharded import bank_of, collected_tensors
 from k3rl.data.images import ImageConfig
 from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig, VisionConfig
-from k3rl.model.packed import assign, serves_packed, stored_bytes
+from k3rl.model.packed import RUN_BYTES, assign, fill_many, serves_packed, stored_bytes
 from k3rl.numerics import mx, stored_dtype
 from k3rl.parallel.mesh import Mesh
 from k3rl.tokens import TOKENIZER_FILES
@@ -148,8 +151,18 @@ def assign_official_tensors(model: K3ForCausalLM, mapping: Mapping[str, Tensor])
 def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
     """`assign_official_tensors` for a model that nobody uses yet: a stack of tensors at a time, so that no third copy
     is made; after an error the model is of no use."""
+    waiting: dict[str, tuple[Tensor, Tensor]] = {}
+    size = 0
     for item in _decode(model, mapping):
-        _commit(model, [item])
+        if item.source is None or not model.packed:
+            _commit(model, [item])
+            continue
+        waiting[item.name] = item.source
+        size += sum(part.nbytes for part in item.source)
+        if size >= RUN_BYTES:
+            fill_many(model, waiting)
+            waiting, size = {}, 0
+    fill_many(model, waiting)
 
 
 class _Value(NamedTuple):
@@ -348,6 +361,7 @@ def load_checkpoint(
         return _load_adapted(path, dtype, device, mesh, packed)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
+    begun = path.stat()
     config = K3Config.from_json(path / CONFIG)
     _check_preprocessor(path / PREPROCESSOR, config)
     files = StoredFiles(path)
@@ -359,6 +373,8 @@ def load_checkpoint(
         packs = packs and serves_packed(latent, width, torch.device(device), dtype)
     model = K3ForCausalLM(config, dtype=dtype, device=device, experts=experts, packed=packs)
     fill(model, files)
+    if not (path.is_dir() and os.path.samestat(begun, path.stat())):
+        raise CheckpointError(f"{path} was replaced while it was read, so what was read is of two; load it again")
     return model
 
 
@@ -370,6 +386,7 @@ def _load_adapted(
         raise CheckpointError(
             f"the adapter {path} belongs to {base}, which holds no checkpoint; put that in place, or beside the adapter"
         )
+    check_base(path, base)
     model = load_checkpoint(base, dtype, device, mesh=mesh, packed=packed)
     load_adapter(path, model).attach(model)
     return model
@@ -429,7 +446,7 @@ def save_checkpoint(
     that one process writes.
 
     Raises CheckpointError when `directory` holds anything that is not a checkpoint's, or when what was written does
-    not read back equal; PeerFailed on the other ranks.
+    not read back equal, BusyDirectory when another process writes there; PeerFailed on the other ranks.
     """
     if model.adapter is not None:
         raise CheckpointError(
@@ -438,17 +455,20 @@ def save_checkpoint(
     mesh = Mesh.alone() if mesh is None else mesh
     path = Path(directory).absolute()
     scratch, first = scratch_name(path), mesh.world.rank == 0
-    with mesh.world.together("preparing a checkpoint"):
-        if first:
-            recover(path)
-            _refuse_foreign_files(path)
-            scratch_beside(path)
-    with mesh.world.together("writing a checkpoint"):
-        _write_shards(model, mesh, scratch)
-    with mesh.world.together("completing a checkpoint"):
-        if first:
-            _complete(model, scratch, path.name, tokenizer, card or {})
-            publish(scratch, path)
+    with ExitStack() as stack:
+        with mesh.world.together("preparing a checkpoint"):
+            if first:
+                stack.enter_context(alone(path))
+                _refuse_foreign_files(path)
+                stack.callback(
+                    shutil.rmtree, scratch_beside(path), ignore_errors=True
+                )  # a full disk has no room for it
+        with mesh.world.together("writing a checkpoint"):
+            _write_shards(model, mesh, scratch)
+        with mesh.world.together("completing a checkpoint"):
+            if first:
+                _complete(model, scratch, path.name, tokenizer, card or {})
+                publish(scratch, path)
 
 
 def _complete(

@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from k3rl.checkpoint.threads import in_batches, in_order
+
+_BATCH = 1 << 20  # bytes of tensors that a thread digests at a time
+
 
 def digest(tensor: Tensor) -> str:
     """SHA-256, in hex, of dtype, shape and bytes."""
@@ -20,7 +24,12 @@ def digest(tensor: Tensor) -> str:
 
 def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Official name -> digest, of stored tensors such as `official_tensors(model)` gives (buffers included)."""
-    return {name: digest(tensor) for name, tensor in tensors}
+    return {name: found for batch in in_order(digests, in_batches(tensors, _BATCH)) for name, found in batch}
+
+
+def digests(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """(name, digest) of each."""
+    return [(name, digest(tensor)) for name, tensor in tensors]
 
 
 def manifest_digest(manifest: Mapping[str, str]) -> str:

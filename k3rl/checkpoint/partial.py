@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,28 +16,53 @@ from k3rl.checkpoint.hf import (
     _packed_with_source,
     _padding,
     _plain_value,
+    _stacks,
     _Value,
     official_tensors,
 )
 from k3rl.checkpoint.sharded import bank_of
 from k3rl.model import K3ForCausalLM
-from k3rl.model.packed import assign, stored_bytes
+from k3rl.model.packed import EXPERT, RUN_BYTES, PackedExperts, assign, entry, fill_many, stored_bytes
 from k3rl.numerics import mx, stored_dtype
 
 _PACKED, _SCALE = "_packed", "_scale"
+_RUNS = 3  # that a view holds: who reads in order is ahead, by less than one, of who asks again for a neighbour
+
+
+class _Run(NamedTuple):
+    """Experts of one layer that are read together."""
+
+    layer: int
+    experts: tuple[int, ...]
+
+
+def _runs(model: K3ForCausalLM, names: Iterable[str]) -> Iterator[tuple[str, _Run]]:
+    """(official name of a matrix, run) for each of these tensors' experts that the model keeps packed."""
+    found = [EXPERT.match(name) for name in names] if model.packed else []
+    members = {(int(each["layer"]), int(each["expert"])): None for each in found if each is not None}
+    for layer, pairs in itertools.groupby(members, key=lambda pair: pair[0]):
+        bank, experts = model.packed_banks[layer], [expert for _, expert in pairs]
+        size = max(1, RUN_BYTES * len(model.experts) // bank.nbytes)
+        for start in range(0, len(experts), size):
+            run = _Run(layer, tuple(experts[start : start + size]))
+            prefixes = (f"language_model.model.layers.{layer}.block_sparse_moe.experts.{n}." for n in run.experts)
+            yield from ((f"{prefix}{leaf}.weight", run) for prefix in prefixes for leaf in ("w1", "w2", "w3"))
 
 
 class StoredView:
     """Random access to what `official_tensors(model)` gives, one tensor at a time, on the CPU.
 
     trusted: bytes that the model keeps of its experts are taken as they are, for a caller who proves what it makes of
-    them; otherwise they are those of the values.
+    them; otherwise they are those of the values. expected: names that will be asked for, in about this order; of
+    experts that are kept packed, a run of these is then read at a time.
     """
 
-    def __init__(self, model: K3ForCausalLM, *, trusted: bool = False) -> None:
+    def __init__(self, model: K3ForCausalLM, *, trusted: bool = False, expected: Iterable[str] = ()) -> None:
         self._trusted = trusted
         self._model, self._parameters = model, dict(model.official_parameters(decoded=False))
         self._expert: tuple[str, tuple[Tensor, Tensor]] | None = None  # the last one packed: two tensors ask for it
+        self._run_of = dict(_runs(model, expected))
+        self._held: dict[_Run, dict[tuple[int, str], tuple[Tensor, Tensor]]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         weights = self._model.config.quantization.weights
@@ -53,6 +79,9 @@ class StoredView:
         expert, _, part = name.rpartition("_")
         if expert not in self._parameters or part not in ("packed", "scale"):
             raise CheckpointError(f"{name} is no stored tensor of this model")
+        if (found := entry(self._model, expert)) is not None and (run := self._run_of.get(expert)) is not None:
+            bank, number, leaf = found
+            return self._of_run(bank, run)[number, leaf][part == "scale"]
         if self._expert is None or self._expert[0] != expert:
             source = stored_bytes(self._model, expert)
             if source is not None and (self._trusted or self._model.packed):
@@ -62,6 +91,13 @@ class StoredView:
                 packed, scale = _packed_with_source(value, source, rule)
             self._expert = expert, (packed.cpu(), scale.cpu())
         return self._expert[1][part == "scale"]
+
+    def _of_run(self, bank: PackedExperts, run: _Run) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+        if run not in self._held:
+            if len(self._held) == _RUNS:
+                del self._held[next(iter(self._held))]
+            self._held[run] = bank.stored_many(run.experts)
+        return self._held[run]
 
 
 @torch.no_grad()
@@ -99,33 +135,49 @@ def copy_with(
     """A second model that differs from `model` in these stored tensors only, which are taken one after the other.
 
     The two tensors of a packed expert follow each other; where only one comes, the other stays. base: gives that one
-    by its name, by default from the values. Peak memory: both models and one tensor. Raises CheckpointError as
-    `assign_official_tensors` does.
+    by its name, by default from the values. Peak memory: both models, one tensor, and a few MiB of experts, which are
+    put in a run at a time. Raises CheckpointError as `assign_official_tensors` does.
     """
     copy = second_model(model, packed=model.packed)
     parameters = dict(copy.official_parameters(decoded=False))
     stored = base or StoredView(model).__getitem__
     waiting: dict[str, dict[str, Tensor]] = {}
+    size, most = 0, RUN_BYTES if copy.packed or copy.device.type != "cpu" else 0  # of what waits
 
     def flush() -> None:
+        given: dict[str, tuple[Tensor, Tensor]] = {}
         for expert, parts in waiting.items():
             packed, scale = (parts[part] if part in parts else stored(expert + part) for part in (_PACKED, _SCALE))
-            parameter = parameters[expert]
-            _check_packed(expert, parameter, packed, scale)
-            value = parameter if copy.packed else mx.dequantize_mxfp4(packed, scale, parameter.dtype)
-            _commit(copy, [_Value(expert, value, (packed, scale))])
+            _check_packed(expert, parameters[expert], packed, scale)
+            given[expert] = packed, scale
+        _put_experts(copy, parameters, given)
         waiting.clear()
 
     for name, tensor in changed:
         expert, _, part = name.rpartition("_")
         if name in parameters:
-            value = _plain_value(name, parameters[name], tensor)
+            value = _plain_value(name, parameters[name], tensor.to(copy.device))
             _commit(copy, [_Value(name, value, None)])
         elif expert in parameters and part in ("packed", "scale"):
-            if expert not in waiting:
+            if expert not in waiting and size > most:
                 flush()
+                size = 0
             waiting.setdefault(expert, {})[f"_{part}"] = tensor
+            size += tensor.nbytes
         else:
             raise CheckpointError(f"{name} is no stored tensor of this model")
     flush()
     return copy
+
+
+def _put_experts(
+    model: K3ForCausalLM, parameters: Mapping[str, Tensor], given: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
+    """Gives experts, by official name, what these (packed, scale), which fit them, hold."""
+    if model.packed:
+        fill_many(model, given)
+        return
+    for names in _stacks([(name, (tuple(parameters[name].shape), parameters[name].dtype)) for name in given]):
+        packed, scale = (torch.stack(parts) for parts in zip(*(given[name] for name in names), strict=True))
+        values = mx.dequantize_mxfp4(packed.to(model.device), scale.to(model.device), parameters[names[0]].dtype)
+        _commit(model, [_Value(name, value, given[name]) for name, value in zip(names, values, strict=True)])

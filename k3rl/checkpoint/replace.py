@@ -1,19 +1,60 @@
 """Putting a directory in the place of another at once, so that a kill leaves the old one or the new one, whole.
 
 On Linux the two names are exchanged by one system call. File systems that cannot do that get two renames; a kill
-between them leaves the old directory under its waiting name, and `recover` puts it back.
+between them leaves the old directory under its waiting name, and `recover` puts it back. Processes that want to write
+one directory at the same time would write into one another's files, so each takes it for itself first (`alone`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from k3rl.config import K3Error
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EXDEV)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+
+class BusyDirectory(K3Error):
+    """Another process writes the directory now."""
+
+    exit_code = 3
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keeps other processes from writing `path` meanwhile, by a lock of the system that ends with its process.
+
+    What a kill left between two renames is put back first. Raises BusyDirectory at once where another process writes
+    it. File systems without locks go without.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = path.with_name(f".{path.name}.lock")
+    with open(name, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = name.exists() and os.path.samestat(os.fstat(file.fileno()), name.stat())
+        except BlockingIOError:
+            held = False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            held = True
+        if not held:  # or whoever held it has just ended and taken the file away
+            raise BusyDirectory(f"another process writes {path} now; wait until it has, or name another directory")
+        try:
+            _recover(path)
+            yield
+        finally:
+            name.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
@@ -59,7 +100,16 @@ def publish(scratch: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Puts back a directory that a kill caught between two renames; removes one that is no longer needed."""
+    """Puts back a directory that a kill caught between two renames; removes one that is no longer needed.
+
+    One that a process is about to replace is left to it.
+    """
+    if _waiting(path).exists():
+        with suppress(BusyDirectory), alone(path):
+            pass
+
+
+def _recover(path: Path) -> None:
     waiting = _waiting(path)
     if not waiting.exists():
         return

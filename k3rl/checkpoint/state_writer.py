@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from k3rl.checkpoint.train_state import Owned, Rows, TrainState, TrainStateError, commit, write_shard
+from k3rl.checkpoint.train_state import Owned, Rows, TrainState, TrainStateError, commit, give_up, write_shard
 from k3rl.optim import OptimizerStateError
 
 _RNG = "rng/{device}/rank_{rank}"
@@ -42,6 +42,7 @@ class StateWriter:
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._saving = Path()  # the state that was handed over last
 
     def save(self, directory: Path, owned: Owned, extra: Mapping[str, Any], *, save_id: str) -> None:
         """Copies `owned` and begins to write it. All ranks call it with one `directory` and one `save_id`.
@@ -49,12 +50,17 @@ class StateWriter:
         Raises the error of the save before, TrainStateError among them.
         """
         self.wait()
+        self._saving = directory
         copied = {name: _copy(value) for name, value in owned.items()}
         copied |= _rng_states(self.rank)
 
         def work() -> None:
-            _refuse_non_finite(copied)
-            write_shard(directory, self.rank, copied, extra, save_id=save_id)
+            try:
+                _refuse_non_finite(copied)
+                write_shard(directory, self.rank, copied, extra, save_id=save_id)
+            except Exception as error:
+                give_up(directory, self.rank, str(error), save_id=save_id)
+                raise
             if self.rank == 0:
                 commit(directory, self.ranks, save_id=save_id, timeout_s=self._timeout_s)
 
@@ -71,7 +77,10 @@ class StateWriter:
         """Raises what went wrong in a save that has ended; once."""
         if self._error is not None and (self._thread is None or not self._thread.is_alive()):
             error, self._error = self._error, None
-            raise TrainStateError(f"a training state could not be saved: {error}") from error
+            raise TrainStateError(
+                f"the training state {self._saving} could not be saved: {error}. The state before it stays the latest, "
+                "and --resume goes on from that"
+            ) from error
 
     def wait(self) -> None:
         """Returns when the state handed over last is on the disk. Raises TrainStateError."""

@@ -20,6 +20,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from k3rl.config import K3Error
 
 SCHEMA = 2
 _MANIFEST, _DIGEST, _LATEST = "manifest.json", "manifest.sha256", "latest"
+_FAILED = ".failed"
 _STEP = re.compile(r"step_(\d+)")
 _ROWS_KEY = "{name}@{start}"
 _POLL_S = 0.02
@@ -100,16 +102,31 @@ def write_shard(directory: Path, rank: int, owned: Owned, extra: Mapping[str, An
     flush(scratch)
 
 
+def give_up(directory: Path, rank: int, reason: str, *, save_id: str) -> None:
+    """Tells the rank that waits in `commit` that this one writes no shard, as far as the disk takes even that."""
+    note = scratch_of(directory, save_id) / f"{_stem(rank)}{_FAILED}"
+    with suppress(OSError):
+        note.touch()
+        note.write_text(reason, encoding="utf-8")
+
+
 def commit(directory: Path, ranks: int, *, save_id: str, timeout_s: float) -> None:
     """Waits for the shards of all ranks, makes them the state `directory`, then points `latest` at it.
 
     One rank calls it, after its own `write_shard`. An existing state of that name is replaced.
-    Raises TrainStateError when a rank wrote nothing within `timeout_s`, or ranks disagree; `latest` has not moved then.
+    Raises TrainStateError when a rank gave up or wrote nothing within `timeout_s`, or ranks disagree; `latest` has not
+    moved then.
     """
     scratch = scratch_of(directory, save_id)
     lists = [scratch / f"{_stem(rank)}.json" for rank in range(ranks)]
     deadline = time.monotonic() + timeout_s
     while missing := [path for path in lists if not path.is_file()]:
+        for note in sorted(scratch.glob(f"*{_FAILED}")):
+            reason = note.read_text(encoding="utf-8") or "its disk takes nothing any more"
+            raise TrainStateError(
+                f"{directory.name} is not saved: {note.stem} could not write its shard ({reason}); the state before it "
+                "stays the latest"
+            )
         if time.monotonic() > deadline:
             raise TrainStateError(
                 f"{directory.name} is not saved: {', '.join(path.stem for path in missing)} wrote no shard within "
@@ -356,6 +373,14 @@ def chosen_train_state(parent: Path, wanted: str) -> Path | None:
     )
 
 
+def go_back_to(directory: Path) -> None:
+    """Makes a state the latest of its parent: whoever goes on from it, and is ended before the next one, is there."""
+    pointer = directory.parent / _LATEST
+    if not pointer.is_file() or pointer.read_bytes().strip() != directory.name.encode():
+        _write_durable(pointer, directory.name)
+        flush(directory.parent)
+
+
 def prune_train_states(parent: Path, keep: int) -> None:
     """Removes all but the `keep` newest states up to the latest one."""
     newest = _newest(parent)
@@ -388,8 +413,8 @@ def _newest(parent: Path) -> int | None:
     """
     pointer, states = parent / _LATEST, _steps(parent)
     if not pointer.is_file():
-        if len(states) < 2:  # a kill may leave the first state before anything points at it
-            return None
+        if len(states) < 2:  # a kill may leave the first state, which is whole, before anything points at it
+            return states[0][0] if states else None
         said = "is missing"
     else:
         text = pointer.read_text(encoding="utf-8", errors="replace").strip()

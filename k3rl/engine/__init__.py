@@ -15,6 +15,7 @@ programs do. Both are imported by whoever serves, not here. Nothing here trains,
 from k3rl.engine.engine import Engine
 from k3rl.engine.prefix import PrefixCache
 from k3rl.engine.protocol import (
+    ContextExceeded,
     EngineError,
     InvalidRequest,
     NonFiniteLogits,
@@ -31,6 +32,7 @@ from k3rl.types import Completion, Constraint, SamplingParams, StopReason
 __all__ = [
     "Completion",
     "Constraint",
+    "ContextExceeded",
     "Engine",
     "EngineError",
     "EngineLost",

@@ -20,10 +20,11 @@ from starlette.routing import Route
 
 from k3rl.data.images import preprocess_files
 from k3rl.engine.driver import EngineDriver
-from k3rl.engine.protocol import InvalidRequest
+from k3rl.engine.protocol import ContextExceeded, InvalidRequest
 from k3rl.envs.gateway import Answer, GatewaySession, answer
 from k3rl.envs.gateway.dialect import MAX_BODY_BYTES, models, not_found
-from k3rl.envs.gateway.session import CONTEXT_EXCEEDED, Refused
+from k3rl.envs.gateway.session import Refused
+from k3rl.envs.rollout import ContextOutgrown
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
 
@@ -38,14 +39,15 @@ class EnginePolicy:
     ) -> Completion:
         """Sample one completion; a caller that is cancelled takes its request back.
 
-        Raises Refused for a request that no engine could serve, such as a conversation that outgrew the context.
+        Raises ContextOutgrown, and Refused for another request that no engine could serve.
         """
         stream = self._driver.submit(list(prompt_ids), params, images=preprocess_files(images, {}))
         try:
             return await stream.result()
+        except ContextExceeded as error:
+            raise ContextOutgrown(str(error)) from error
         except InvalidRequest as error:
-            code = CONTEXT_EXCEEDED if "context" in str(error) else "invalid_request"
-            raise Refused(str(error), 400, code) from error
+            raise Refused(str(error), 400, "invalid_request") from error
         finally:
             self._driver.abort(stream)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from k3rl.data.images import ImagePatches
 from k3rl.engine.images import Placed, expand
-from k3rl.engine.protocol import InvalidRequest
+from k3rl.engine.protocol import ContextExceeded, InvalidRequest
 from k3rl.model import K3Config
 from k3rl.types import SamplingParams
 
@@ -22,7 +22,7 @@ def checked_prompt(
     """The prompt in rows of the model, int64 [P], and where its images are (`k3rl.engine.images`).
 
     Raises InvalidRequest for an empty prompt, ids outside the vocabulary, images that do not fit the ids or the model,
-    and when the rows and `max_tokens` to sample exceed `max_context`.
+    and ContextExceeded when the rows and `max_tokens` to sample exceed `max_context`.
     """
     prompt = token_row(prompt_ids)
     if not prompt.size:
@@ -37,11 +37,11 @@ def checked_prompt(
     rows, placed = expand(prompt.astype(np.int64), images, config)
     what = "tokens" if not placed else f"tokens and rows of {len(placed)} images"
     if rows.size >= max_context:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"the prompt has {rows.size} {what}; with one to sample it must fit a context of {max_context}"
         )
     if rows.size + max_tokens > max_context:
-        raise InvalidRequest(
+        raise ContextExceeded(
             f"{rows.size} prompt {what} and max_tokens {max_tokens} exceed the context of {max_context}; "
             f"ask for at most {max_context - rows.size}"
         )

@@ -28,6 +28,10 @@ class InvalidRequest(EngineError, ValueError):
     """A request that can never be served: nothing of it was queued."""
 
 
+class ContextExceeded(InvalidRequest):
+    """Prompt and tokens to sample do not fit the context."""
+
+
 class UnknownRequest(EngineError):
     """No request of this id is waiting or running."""
 

@@ -35,7 +35,7 @@ from k3rl.engine.events import EventStream, disconnected, merged
 from k3rl.engine.metrics import ServerMetrics, engine_counters
 from k3rl.engine.openai import ChatRequest, Choice, PlainText, RequestError, TextRequest
 from k3rl.engine.prefix import PrefixCache
-from k3rl.engine.protocol import EngineError, InvalidRequest, Tokens
+from k3rl.engine.protocol import ContextExceeded, EngineError, InvalidRequest, Tokens
 from k3rl.engine.sampler import request_samples
 from k3rl.model.device import DeviceName, place_of
 from k3rl.tokens import Tokenizer, xtml
@@ -218,7 +218,7 @@ class Server:
                 message, param = openai.validation_message(error.errors())
                 response = _refusal(RequestError(message, param=param or None))
             except InvalidRequest as error:
-                code = "context_length_exceeded" if "context" in str(error) else None
+                code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
                 response = _refusal(RequestError(str(error), code=code))
             except (xtml.XTMLError, TokenizerError, ImageError) as error:
                 response = _refusal(RequestError(str(error), param="messages"))

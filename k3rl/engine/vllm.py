@@ -35,6 +35,7 @@ from k3rl.data.images import ImagePatches
 from k3rl.engine import sampler, vllm_wire
 from k3rl.engine.prompts import check_numbers, token_row
 from k3rl.engine.protocol import (
+    ContextExceeded,
     EngineError,
     InvalidRequest,
     Outcome,
@@ -551,7 +552,7 @@ class VLLMEngine:
             raise InvalidRequest("the vLLM engine does not send images; use the k3rl engine for prompts that have some")
         room = self.served.max_context - prompt.size
         if params.max_tokens > room:
-            raise InvalidRequest(
+            raise ContextExceeded(
                 f"{prompt.size} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
                 f"{self.served.max_context}; ask for at most {max(room, 0)}"
             )

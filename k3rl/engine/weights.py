@@ -90,8 +90,7 @@ class WeightUpdate:
         missing = self.manifest.keys() - self.tensors.keys()
         if missing:
             raise self._error(f"{len(missing)} of {len(self.manifest)} tensors are missing, {min(missing)} among them")
-        for name, tensor in self.tensors.items():
-            found = digest(tensor)
+        for name, found in manifest_of(self.tensors.items()).items():
             if found != self.manifest[name]:
                 raise self._error(f"{name} has digest {found}, the manifest says {self.manifest[name]}")
         candidate = K3ForCausalLM(model.config, dtype=model.dtype, device=model.device, packed=model.packed)
@@ -117,7 +116,8 @@ class DeltaUpdate:
         self.version, self._manifest = self._header.version, manifest
         if self._header.base != served:
             raise _refused(self.version, f"it is a delta to version {self._header.base}, and {served} is served")
-        self._base = StoredView(model, trusted=True)  # by digests: of what comes out, and in `_unchanged`
+        # Trusted by digests: of what comes out, and in `_unchanged`.
+        self._base = StoredView(model, trusted=True, expected=self._header.names)
         self._decoder = DeltaDecoder(self._header, self._base.__getitem__)
 
     def add(self, bucket: bytes) -> None:

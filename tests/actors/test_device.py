@@ -7,10 +7,13 @@ import torch
 
 from k3rl.actors.cluster import ClusterConfig, RolloutConfig
 from k3rl.actors.fleet import _Parts, _roles
+from k3rl.actors.learner import LearnerActor
 from k3rl.cli import main
 from k3rl.config import MissingResource
 from k3rl.envs.faults import FaultConfig
+from k3rl.model import K3Config
 from k3rl.model.device import place_of
+from k3rl.parallel import TrainerConfig
 
 PARTS = _Parts("coding-lists", {}, "bwrap", 4, 0, FaultConfig(), None, 0.05, learner=True, rollouts=True)
 
@@ -40,9 +43,19 @@ def test_a_device_that_is_not_there_is_a_missing_resource(monkeypatch, tmp_path,
         place_of("cuda")
 
 
+def test_a_learner_whose_torch_sees_no_gpu_says_so_before_it_meets_others_or_makes_a_model(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # this process goes on with other tests
+    learner = LearnerActor(torch.get_num_threads(), "cuda")
+    with pytest.raises(MissingResource, match="sees no GPU"):
+        learner.join("127.0.0.1:1", 0, 2, 1.0)
+    with pytest.raises(MissingResource, match="sees no GPU"):
+        learner.create(K3Config.named("k3-nano").to_dict(), TrainerConfig(), 0)
+
+
 def test_serving_on_a_device_that_is_not_there_ends_with_exit_code_3(monkeypatch, tmp_path, capsys):
     from k3rl.checkpoint import save_checkpoint
-    from k3rl.model import K3Config, K3ForCausalLM
+    from k3rl.model import K3ForCausalLM
     from k3rl.tokens import Tokenizer
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -27,10 +27,13 @@ TIMEOUT_S = 60.0
 
 
 class Rank(LearnerActor):
-    """A learner that says which process it is."""
+    """A learner that says which process it is, and what it is told to say of its next step."""
 
     def process(self) -> int:
         return os.getpid()
+
+    def note(self, text: str) -> None:
+        self.trainer.notes.append(text)
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,15 @@ def learners():
 
 @pytest.fixture(scope="module")
 def story(ray_cluster, learners, tmp_path_factory):
-    """What the survivor said, what the run said, how long it took, and the states with and without the accident."""
+    """What the survivor said, what the run said, how long it took, the states with and without the accident, notes of a
+    step, and what `unheard` gives."""
     folder = tmp_path_factory.mktemp("ranks")
     first = learners()
     step(first, 1)
     saved(first, folder / "step_1")
+    ray.get([actor.note.remote("told") for actor in first.actors])
     step(first, 2)
+    told, first.notes = first.notes, []
     straight = saved(first, folder / "straight")
 
     victim = ray.get(first.actors[1].process.remote())
@@ -113,11 +119,26 @@ def story(ray_cluster, learners, tmp_path_factory):
     second.load_state(str(folder / "step_1"))
     step(second, 2)
     again = saved(second, folder / "again")
-    return survivor.value.cause, str(run.value), took, straight, again
+    return survivor.value.cause, str(run.value), took, straight, again, told, unheard(second)
+
+
+def unheard(learner: Learner) -> tuple[str, float]:
+    """What the run is told of a killed rank by one that cannot say so, as it waits for its GPU: it is stopped here."""
+    stopped, victim = (ray.get(actor.process.remote()) for actor in learner.actors)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        started = learner.start_training([batch(3)], CrossEntropy())
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(ActorLost) as run:
+            learner.trained(started)
+        return str(run.value), time.monotonic() - killed
+    finally:
+        os.kill(stopped, signal.SIGCONT)
 
 
 def test_the_rank_that_lives_ends_with_the_name_of_the_one_that_was_killed(story):
-    survivor, _, took, _, _ = story
+    survivor, _, took, *_ = story
     assert isinstance(survivor, RankFailed)
     assert survivor.rank == 1
     assert "rank 1 died" in str(survivor)
@@ -128,8 +149,18 @@ def test_the_run_is_told_which_actor_it_lost(story):
     assert story[1].startswith("the actor of learner.train of rank 1 died")
 
 
+def test_what_ranks_note_of_a_step_reaches_the_run_once(story):
+    assert story[-2] == ["told"]
+
+
+def test_the_run_is_told_at_once_though_the_rank_before_it_says_nothing(story):
+    told, took = story[-1]
+    assert told.startswith("the actor of learner.train of rank 1 died")
+    assert took < TIMEOUT_S / 4
+
+
 def test_fresh_ranks_go_on_from_the_state_to_the_bits_of_ranks_that_nothing_happened_to(story):
-    _, _, _, straight, again = story
+    _, _, _, straight, again, *_ = story
     names = {name for name in straight if not name.startswith("rng/")}
     assert names
     assert names == {name for name in again if not name.startswith("rng/")}

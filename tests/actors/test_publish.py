@@ -1,28 +1,34 @@
 """Publishing over a real Ray: deltas where the base is known, else, and after a refusal, the whole version.
 
-Through the object store, and by a broadcast between the actors' processes.
+Through the object store, and by a broadcast between the actors' processes. And what the engines tell environments of a
+conversation that outgrows them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 
 import numpy as np
 import pytest
 import ray
+import torch
 from ray.exceptions import RayActorError
 
+from k3rl.actors.environment import EnvironmentActor
+from k3rl.actors.jobs import EpisodeJob, TaskRef
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.rollout import RolloutActor
 from k3rl.actors.weights import PublishError, WeightPublisher
 from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.envs.rollout import gradable
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config
 from k3rl.model.lora import LoraConfig
 from k3rl.parallel import TrainerConfig
-from k3rl.tokens import Tokenizer
-from k3rl.types import SamplingParams
+from k3rl.tokens import Tokenizer, xtml
+from k3rl.types import Completion, Failed, FailureKind, SamplingParams, StopReason
 
 PROMPT = Tokenizer.builtin().encode("one two three")
 TRAINER = TrainerConfig(muon_lr=1e-4, adamw_lr=1e-4)
@@ -136,6 +142,82 @@ def test_when_the_whole_version_is_damaged_too_the_old_one_is_served(fleet):
     assert [version for version, _ in ray.get([engine.served.remote() for engine in engines])] == [0, 0]
 
 
+TALK = """
+from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult, Task
+
+WORDS = ((1, 6000), (1, 1), (6000, 1))  # of the first message and of the second
+
+
+class Source:
+    splits = ("train",)
+
+    def length(self, split, *, level=None, family=None):
+        return None
+
+    def get(self, split, index, seed=0, *, level=None, family=None):
+        first, second = WORDS[index]
+        text = "word " * first
+        return Task(f"talk/{index}", "talk", (Message("user", text),), "talk", data={"second": second})
+
+
+class Talk(Env):
+    async def reset(self, task, context):
+        self.second = task.data["second"]
+        return Observation(task.messages)
+
+    async def step(self, action):
+        return StepResult(Observation((Message("user", "word " * self.second),)))
+
+    async def conclude(self, reason):
+        return f"what stood at {reason}"
+
+
+def environment():
+    return Environment("talk", "talks", Source(), Talk, lambda **_: Rubric.of(len), lambda task: "")
+"""
+
+
+class FirstWords:
+    """A policy whose first turn is written down, because random weights say no valid message; then the real engine."""
+
+    def __init__(self, engine) -> None:
+        self._engine = engine
+        self.generate = self
+        self.asked: list[int] = []
+        prompt = xtml.render([], thinking=False)
+        said = xtml.render([{"role": "assistant", "content": "a"}], thinking=False, add_generation_prompt=False)
+        self._said = tuple(Tokenizer.builtin().encode_segments(said[len(prompt) :]))
+
+    async def remote(self, requests):
+        self.asked.append(len(requests))
+        if len(self.asked) > 1:
+            return await self._engine.generate.remote(requests)
+        first = Completion(self._said, (-0.1,) * len(self._said), StopReason.STOP, 0, 0)
+        long = [request for request in requests if len(request[0]) > 4000]
+        refused = iter(await self._engine.generate.remote(long))
+        return [next(refused) if request in long else first for request in requests]
+
+
+def test_a_conversation_that_outgrows_the_context_is_truncated_and_one_that_never_fitted_failed(fleet, tmp_path):
+    _, engines, _, _ = fleet
+    fresh(fleet)
+    module = tmp_path / "talk.py"
+    module.write_text(TALK)
+    policy = FirstWords(engines[0])
+    player = EnvironmentActor(f"{module}:environment", {}, "bwrap", policy)
+    jobs = [EpisodeJob(f"e{n}", f"g{n}", TaskRef("train", n, 0), n) for n in range(3)]
+    outgrown, fits, never = asyncio.run(player.play(jobs, SamplingParams(max_tokens=8)))
+    assert policy.asked == [3, 2]
+    assert (outgrown.stop_reason, outgrown.answer) == (StopReason.CONTEXT_OVERFLOW, "what stood at context_overflow")
+    assert gradable(outgrown)
+    assert [len(turn.sampled_ids) for branch in outgrown.branches for turn in branch.turns] == [len(policy._said)]
+    assert fits.stop_reason is not StopReason.CONTEXT_OVERFLOW
+    assert len(fits.branches[0].turns) == 2, "the refusal of its neighbour is not its own"
+    assert isinstance(never.score, Failed)
+    assert never.score.kind is FailureKind.ENGINE
+    assert "must fit a context of 4096" in never.score.reason
+
+
 def by_broadcast(fleet, timeout_s: float = 30.0) -> WeightPublisher:
     fresh(fleet)
     learner, engines, _, _ = fleet
@@ -213,6 +295,14 @@ def test_a_broken_broadcast_is_left_for_the_object_store_and_that_is_said_once(f
     assert [version for version, _ in served(engines)] == [4, 4]
 
 
+def test_a_learner_says_whether_its_canary_can_be_compared_closely():
+    for dtype in (torch.float32, torch.bfloat16):
+        learner = LearnerActor(1)
+        learner._dtype = dtype  # as on a GPU, and with DeepSpeed
+        learner.create(K3Config.named("k3-nano").to_dict(), TRAINER, 0)
+        assert learner.publish([(0, "none")], stream=True).half is (dtype == torch.bfloat16)
+
+
 def test_an_engine_that_dies_in_a_broadcast_leaves_the_others_on_the_old_version(fleet):
     learner, engines, _, _ = fleet  # of which one is gone afterwards: this test is the last
     publisher = by_broadcast(fleet)
@@ -223,4 +313,7 @@ def test_an_engine_that_dies_in_a_broadcast_leaves_the_others_on_the_old_version
         publisher.publish()
     (note,) = publisher.notes()
     assert "through the object store" in note
+    assert [version for version, _ in served(engines[:1])] == [1]
+    with pytest.raises(RayActorError):  # in the second phase too the loss comes first: fresh actors may help
+        publisher._all("commit", 9, [(9,), (9,)])
     assert [version for version, _ in served(engines[:1])] == [1]

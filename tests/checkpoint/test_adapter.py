@@ -76,6 +76,19 @@ def test_the_base_may_stand_beside_the_adapter(base):
         load_checkpoint(moved / "adapter")
 
 
+def test_weights_that_were_replaced_are_refused_and_the_same_in_another_place_are_not(base, nano, capsys):
+    folder, _ = base
+    (folder / "base").rename(folder / "kept")
+    save_checkpoint(nano(1), folder / "base")
+    with pytest.raises(CheckpointError, match=r"beside other weights than .*base holds now"):
+        load_checkpoint(folder / "adapter")
+    assert main(["export", str(folder / "adapter"), str(folder / "copy")]) == 3
+    assert "beside other weights" in capsys.readouterr().err
+    file = folder / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(folder / "kept")}))
+    assert load_checkpoint(folder / "adapter").adapter is not None
+
+
 def test_what_k3rl_does_not_compute_is_refused_by_its_key(base):
     folder, _ = base
     file = folder / "adapter" / "adapter_config.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader, encode
+from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader, _deflated, encode
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 
 KINDS = {torch.uint8: np.uint8, torch.bfloat16: np.uint16, torch.float32: np.uint32}
@@ -68,11 +69,73 @@ def test_any_change_comes_out_bit_for_bit_from_buckets_within_their_bound(seed, 
     assert manifest_of(got.items()) == after
 
 
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_any_number_of_threads_makes_the_same_bytes_and_takes_them(threads, monkeypatch):
+    monkeypatch.setattr("k3rl.checkpoint.delta._PROVED", 5000)  # digests go to threads too
+    sizes = [(kind, size) for size in (1, 9000, 40, 7000, 3) for kind in KINDS]
+    base, new = some_tensors(2, sizes, 0.1, 2)
+    made = []
+    for count in (1, 2, 5):
+        threads(count)
+        header, buckets, (before, after) = delta(base, new, 3000)
+        made.append((header.to_bytes(before), buckets))
+        assert manifest_of(rebuilt(base, *made[0]).items()) == after
+    assert made[0] == made[1] == made[2]
+    header, buckets = made[0]
+    with pytest.raises(DeltaError, match=r"layer\.\d+ is incomplete"):
+        rebuilt(base, header, buckets[:2] + buckets[3:])
+    honest = DeltaHeader.from_bytes(header, before)
+    wrong = dataclasses.replace(honest, digests=(b"\0" * 8,) * len(honest.names))
+    first = next(name for name in wrong.names if new[name].element_size() == 1)
+    with pytest.raises(DeltaError, match=f"{first} came out with another digest"):
+        rebuilt(base, wrong.to_bytes(before), buckets)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.integers(0, 255), min_size=1, max_size=20),
+    repeats=st.integers(1, 5000),
+    zeros=st.integers(0, 20000),
+)
+def test_what_is_deflated_without_a_search_is_plain_zlib_and_hardly_longer_than_it_was(values, repeats, zeros):
+    data = bytes(values) * repeats + b"\0" * zeros
+    packed = _deflated(data)
+    assert zlib.decompress(packed) == data
+    assert len(packed) <= len(data) + 5 * (len(data) // 16384 + 1) + 11  # the bound that buckets are cut by
+
+
+def test_steps_of_a_learning_rate_cost_no_more_than_where_repeats_are_searched_for():
+    base, new = some_tensors(3, [(torch.uint8, 200_000), (torch.bfloat16, 200_000)], 0.05, 1)
+    sent = sum(map(len, delta(base, new, 1 << 20)[1]))
+    old, fresh = (tensors["layer.1"].view(torch.int16).numpy() for tensors in (base, new))
+    moved = np.packbits(np.stack([old != fresh, old > fresh], 1).reshape(-1))
+    flips = np.flatnonzero(base["layer.0"].numpy() != new["layer.0"].numpy())
+    gaps, values = np.diff(flips).astype(np.uint8), (base["layer.0"] ^ new["layer.0"]).numpy()[flips]
+    searched = sum(len(zlib.compress(part.tobytes())) for part in (moved, gaps, values))
+    assert sent < searched
+
+
 def test_few_changes_cost_few_bytes():
     base, new = some_tensors(0, [(torch.uint8, 200_000), (torch.bfloat16, 200_000)], 0.01, 1)
     header, buckets, (before, _) = delta(base, new, 1 << 20)
     sent = sum(map(len, buckets)) + len(header.to_bytes(before))
     assert sent < 0.03 * 600_000
+
+
+def test_buckets_of_few_changes_do_not_wait_until_they_are_full(monkeypatch):
+    monkeypatch.setattr("k3rl.checkpoint.delta._WORDS", 10_000)
+    monkeypatch.setattr("k3rl.checkpoint.delta._COVERED", 40_000)
+    base, new = some_tensors(0, [(torch.uint8, 200_000), (torch.bfloat16, 100_000)], 0.001, 1)
+    header, buckets, (before, after) = delta(base, new, 1 << 20)
+    assert len(buckets) == 200_000 / 40_000 + 2 * 100_000 / 40_000
+    assert manifest_of(rebuilt(base, header.to_bytes(before), buckets).items()) == after
 
 
 def test_equal_versions_give_an_empty_delta():

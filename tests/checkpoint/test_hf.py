@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from k3rl.checkpoint import (
     save_checkpoint,
     stored_dtype,
 )
+from k3rl.checkpoint.replace import BusyDirectory, alone
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.numerics import mx, project
 from k3rl.parallel import Trainer, TrainerConfig
@@ -296,6 +298,32 @@ def test_a_disk_that_returns_other_bytes_is_noticed_and_the_old_checkpoint_stays
 
     monkeypatch.setattr(hf, "save_file", flip)
     with pytest.raises(CheckpointError, match="does not read back"):
+        save_checkpoint(nano(1), path)
+    assert equal(stored(load_checkpoint(path, dtype=torch.float32)), stored(nano(0)))
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(nano, tmp_path, monkeypatch) -> None:
+    from k3rl.checkpoint import hf
+
+    path = tmp_path / "ck"
+    save_checkpoint(nano(0), path)
+    real = hf.fill
+
+    def fill(model: K3ForCausalLM, files: Mapping[str, Tensor]) -> None:
+        save_checkpoint(nano(1), path)
+        real(model, files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "fill", fill)
+        with pytest.raises(CheckpointError, match="replaced while it was read"):
+            load_checkpoint(path, dtype=torch.float32)
+    assert equal(stored(load_checkpoint(path, dtype=torch.float32)), stored(nano(1)))
+
+
+def test_a_checkpoint_that_another_process_writes_is_left_to_it(nano, tmp_path) -> None:
+    path = tmp_path / "ck"
+    save_checkpoint(nano(0), path)
+    with alone(path), pytest.raises(BusyDirectory, match="ck now"):
         save_checkpoint(nano(1), path)
     assert equal(stored(load_checkpoint(path, dtype=torch.float32)), stored(nano(0)))
 

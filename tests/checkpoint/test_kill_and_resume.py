@@ -179,11 +179,12 @@ def test_a_run_killed_ten_times_ends_with_the_bits_of_one_that_was_not(runs, uni
     assert [name for name in got if not torch.equal(got[name], uninterrupted[name])] == []
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
-def test_a_run_goes_on_with_another_number_of_ranks(runs, tmp_path, first, then):
+@pytest.mark.parametrize(("first", "then"), [(3, 1), (1, 2)])
+def test_a_run_that_was_killed_goes_on_with_another_number_of_ranks(runs, tmp_path, first, then):
     assert runs.run(tmp_path / "alone", 6, save=False, dtype="float64") == [0]
-    assert runs.run(tmp_path / "moved", 4, ranks=first, dtype="float64") == [0] * first
+    assert runs.run(tmp_path / "moved", 6, ranks=first, kill=("step", 5), dtype="float64") == [-signal.SIGKILL] * first
     assert len(TrainState(latest_train_state(tmp_path / "moved")).rank_extras) == first
+    clear_unfinished(tmp_path / "moved")
     assert runs.run(tmp_path / "moved", 6, ranks=then, dtype="float64") == [0] * then
     alone, moved = final(tmp_path / "alone"), final(tmp_path / "moved")
     assert alone.keys() == moved.keys()

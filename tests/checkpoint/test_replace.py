@@ -61,3 +61,23 @@ def test_a_waiting_directory_beside_a_whole_one_is_removed(tmp_path) -> None:
     (tmp_path / ".target.previous").mkdir()
     replace.recover(path)
     assert [p.name for p in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_directory_is_written_by_one_at_a_time(tmp_path) -> None:
+    path = tmp_path / "deep" / "target"
+    with replace.alone(path), pytest.raises(replace.BusyDirectory, match="another process writes"):
+        replace.alone(path).__enter__()
+    (path.parent / ".target.lock").touch()  # of a process that was killed
+    with replace.alone(path):
+        replace.publish(written(path, "one"), path)
+    assert [p.name for p in path.parent.iterdir()] == ["target"]
+
+
+def test_who_reads_leaves_a_directory_alone_that_is_about_to_be_replaced(tmp_path) -> None:
+    path = tmp_path / "target"
+    with replace.alone(path):
+        written(path, "old").rename(tmp_path / ".target.previous")
+        replace.recover(path)
+        assert not path.exists()
+    replace.recover(path)
+    assert (path / "file").read_text() == "old"

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import k3rl.checkpoint.state_writer as state_writer
+import k3rl.checkpoint.train_state as train_state
 from k3rl.checkpoint.state_writer import StateWriter
 from k3rl.checkpoint.train_state import (
     Rows,
@@ -134,6 +136,26 @@ def test_latest_moves_only_when_every_rank_has_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1"]
 
 
+def test_a_rank_that_cannot_write_is_named_before_the_time_is_up(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    first, second = (StateWriter(rank, 2, timeout_s=60) for rank in range(2))
+    first.save(tmp_path / "step_1", {"w": torch.ones(1)}, {}, save_id="a")
+    began = time.monotonic()
+    while not list(tmp_path.glob(".step_1.*/rank_00000.json")):
+        assert time.monotonic() - began < 30
+        time.sleep(0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_state, "save_file", full)
+        second.save(tmp_path / "step_1", {}, {}, save_id="a")
+        for writer, who in ((second, ""), (first, "rank_00001 could not write its shard .*")):
+            with pytest.raises(TrainStateError, match=rf"{who}No space left on device"):
+                writer.wait()
+    assert time.monotonic() - began < 30
+    assert latest_train_state(tmp_path) is None
+
+
 def test_ranks_that_drifted_apart_or_leave_a_gap_are_refused(tmp_path):
     for rank in range(2):
         write_shard(tmp_path / "step_1", rank, {"w": torch.full((2,), float(rank))}, {}, save_id="a")
@@ -172,10 +194,12 @@ def test_a_pointer_that_names_no_state_is_not_taken_for_a_fresh_run(tmp_path, te
     assert chosen_train_state(tmp_path, "step_2") == tmp_path / "step_2"
 
 
-def test_a_first_state_that_nothing_points_at_yet_is_a_fresh_run(tmp_path):
+def test_a_first_state_that_nothing_points_at_yet_is_the_latest(tmp_path):
+    assert chosen_train_state(tmp_path, "latest") is None
     save(tmp_path / "step_1", tensors())
     (tmp_path / "latest").unlink()  # a kill between the two
-    assert chosen_train_state(tmp_path, "latest") is None
+    assert chosen_train_state(tmp_path, "latest") == tmp_path / "step_1"
+    TrainState(tmp_path / "step_1").verify()
 
 
 def test_pruning_keeps_the_newest_states_up_to_the_latest(tmp_path):

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from k3rl.actors.learner import LearnerActor
 from k3rl.checkpoint import load_checkpoint
+from k3rl.checkpoint.train_state import TrainState
 from k3rl.cli import main
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, LoraConfig
+from k3rl.numerics import mx
 from k3rl.parallel import TrainerConfig
 
 TINY = K3Config.named("k3-nano").replace(num_experts=4)
@@ -58,6 +62,28 @@ def test_a_state_is_exported_as_the_run_wrote_it_at_that_step(run, tmp_path, cap
     assert '"tensors":' in capsys.readouterr().out
     assert _stored(tmp_path / "out") == _stored(run / "then")
     assert (tmp_path / "out" / "config.json").read_bytes() == (run / "then" / "config.json").read_bytes()
+
+
+def test_masters_that_were_rounded_before_they_were_stored_are_exported_so(tmp_path):
+    """As DeepSpeed in bf16 does it: expected are the values of the state's masters, taken through bf16 first."""
+    learner = LearnerActor(1)
+    learner.create(TINY.to_dict(), TrainerConfig(micro_batch_tokens=64), seed=5)
+    learner.train([_batch(0)], CrossEntropy())
+    learner._computes = "bfloat16"
+    learner.save_state(str(tmp_path / "step_1"), {"step": 1}, "a")
+    learner.state_saved()
+    assert main(["export", str(tmp_path / "step_1"), str(tmp_path / "out")]) == 0
+    masters = TrainState(tmp_path / "step_1")
+    stored = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+    moved = 0
+    for name in (key.removesuffix("_packed") for key in stored if key.endswith("w1.weight_packed")):
+        master = masters.tensor(f"optimizer.{name}/master")
+        value = mx.dequantize_mxfp4(stored[f"{name}_packed"], stored[f"{name}_scale"], torch.float32)
+        assert torch.equal(value, mx.fake_quantize_mxfp4(master.bfloat16().float()))
+        moved += int((value != mx.fake_quantize_mxfp4(master)).sum())
+    assert moved  # somewhere the first rounding decides the second
+    bias = "language_model.model.layers.0.self_attn.dt_bias"
+    assert torch.equal(stored[bias], masters.tensor(f"optimizer.{bias}/master").bfloat16().float())
 
 
 def test_an_adapters_state_is_exported_alone_with_its_weights_or_merged(tmp_path):

@@ -24,6 +24,7 @@ import torch
 from k3rl.checkpoint import load_checkpoint
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import (
+    ContextExceeded,
     Engine,
     EngineError,
     InvalidRequest,
@@ -242,8 +243,10 @@ def test_requests_that_cannot_be_kept_are_refused_and_nothing_is_queued(subject)
         (PROMPT, SamplingParams(top_k=2**63)),
     ]
     for prompt, params in refused:
-        with pytest.raises(InvalidRequest):
+        too_long = len(prompt) + params.max_tokens >= 100_000
+        with pytest.raises(InvalidRequest) as caught:
             engine.submit(prompt, params)
+        assert isinstance(caught.value, ContextExceeded) is too_long
     assert (engine.num_waiting, engine.num_running, engine.step()) == (0, 0, [])
     with pytest.raises(UnknownRequest):
         engine.abort(99)

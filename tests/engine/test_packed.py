@@ -13,7 +13,7 @@ import torch
 
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import encode
-from k3rl.engine import Engine
+from k3rl.engine import Engine, WeightUpdateError
 from k3rl.engine.weights import manifest_of
 from k3rl.kernels import few_rows_packed
 from k3rl.model import LoraConfig
@@ -152,3 +152,79 @@ def test_scales_beyond_the_kernels_are_decoded(wide, served):
     assert not bank.in_range
     assert not bank.multiplies(torch.zeros(1, 256), 1)
     assert torch.equal(bank.down()[1], bank.value(1, "w2", torch.float64))
+
+
+def test_a_run_of_experts_is_read_and_written_as_one_by_one(wide, later, served):
+    model, other = Engine(wide).model, Engine(wide).model
+    layer, bank = next(iter(model.packed_banks.items()))
+    other = other.packed_banks[layer]
+    numbers = [3, 0, 2]
+    found = bank.stored_many(numbers)
+    assert found.keys() == {(number, leaf) for number in numbers for leaf in ("w1", "w2", "w3")}
+    for (number, leaf), parts in found.items():
+        for got, wanted in zip(parts, bank.stored(number, leaf), strict=True):
+            assert torch.equal(got, wanted)
+    prefix = f"language_model.model.layers.{layer}.block_sparse_moe.experts."
+    given = {
+        (number, leaf): tuple(later[f"{prefix}{number}.{leaf}.weight_{part}"] for part in ("packed", "scale"))
+        for number, leaf in [(2, "w1"), (0, "w3"), (3, "w2"), (0, "w2"), (0, "w1")]
+    }
+    bank.fill_many(given)
+    for (number, leaf), parts in given.items():
+        other.fill(number, leaf, parts)
+    for left, right in ((bank._gate_up, other._gate_up), (bank._down, other._down)):
+        assert torch.equal(left.packed, right.packed)
+        assert torch.equal(left.scale, right.scale)
+
+
+@pytest.mark.parametrize("run_bytes", [1, 8 << 20])
+def test_a_delta_of_every_expert_turns_tiles_a_run_at_a_time(wide, stored, later, served, monkeypatch, run_bytes):
+    for place in ("k3rl.model.packed", "k3rl.checkpoint.partial", "k3rl.checkpoint.hf"):
+        monkeypatch.setattr(f"{place}.RUN_BYTES", run_bytes)
+    only_codes = {name: later[name] if name.endswith("_packed") else stored[name] for name in stored}
+    manifests = manifest_of(stored.items()), manifest_of(only_codes.items())
+    header, buckets = encode(stored, only_codes, manifests, (0, 1))
+    engine, calls = Engine(wide), {"tiled": 0, "stored": 0}
+    assert engine.manifest == manifests[0]
+    for name in calls:
+        own = getattr(few_rows_packed, name)
+
+        def counted(*parts, name=name, own=own):
+            calls[name] += 1
+            return own(*parts)
+
+        monkeypatch.setattr(few_rows_packed, name, counted)
+    engine.start_weight_delta(header.to_bytes(manifests[0]))
+    for bucket in buckets:
+        engine.update_weights_by_delta(bucket)
+    engine.verify_weight_update()
+    layers, runs = len(engine.model.packed_banks), wide.config.num_experts if run_bytes == 1 else 1
+    assert calls["tiled"] == 3 * runs * layers, "once for each of w1, w2 and w3"
+    if run_bytes == 1:  # runs so small that more are read ahead than a view holds
+        assert calls["stored"] <= 2 * 2 * runs * layers
+    else:
+        assert calls["stored"] == 2 * layers, "once for gate and up, once for down, for scales that stay too"
+    engine.finish_weight_update(1)
+    assert manifest_of(official_tensors(engine.model)) == manifests[1]
+
+
+def test_bytes_of_an_expert_that_were_written_to_are_refused_by_name(wide, stored, served):
+    name = next(name for name in stored if name.endswith("experts.1.w2.weight_packed"))
+    changed = {**stored, name: stored[name].clone()}
+    changed[name][:, ::7] ^= 3
+    manifests = manifest_of(stored.items()), manifest_of(changed.items())
+    header, buckets = encode(stored, changed, manifests, (0, 1))
+    sent = list(buckets)
+    for part, says in ((0, name), (1, name.replace("_packed", "_scale"))):
+        engine = Engine(wide)
+        assert engine.manifest == manifests[0]
+        bank = next(iter(engine.model.packed_banks.values()))
+        mine = [part.clone() for part in bank.stored(1, "w2")]
+        mine[part][0, 0] ^= 1
+        bank.fill(1, "w2", tuple(mine))
+        engine.start_weight_delta(header.to_bytes(manifests[0]))
+        for bucket in sent:
+            engine.update_weights_by_delta(bucket)
+        with pytest.raises(WeightUpdateError, match=says):
+            engine.verify_weight_update()
+        assert engine.version == 0

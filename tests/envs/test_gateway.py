@@ -20,7 +20,7 @@ from k3rl.envs import Action, Env, EpisodeContext, Observation, StepResult
 from k3rl.envs.faults import EngineFailed
 from k3rl.envs.gateway import Answer, GatewaySession, ProgramHarness, answer, run_program
 from k3rl.envs.harness import WorkspaceSpec, files_from
-from k3rl.envs.rollout import NOT_GRADED, run_episode
+from k3rl.envs.rollout import NOT_GRADED, ContextOutgrown, run_episode
 from k3rl.envs.sandbox import provider_named
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Budgets, Completion, Episode, Failed, Message, SamplingParams, StopReason, Task, ToolCall
@@ -404,3 +404,25 @@ def test_how_a_program_ends_is_typed() -> None:
 
     with pytest.raises(EngineFailed, match="engine gone"):
         run(program(1), Gone())
+
+
+class Outgrown(Script):
+    """Has no room after so many turns."""
+
+    room = 0
+
+    async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        if not self.room:
+            raise ContextOutgrown("no room")
+        self.room -= 1
+        return await super().complete(prompt_ids, params)
+
+
+def test_a_program_whose_conversation_outgrows_the_policy_is_told_and_keeps_what_it_did() -> None:
+    policy = Outgrown(Message("assistant", "a"))
+    policy.room = 1
+    episode = run(program(2), policy)
+    assert (episode.stop_reason, episode.score) == (StopReason.CONTEXT_OVERFLOW, NOT_GRADED)
+    assert files_from(episode.answer) == {"said.txt": "a\n"}
+    with pytest.raises(EngineFailed, match="no room"):
+        run(program(2), policy)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.envs import Action, Env, EpisodeContext, Observation, StepResult, make
-from k3rl.envs.rollout import NOT_GRADED, gradable, run_episode, tighter
+from k3rl.envs.rollout import NOT_GRADED, ContextOutgrown, gradable, run_episode, tighter
 from k3rl.envs.sandbox import ProgramRunner
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import (
@@ -242,6 +242,32 @@ def test_a_completion_that_was_cut_gives_the_reason(reason: StopReason, expected
     episode = play(Script(answer("def f(a):\n return a"), stop=reason))
     assert (episode.stop_reason, episode.answer) == (expected, "")
     assert gradable(episode) is may_grade
+
+
+class Short(Script):
+    """A policy with a context of so many tokens."""
+
+    context = 0
+
+    async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        if len(prompt_ids) + params.max_tokens > self.context:
+            raise ContextOutgrown(f"{len(prompt_ids)} and {params.max_tokens} are more than {self.context}")
+        return await super().complete(prompt_ids, params)
+
+
+def test_a_conversation_that_outgrows_the_policy_keeps_its_turns_and_one_that_never_fits_is_raised(
+    runner: ProgramRunner,
+) -> None:
+    policy, sampling = Short(call(program(PROBE)), answer("x")), SamplingParams(max_tokens=72)
+    policy.context = len(TOKENIZER.encode_segments(xtml.render(PROBE.messages, thinking=False))) + 72
+    episode = play(policy, PROBE, programs=runner, sampling=sampling)
+    assert (episode.stop_reason, episode.answer) == (StopReason.CONTEXT_OVERFLOW, "")
+    assert [turn.sampled_ids for turn in episode.branches[0].turns] == [tuple(call(program(PROBE)))]
+    assert gradable(episode)
+    policy.context -= 1
+    policy.asked.clear()
+    with pytest.raises(ContextOutgrown):
+        play(policy, PROBE, programs=runner, sampling=sampling)
 
 
 class Misbehaving(Env):
