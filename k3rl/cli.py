@@ -31,6 +31,7 @@ COMMANDS = {
     "inspect": ("k3rl.cli_model:inspect", "parameters and bytes of a checkpoint or a named size"),
     "plan": ("k3rl.cli_plan:plan", "memory, traffic and time of post-training a model on a cluster"),
     "tail": ("k3rl.cli_run:tail", "follow the rollouts of a run as text"),
+    "replay": ("k3rl.cli_replay:replay", "a stored rollout token by token, scored again by a checkpoint"),
     "env": ("k3rl.cli_env:env", "environments: list, check, grade, play, new"),
     "config": ("k3rl.cli_config:config", "configurations: show, diff, schema"),
     "doctor": ("k3rl.cli_doctor:doctor", "check that this machine has what a run needs"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from k3rl.cli_words import Parser
-from k3rl.config import ConfigError, MissingResource
+from k3rl.config import NO_CHECKPOINT, ConfigError, MissingResource
 
 TOKEN_VARIABLE = "K3RL_SERVE_TOKEN"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -47,7 +47,7 @@ def serve(words: Sequence[str]) -> int:
     if arguments.prefix_disk_mb and arguments.prefix_directory is None:
         raise ConfigError("--prefix-disk-mb needs --prefix-directory", key="--prefix-directory")
     if not any((arguments.checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ConfigError(f"{arguments.checkpoint} holds no checkpoint (no config.json)", key="checkpoint")
+        raise MissingResource(f"{arguments.checkpoint} {NO_CHECKPOINT}")
     try:
         from k3rl.engine import PrefixCache, server
     except ModuleNotFoundError as error:

@@ -64,9 +64,12 @@ class ConfigError(K3Error):
 
 
 class MissingResource(K3Error):
-    """Something outside the configuration is not there: a package, a program, GPUs, a file, a cluster."""
+    """Something outside the configuration is not there: a package, a program, GPUs, a file, a checkpoint, a cluster."""
 
     exit_code = 3
+
+
+NO_CHECKPOINT = "holds no checkpoint (no config.json); a run keeps its own in export/"
 
 
 # ------------------------------------------------------------------------------------------------ base class

@@ -43,16 +43,19 @@ class ChatBatches:
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
         return self.pack(order[place * self._size : (place + 1) * self._size])
 
-    def cursor(self, step: int) -> dict[str, int]:
+    def cursor(self, step: int) -> dict[str, int | str]:
         """Where the batch of `step` stands in the data, for a training state."""
         epoch, place = divmod(step, len(self._rows) // self._size)
-        return {"rows": len(self._rows), "batch_size": self._size, "seed": self._seed, "epoch": epoch, "place": place}
+        here = {"rows": len(self._rows), "batch_size": self._size, "seed": self._seed, "epoch": epoch, "place": place}
+        return here | {"content": self._rows.fingerprint}
 
-    def check(self, cursor: Mapping[str, int], step: int) -> None:
+    def check(self, cursor: Mapping[str, int | str], step: int) -> None:
         """Raises ConfigError unless `cursor` was taken at `step` of this order of these data."""
         here = self.cursor(step)
         if changed := [
-            f"{key} was {cursor.get(key)} and is {value}" for key, value in here.items() if cursor.get(key) != value
+            f"{key} was {cursor.get(key)} and is {value}"
+            for key, value in here.items()
+            if cursor.get(key) != value and not (key == "content" and key not in cursor)  # of an older k3rl
         ]:
             raise ConfigError(
                 f"the data are not those that the run has read so far: {', '.join(changed)}; resume with the same "
@@ -82,6 +85,8 @@ def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatch
     if config.data is not None and config.heldout_data is not None:
         train_file, heldout_file = Path(config.data), Path(config.heldout_data)
     else:
+        if {key.rpartition(".")[2] for key in session.run.changed} & {"demonstrations", "heldout_examples"}:
+            session.progress.note(f"{name}: demonstrations stay those of the first attempt; a new run may have others")
         train_file = _demonstrations(folder / f"{name}.jsonl", config, config.demonstrations, "train")
         heldout_file = _demonstrations(folder / "heldout.jsonl", config, config.heldout_examples, "heldout")
     start = resolve_start(config.model.start)

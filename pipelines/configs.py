@@ -12,6 +12,7 @@ from k3rl.envs.faults import FaultConfig
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill
 from k3rl.optim import Schedule
 from k3rl.parallel import LearnerConfig, TrainerConfig, check_backend
+from k3rl.run.sinks import MetricsConfig
 
 
 class QuantizationConfig(Config):
@@ -139,6 +140,7 @@ class StageConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     learner: LearnerConfig = LearnerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    metrics: MetricsConfig = Field(MetricsConfig(), json_schema_extra=NOT_HASHED)
     save_every: int = Field(20, ge=1)
     """Steps between training states. The last whole step is saved too when a run is interrupted."""
     keep_states: int = Field(2, ge=1)
@@ -296,3 +298,12 @@ class QuickstartConfig(Config):
     distill: DistillConfig = DistillConfig()
     more_sft: bool = True
     """Also spend RL's compute on more SFT, from the same start, for the comparison in the table."""
+    metrics: MetricsConfig = Field(MetricsConfig(), json_schema_extra=NOT_HASHED)
+    """Of the whole job; those of its stages stay as they are."""
+
+    @model_validator(mode="after")
+    def _one_place_for_metrics(self) -> QuickstartConfig:
+        for name in ("sft", "rl", "distill"):
+            if getattr(self, name).metrics != MetricsConfig():
+                raise ValueError(f"{name}.metrics is set; the stages of this job are one run: set metrics in its place")
+        return self

@@ -11,7 +11,7 @@ from rich.console import Console
 from k3rl.actors.cluster import ClusterConfig, cluster
 from k3rl.actors.fleet import fleet
 from k3rl.checkpoint import add_to_card
-from k3rl.config import Config, ConfigError
+from k3rl.config import NO_CHECKPOINT, Config, ConfigError, MissingResource
 from k3rl.envs.sandbox import provider_named
 from k3rl.pipelines import distill, quickstart, rl, sft
 from k3rl.pipelines.chat_data import check_data
@@ -53,6 +53,7 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
         options,
         env=config.env,
         cluster_config=config.cluster,
+        metrics_config=config.metrics,
         max_running=config.evaluation.max_running,
         seed=config.seed,
     )
@@ -118,7 +119,7 @@ def evaluate(
     """`k3rl eval`: engines, environments and graders, without a learner. The same call gives the same figures."""
     evaluation, cluster_config = evaluation or EvalConfig(), cluster_config or ClusterConfig()
     if resolve_start(checkpoint) is None:
-        raise ConfigError(f"{checkpoint} holds no checkpoint (no config.json)", key="CHECKPOINT", got=checkpoint)
+        raise MissingResource(f"{checkpoint} {NO_CHECKPOINT}")
     chosen = EnvConfig(name=env, args=env_args or {})
     tasks = held_out(chosen, evaluation)
     provider_named(chosen.sandbox).check()

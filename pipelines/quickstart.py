@@ -37,6 +37,7 @@ def run(config: QuickstartConfig, options: RunOptions) -> dict[str, Any]:
         options,
         env=config.rl.env,
         cluster_config=config.cluster,
+        metrics_config=config.metrics,
         max_running=config.evaluation.max_running,
         seed=config.seed,
     )

@@ -39,13 +39,14 @@ def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResul
 
     pending = stage.in_flight()
     for step in stage.steps():
-        pending = pending or next_rollouts(step)
-        published.update(pending.published)
+        # Updates since these rollouts were given their weights: with staleness, the last step's.
+        pending, ahead = (next_rollouts(step), 0) if pending is None else (pending, config.max_staleness)
+        published["version"] = pending.published["version"]
         with stage.clock("wait_for_batch"):
             groups = pending.groups()
         more = stage.more()
         check_failures(groups, config.failure_limit)
-        metrics = rollout_metrics(groups, rollouts.env, published["version"])
+        metrics = rollout_metrics(groups, rollouts.env, published["version"] + ahead)
         metrics.merge(rollouts.take_metrics())
         if config.shuffle_rewards:
             groups = shuffled(groups, config.seed, step)

@@ -12,7 +12,7 @@ from typing import Any
 
 from k3rl.actors.cluster import ClusterConfig, cluster
 from k3rl.actors.fleet import Fleet, fleet
-from k3rl.config import Config
+from k3rl.config import Config, to_tree
 from k3rl.data.trajectories import TrajectoryWriter
 from k3rl.envs import make
 from k3rl.envs.sandbox import provider_named
@@ -20,6 +20,7 @@ from k3rl.pipelines.configs import EnvConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.run import MetricsWriter, Recorder, RunDirectory, RunOptions
 from k3rl.run.progress import Progress
+from k3rl.run.sinks import MetricsConfig, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Message
 
@@ -41,6 +42,7 @@ class Session:
     tokenizer: Tokenizer
     trajectories: TrajectoryWriter
     resume: bool
+    restarts: int = 0  # of all actors, in this process
 
     def restarted(self) -> Session:
         """The same run as its next attempt, with fresh actors, to go on from the last training state."""
@@ -48,7 +50,8 @@ class Session:
         self.run.next_attempt()
         self.progress.log_to(self.run.logs_dir / LOG)
         self.metrics.attempt = self.recorder.attempt = self.run.info.attempt
-        return replace(self, trajectories=_trajectories(self.run, self.tokenizer), resume=True)
+        fresh = _trajectories(self.run, self.tokenizer)
+        return replace(self, trajectories=fresh, resume=True, restarts=self.restarts + 1)
 
 
 def _trajectories(run: RunDirectory, tokenizer: Tokenizer) -> TrajectoryWriter:
@@ -64,19 +67,22 @@ def session(
     *,
     env: EnvConfig,
     cluster_config: ClusterConfig,
+    metrics_config: MetricsConfig,
     max_running: int,
     seed: int,
 ) -> Iterator[Session]:
     """Opens a run directory, starts Ray and the actors, and ends all of them with the block."""
+    check_sinks(metrics_config)
     directory = options.directory(options.preset if options.preset != "default" else pipeline)
     with ExitStack() as stack:
         run = stack.enter_context(RunDirectory.create(directory, config, pipeline, options))
-        metrics = stack.enter_context(MetricsWriter(run.metrics_path, run_id=run.info.id, attempt=run.info.attempt))
-        recorder = stack.enter_context(
-            Recorder(run.traces_dir, run_id=run.info.id, config_hash=run.info.config_hash, attempt=run.info.attempt)
-        )
         progress = stack.enter_context(Progress())
         progress.log_to(run.logs_dir / LOG)
+        about: dict[str, Any] = {"run_id": run.info.id, "attempt": run.info.attempt}
+        sinks = open_sinks(metrics_config, run.root, tree=to_tree(config), **about)
+        writer = MetricsWriter(run.metrics_path, sinks=sinks, warn=progress.note, **about)
+        metrics = stack.enter_context(writer)
+        recorder = stack.enter_context(Recorder(run.traces_dir, config_hash=run.info.config_hash, **about))
         interrupts = stack.enter_context(Interrupts())
         provider_named(env.sandbox).check()  # before anything is started: what is missing is said at once
         if run.changed:
@@ -98,8 +104,8 @@ def session(
             )
         )
         tokenizer = Tokenizer.builtin()
-        writer = _trajectories(run, tokenizer)
-        yield Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, writer, options.resume)
+        kept = _trajectories(run, tokenizer)
+        yield Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, options.resume)
 
 
 def canary_prompt(env: EnvConfig) -> list[int]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from k3rl.checkpoint import is_adapter
-from k3rl.checkpoint.train_state import chosen_train_state, clear_unfinished, prune_train_states
+from k3rl.checkpoint.train_state import chosen_train_state, clear_unfinished, go_back_to, prune_train_states
+from k3rl.config import ConfigError
 from k3rl.pipelines.configs import StageConfig
 from k3rl.pipelines.in_flight import InFlight
 from k3rl.pipelines.session import Session
@@ -54,6 +55,17 @@ def cut_notes(results: Iterable[StageResult]) -> list[str]:
     return [f"max_seconds ended {', '.join(cut)}: expect less of such a run, or raise the stage's max_seconds"]
 
 
+def memory_note(held: Mapping[str, float]) -> str:
+    """What the fullest rank of the learner held, bytes by part; the peak, of a GPU, comes first."""
+
+    def size(value: float) -> str:
+        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+
+    parts = ", ".join(f"{part} {size(value)}" for part, value in held.items() if part != "peak")
+    peak = f"peak {size(held['peak'])}, of which " if "peak" in held else ""
+    return f"memory of a learner's rank: {peak}{parts}"
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was asked to end; its last whole step is saved."""
 
@@ -73,6 +85,7 @@ class Stage:
         self.step = 0
         self.totals = {"trained_tokens": 0.0, "sampled_tokens": 0.0}
         self._clocks: dict[str, float] = {}
+        self._memory: dict[str, float] = {}  # the most of each part
         self._loop_began = self._step_began = time.monotonic()
         self._first_step = 0
         self._promised: int | None = None
@@ -81,23 +94,40 @@ class Stage:
     # ---------------------------------------------------------------------------------------------- going on
 
     def finished(self) -> StageResult | None:
-        """The result of this stage from an earlier attempt, when the run is resumed and the stage had ended."""
+        """The result of this stage from an earlier attempt, when the run is resumed and the stage had ended.
+
+        Raises ConfigError where it is to go on from a state that is named, which a stage that has ended does not.
+        """
         if not self.session.resume or not self._result.is_file():
             return None
         result = StageResult(**json.loads(self._result.read_text()))
+        again, wanted = f"to train on, delete {self._result}, and those of later stages", self._config.resume_from
+        if wanted != "latest" and not self.session.restarts:
+            raise ConfigError(
+                f"{self.name} ended after step {result.steps}, so nothing goes on from {wanted}; {again}",
+                key="resume_from",
+                got=wanted,
+                wanted="latest",
+            )
+        self.session.progress.note(f"{self.name}: ended after step {result.steps} in an earlier attempt; {again}")
         # Where it lies now: the run may have been moved, or be resumed from another folder.
         return replace(result, checkpoint=str(self.session.run.root / "export" / self.name))
 
     def restore(self) -> dict[str, Any] | None:
         """Loads the newest state into the learner and returns the loop's own part, or None to start afresh.
 
-        With `resume_from` another state than the newest. Raises TrainStateError for one that is torn or altered.
+        With `resume_from` another state than the newest, which is the newest from then on: when actors are lost before
+        the next one, or after it, the run goes on from what it has got to. Raises TrainStateError for one that is torn
+        or altered.
         """
         clear_unfinished(self._states)
-        chosen = chosen_train_state(self._states, self._config.resume_from) if self.session.resume else None
-        if chosen is None:
+        if not self.session.resume:
+            return None
+        wanted = "latest" if self.session.restarts else self._config.resume_from
+        if (chosen := chosen_train_state(self._states, wanted)) is None:
             return None
         extra = self.session.fleet.learner.load_state(str(chosen))
+        go_back_to(chosen)
         self.step, self._spent_s, self.totals = extra["step"], extra["seconds"], extra["totals"]
         self._in_flight = extra["in_flight"]
         self.session.progress.note(f"{self.name}: going on after step {self.step}")
@@ -178,6 +208,10 @@ class Stage:
         trained, sampled = (metrics.pairs().get(f"perf/{kind}_tokens", (0.0, 0.0))[0] for kind in ("train", "sampled"))
         self.totals["trained_tokens"] += trained
         self.totals["sampled_tokens"] += sampled
+        for key, value in metrics.maxima().items():
+            if key.startswith("memory/"):
+                part = key.removeprefix("memory/")
+                self._memory[part] = max(value, self._memory.get(part, 0.0))
         notes, self.session.fleet.learner.notes = self.session.fleet.learner.notes, []
         for note in notes:
             self.session.progress.note(f"{self.name}, step {self.step}: {note}")
@@ -217,6 +251,8 @@ class Stage:
         """Saves the last state, an official-layout checkpoint or the adapter, and the result that a resume reads."""
         self.save(loop_state)
         self._saved()
+        if self._memory:
+            self.session.progress.note(f"{self.name}: {memory_note(self._memory)}")
         root, learner = self.session.run.root, self.session.fleet.learner
         checkpoint = root / "export" / self.name
         card = {"stage": self.name, "steps": self.step, "config_hash": self.session.run.info.config_hash, **notes}

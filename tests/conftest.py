@@ -4,7 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return TOGETHER.get(name, name)
 
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="session")
+def shown_by_tensorboard() -> Callable[[Path], dict[str, list[tuple[int, float]]]]:
+    """A function from a folder of event files to tag -> (step, value) pairs, read by TensorBoard itself."""
+    from tensorboard.backend.event_processing import event_accumulator
+
+    def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+        everything = event_accumulator.STORE_EVERYTHING_SIZE_GUIDANCE
+        events = event_accumulator.EventAccumulator(str(folder), size_guidance=everything).Reload()
+        pairs = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+        return {tag: shown for tag, shown in pairs.items() if shown}
+
+    return read
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@
       configs/latest -> attempt_1
       logs/attempt_1/driver.log     what the run said; logs/latest -> attempt_1
       metrics.jsonl                 k3rl.run.metrics
+      tensorboard/ wandb/           the same elsewhere, where it was asked for: k3rl.run.sinks
       traces/                       k3rl.run.recorder
       checkpoints/<stage>/step_20/  written by the pipelines
       export/<stage>/               checkpoints in the official layout

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -90,6 +91,7 @@ class MetricsWriter:
         self, path: Path, *, run_id: str = "", attempt: int = 1, sinks: Iterable[Sink] = (), warn: Any = print
     ) -> None:
         self.attempt = attempt
+        self._path = path
         self._file = open_for_append(path)
         self._sinks = list(sinks)
         self._warn = warn
@@ -113,7 +115,11 @@ class MetricsWriter:
                 sink.write(step, source, values)
             except Exception as error:  # whatever a third-party sink raises, training goes on without it
                 self._sinks.remove(sink)
-                self._warn(f"metrics are no longer sent to {sink.name}: {type(error).__name__}: {error}")
+                self._warn(
+                    f"metrics no longer go to {sink.name}: {type(error).__name__}: {error}; {self._path} has all"
+                )
+                with suppress(Exception):  # it was said already
+                    sink.close()
         return values
 
     def close(self) -> None:
@@ -122,7 +128,7 @@ class MetricsWriter:
             try:
                 sink.close()
             except Exception as error:
-                self._warn(f"closing {sink.name} failed: {type(error).__name__}: {error}")
+                self._warn(f"ending {sink.name} failed: {type(error).__name__}: {error}; {self._path} has all metrics")
         self._sinks.clear()
 
     def _append(self, row: dict[str, Any]) -> None:

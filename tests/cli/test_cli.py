@@ -155,10 +155,23 @@ def test_a_mistake_exits_2_with_a_message_and_no_traceback(words, said, capsys):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("words", [["tail", "nowhere"], ["export", "nowhere", "there"]])
-def test_what_is_missing_exits_3(words, capsys):
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tail", "nowhere"],
+        ["export", "nowhere", "there"],
+        ["eval", "nowhere", "coding-lists"],
+        ["serve", "nowhere"],
+        ["inspect", "nowhere"],
+        ["replay", "nowhere", "rl-0-0-0"],
+    ],
+)
+def test_what_is_missing_exits_3(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(words) == 3
-    assert "nowhere" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("k3rl: missing\n")
+    assert "nowhere" in error
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_wrong_token_is_refused(served):
 
 def test_a_folder_without_a_checkpoint_and_an_open_host_without_a_token_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("K3RL_SERVE_TOKEN", raising=False)
-    assert main(["serve", str(tmp_path)]) == 2
+    assert main(["serve", str(tmp_path)]) == 3
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "K3RL_SERVE_TOKEN" in capsys.readouterr().err

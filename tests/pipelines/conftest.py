@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 SMALL = """
+[metrics]
+tensorboard = true
 [cluster]
 object_store_mb = 200
 rollout_actors = 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from k3rl.checkpoint import load_checkpoint, official_tensors, weights_of
 from k3rl.cli import main
 from k3rl.data.trajectories import read_all
 from k3rl.pipelines.batches import reward_of
-from k3rl.run.metrics import read_metrics
+from k3rl.run.metrics import read_metrics, series
 
 pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
 
@@ -79,6 +80,19 @@ def test_metrics_hold_a_row_a_step_and_the_curve_is_drawn(finished):
     assert (run / "reward.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_tensorboard_has_the_metrics_of_every_stage_when_it_is_asked_for(finished, shown_by_tensorboard):
+    _, run = finished
+    rows = read_metrics(run / "metrics.jsonl")
+    folders = {path.name: shown_by_tensorboard(path) for path in (run / "tensorboard").iterdir()}
+    assert folders.keys() == {row["source"] for row in rows} >= {"sft", "rl", "distill"}
+    for stage, shown in folders.items():
+        named = {name for row in rows if row["source"] == stage for name in row}
+        assert shown.keys() == named - {"t", "step", "source", "attempt", "counts"}
+        for name, pairs in shown.items():
+            steps, values = zip(*series(rows, name, stage), strict=True)
+            assert pairs == list(zip(steps, np.float32(values).tolist(), strict=True)), name
+
+
 def test_a_stage_that_trains_an_adapter_publishes_and_leaves_the_adapter_alone(finished):
     report, run = finished
     folder = run.parent / report["export"]
@@ -116,6 +130,46 @@ def test_the_stream_shows_the_same_episodes_and_tail_prints_them(finished, comma
     assert sum(row["kind"] == "episode" for row in rows) == 48
     out, _ = command.run("tail", "quick", "--no-follow")
     assert "list:" in out
+
+
+def replayed(capsys, run: Path, *words: str) -> dict:
+    assert main(["replay", str(run), *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_stored_rollout_tells_whether_a_checkpoint_is_the_policy_that_sampled_it(finished, capsys):
+    _, run = finished
+    stored = {e.id: e for g in read_all(run / "traces" / "trajectories") for e in g.episodes}["rl-0-0-0"]
+    (turn,) = stored.branches[0].turns
+    alone = replayed(capsys, run, "rl-0-0-0")
+    assert (alone["equal"], alone["first_difference"], alone["step"]) == (None, None, 0)
+    assert alone["turns"][0]["token_ids"] == list(turn.sampled_ids)
+    assert alone["turns"][0]["logprobs"] == list(turn.logprobs)
+    assert alone["turns"][0]["checkpoint_logprobs"] is None
+    # The stages start from the SFT policy, and what the last one exports is another.
+    own = replayed(capsys, run, "rl-0-0-0", "--checkpoint", str(run / "export" / "sft"), "--tolerance", "0.2")
+    other = replayed(capsys, run, "rl-0-0-0", "--checkpoint", str(run / "export" / "distill"))
+    # An untrained model's values fall on a rounding boundary in one token of a thousand: far off, and little of the KL.
+    assert (own["equal"], own["first_difference"]) == (True, None)
+    assert own["kl"] < 1e-4
+    assert other["equal"] is False
+    for found in (own, other):
+        d = np.array(found["turns"][0]["checkpoint_logprobs"]) - np.array(turn.logprobs)
+        assert found["kl"] == pytest.approx(np.mean(np.exp(d) - 1 - d), rel=1e-6, abs=1e-12)  # of doubles
+        assert found["largest_difference"] == pytest.approx(np.abs(d).max(), rel=1e-12)
+        assert found["tokens"] == len(turn.sampled_ids)
+    assert other["kl"] > 1e-4
+    assert other["first_difference"]["token"] == np.flatnonzero(np.abs(d) > 5e-4)[0]
+
+
+def test_a_replay_shows_the_tokens_and_names_the_nearest_of_an_episode_that_is_not_there(finished, capsys):
+    _, run = finished
+    assert main(["replay", str(run), "distill-0-1-0", "--checkpoint", str(run / "export" / "sft")]) == 0
+    shown = capsys.readouterr().out
+    assert "  > <|open|>message role=" in shown
+    assert "this is the policy that acted" in shown, "a fresh adapter changes nothing"
+    error = _refused(capsys, "replay", str(run), "rl-0-0-00")
+    assert "nearest: rl-0-0-0" in error
 
 
 def _refused(capsys, *words: str) -> str:

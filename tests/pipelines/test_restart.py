@@ -95,6 +95,15 @@ def test_it_ends_with_the_bits_of_a_run_that_nothing_happened_to(killed, straigh
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
+def test_batches_are_one_update_behind_and_each_publication_is_told_once(killed, straight):
+    """The first batch is sampled by the weights that it trains; the last step publishes nothing."""
+    for run, again in ((straight, None), (killed[0], "attempt 2")):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = {row["step"]: row for row in rows if row["source"] == "distill"}
+        assert [steps[n]["staleness/mean"] for n in range(STEPS)] == [0.0, 1.0, 1.0, 1.0], again
+        assert [n for n in range(STEPS) if "publish/bytes" in steps[n]] == list(range(STEPS - 1)), again
+
+
 def test_only_states_that_are_kept_have_their_rollouts(killed):
     folder = killed[0] / "checkpoints" / "distill"
     names = {path.name for path in folder.iterdir()}

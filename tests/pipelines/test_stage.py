@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from k3rl.checkpoint.train_state import commit, write_shard
+from k3rl.config import ConfigError
 from k3rl.pipelines import distill, rl
 from k3rl.pipelines.configs import DistillConfig, RLConfig, SFTConfig
 from k3rl.pipelines.interrupts import Interrupts
-from k3rl.pipelines.stage import Stage, StageResult, cut_notes
+from k3rl.pipelines.stage import Stage, StageResult, cut_notes, memory_note
 from k3rl.run.progress import Progress
 
 
@@ -67,6 +71,50 @@ def test_a_stage_that_ran_out_of_time_is_named_with_its_steps():
     (note,) = cut_notes([cut, whole])
     assert note.startswith("max_seconds ended sft after 20 of 260 steps:")
     assert cut_notes([whole]) == []
+
+
+def _resumed(tmp_path, wanted: str, restarts: int) -> Stage:
+    """The stage of a resumed run, whose learner says which state it was given."""
+    stage = stage_of(tmp_path, SFTConfig(resume_from=wanted), 9)
+    stage.session.resume, stage.session.restarts = True, restarts
+    said = {"seconds": 0.0, "totals": {}, "in_flight": None, "loop": {}}
+    learner = SimpleNamespace(load_state=lambda path: said | {"step": int(path.rpartition("_")[2])})
+    stage.session.fleet = SimpleNamespace(learner=learner)
+    return stage
+
+
+def _save(tmp_path, step: int) -> None:
+    folder = tmp_path / "checkpoints" / "rl" / f"step_{step}"
+    write_shard(folder, 0, {}, {}, save_id="a")
+    commit(folder, 1, save_id="a", timeout_s=5)
+
+
+def test_a_run_that_went_back_and_lost_its_actors_goes_on_from_what_it_has_got_to(tmp_path):
+    for step in (2, 4, 6):
+        _save(tmp_path, step)
+    for wanted, restarts in (("step_2", 0), ("step_2", 1), ("latest", 0)):  # lost before the next state, in two ways
+        stage = _resumed(tmp_path, wanted, restarts)
+        stage.restore()
+        assert stage.step == 2
+    _save(tmp_path, 3)
+    for wanted, restarts, step in (("step_2", 1, 3), ("latest", 0, 3), ("step_2", 0, 2)):
+        stage = _resumed(tmp_path, wanted, restarts)
+        stage.restore()
+        assert stage.step == step
+
+
+def test_a_stage_that_has_ended_does_not_pass_over_a_state_that_was_asked_for(tmp_path):
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "rl.json").write_text(json.dumps(asdict(StageResult("rl", "c", 8, 1.0, 1.0, 9.0))))
+    assert _resumed(tmp_path, "latest", 0).finished().steps == 8
+    with pytest.raises(ConfigError, match=r"rl ended after step 8, so nothing goes on from step_6; .*rl\.json"):
+        _resumed(tmp_path, "step_6", 0).finished()
+
+
+def test_a_stage_says_its_peak_and_what_it_was_made_of():
+    held = {"weights": 3 * 2**30, "optimizer": 5 * 2**20, "peak": 13.04 * 2**30}
+    assert memory_note(held).endswith(": peak 13.0 GiB, of which weights 3.0 GiB, optimizer 5.0 MiB")
+    assert memory_note({"weights": 0.0}).endswith("rank: weights 0.0 MiB")
 
 
 def test_limits_are_those_of_the_config(tmp_path):

@@ -140,6 +140,21 @@ def commands_in(page: str) -> list[list[str]]:
     return [words for line in lines if (words := line.strip().removeprefix("$ ").split())]
 
 
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_lines_of_at_most_120_characters_and_links_to_what_is_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    # A row of a table and an address cannot be broken.
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|") and "://" not in line]
+    assert not long
+    links = [link.partition("#")[0] for link in re.findall(r"\[[^\]]*\]\(([^)]+)\)", text) if "://" not in link]
+    assert not [link for link in links if link and not ((ROOT / page).parent / link).exists()]
+    named = re.findall(r"`((?:docs|benchmarks)/[\w/]+\.(?:md|py))`", text)
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_make_targets_of_a_page_exist(page):
     named = {word for words in commands_in(page) if words[0] == "make" for word in words[1:2] if "=" not in word}
