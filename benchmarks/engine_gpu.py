@@ -197,7 +197,11 @@ def check_forward(report: Any, setting: Setting) -> None:
 
 
 def check_gradients(report: Any, setting: Setting) -> None:
-    """Gradients of packed documents on the device in bf16 against float32 on the CPU, relative, by part."""
+    """Gradients of packed documents on the device in bf16 against float32 on the CPU, relative, by part.
+
+    Random weights make some of them differences of large numbers, so bf16 alone may be further off than 0.1: kernels
+    may then be a quarter worse than plain torch in bf16.
+    """
     config = checked_config(setting)
     model = setting.model(config)
     wide = in_float32(model)
@@ -207,20 +211,28 @@ def check_gradients(report: Any, setting: Setting) -> None:
     with torch.no_grad():
         routes = wide.hidden(torch.tensor([ids]), cu_seqlens=ends).routes
     found = {}
-    for name, own in (("device", model), ("cpu", wide)):
+    for name, own, context in (
+        ("device", model, contextlib.nullcontext()),
+        ("torch", model, gpu.without_kernels()),
+        ("cpu", wide, contextlib.nullcontext()),
+    ):
         given = torch.tensor([ids], device=own.device)
-        out = own.hidden(given, cu_seqlens=ends.to(own.device), routes=routes.to(own.device)).hidden
-        out.backward(up.to(own.device, out.dtype))
+        own.zero_grad(set_to_none=True)
+        with context:
+            out = own.hidden(given, cu_seqlens=ends.to(own.device), routes=routes.to(own.device)).hidden
+            out.backward(up.to(own.device, out.dtype))
         found[name] = {n: p.grad.float().cpu() for n, p in own.official_parameters() if p.grad is not None}
     parts = {"kda": ".layers.0.self_attn.", "mla": ".layers.2.self_attn.", "experts": ".experts.", "rest": ""}
-    errors = {}
-    for part, piece in parts.items():
-        names = [n for n in found["cpu"] if piece in n and n in found["device"]]
-        gap = sum(float((found["device"][n] - found["cpu"][n]).square().sum()) for n in names)
-        errors[part] = (gap / max(sum(float(found["cpu"][n].square().sum()) for n in names), 1e-30)) ** 0.5
+    errors: dict[str, dict[str, float]] = {"device": {}, "torch": {}}
+    for way, own_errors in errors.items():
+        for part, piece in parts.items():
+            names = [n for n in found["cpu"] if piece in n and n in found[way]]
+            gap = sum(float((found[way][n] - found["cpu"][n]).square().sum()) for n in names)
+            own_errors[part] = (gap / max(sum(float(found["cpu"][n].square().sum()) for n in names), 1e-30)) ** 0.5
     same = found["device"].keys() == found["cpu"].keys()
-    report.check("gradients in bf16 against float32", ok=same and max(errors.values()) < 0.1, same_parameters=same,
-                 **errors)  # fmt: skip
+    fine = all(error < max(0.1, 1.25 * errors["torch"][part]) for part, error in errors["device"].items())
+    report.check("gradients in bf16 against float32", ok=same and fine, same_parameters=same, **errors["device"],
+                 torch_in_bf16=errors["torch"])  # fmt: skip
 
 
 def check_route(report: Any, setting: Setting) -> None:

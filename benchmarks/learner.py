@@ -8,8 +8,8 @@
 floor is the work of its matrix products (`k3rl.parallel.costs`: three forwards, and Newton-Schulz) at the rate of a
 large product timed here. `eager` rows: the same model in plain operations with every logit materialized
 (`benchmarks/eager_k3.py`) and `torch.optim.AdamW`, on the same tokens, turn by turn with ours: with AdamW and without
-the optimizer; `loss_difference` says that both computed the same. `memory` rows: live bytes of two passes and of a
-step (`k3rl.parallel.live_bytes`) beside what `k3rl plan` predicts, no time. `layout` rows: a step on several processes
+the optimizer; `loss_difference` says that both computed the same. `memory` rows: live bytes of a step of one
+pass (`k3rl.parallel.live_bytes`) beside what `k3rl plan` predicts, no time. `layout` rows: a step on several processes
 of one thread against one process that takes all the tokens; `communication_share` is the time that the first rank
 spends in collectives, waiting included; `expert_bytes` are counted, beside the plan's. `adamw` row: the native AdamW
 on two ranks against DeepSpeed's ZeRO-2, where that is installed. Contenders take turns; a figure is the fastest of the
@@ -266,25 +266,27 @@ def memory_rows(name: str, given: argparse.Namespace) -> Iterator[Row]:
         options, method = VARIANTS[variant]
         trainer = trainer_of(name, Mesh.alone(), given.tokens, **options)
         mix = Mix(given.tokens, given.length, given.tokens, 4)
-        planned = learner_memory(config, Layout(), Method(weight_bytes=4, **method), mix)
+        planned = learner_memory(config, Layout(), Method(weight_bytes=4, **method), mix, one_pass=True)
         yield memory_row(f"{name}, {variant}, {given.tokens} tokens of {given.length}", trainer, batch, planned)
 
 
 def memory_row(shape: str, trainer: Trainer, batch: TrainBatch | None, planned: dict[str, float]) -> Row:
-    """Live bytes of a step beside the plan's, weights and resting state added from their own sizes."""
+    """Live bytes of a step beside the plan's. Weights, resting state and sums of experts' gradients, which are there
+    before it, are added from their own sizes."""
     model, held = trainer.model, trainer.memory()
+    sums = [total for part in model.moe_parts() if part.bank.sums is not None for total in part.bank.gradients()]
     buckets = [*trainer.optimizer._muon, *trainer.optimizer._adam]
     fields = ("master", "momentum", "first", "second")
     state = [getattr(bucket, field) for bucket in buckets for field in fields if hasattr(bucket, field)]
     kept = [value for bank in model.packed_banks.values() for n in model.experts for leaf in ("w1", "w2", "w3")
             for value in bank.stored(n, leaf)]  # fmt: skip
     own = [p for p in model.parameters() if not p.is_meta]
-    live = LiveBytes([*own, *kept, *(p for _, p in model.trained_parameters()), *state])
+    live = LiveBytes([*own, *kept, *(p for _, p in model.trained_parameters()), *state, *sums])
     trainer.train(batch, CrossEntropy())
     with live:
         trainer.train(batch, CrossEntropy())
     found = {part: held.get(part, 0) for part in ("weights", "adapters", "optimizer")} | {
-        "gradients and work": live.peak
+        "gradients and work": live.peak + sum(total.nbytes for total in sums)
     }
     total, expected = sum(found.values()), sum(planned.values())
     return row(
@@ -321,7 +323,7 @@ def rank_main(given: argparse.Namespace) -> None:
         best, parts, share = timed_steps(trainer, own, given.repeats)
         sent = 0 if trainer.experts is None else trainer.experts.sent_bytes / (given.repeats + 1)
         layout, mix = Layout(*degrees), Mix(given.tokens, given.length, given.tokens, 4)
-        planned = learner_memory(config, layout, Method(weight_bytes=4), mix)
+        planned = learner_memory(config, layout, Method(weight_bytes=4), mix, one_pass=True)
         memory = memory_row("", trainer_of(name, mesh, given.tokens), own, planned)
         found = {"seconds": best, "parts_ms": parts, "communication_share": share, "expert_bytes": sent} | {
             key: memory[key] for key in ("peak_bytes", "planned_bytes", "planned_over_measured")
@@ -362,7 +364,7 @@ def layout_rows(name: str, given: argparse.Namespace) -> Iterator[Row]:
         data, expert, context = LAYOUTS[layout]
         size = data * expert * context
         if alone[size] is None:
-            trainer = trainer_of(name, Mesh.alone(), given.tokens)
+            trainer = trainer_of(name, Mesh.alone(), max(given.tokens, given.length))
             alone[size] = timed_steps(trainer, batch_of(config, given.tokens * size, given.length), given.repeats)[0]
         found = ranks(name, layout, given)
         first = found[0]

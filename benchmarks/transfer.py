@@ -12,6 +12,8 @@ serves on, and the next one arrives. Rows time a whole version: `sent` from the 
 has the last, `proved` until every engine has compared its digests and built the second model. The peer is the object
 store's way: messages packed on the host and put into shared host memory, then copied out, one after the other, by the
 engine. Common to all and apart: `gathered` (stored tensors to the host) and `digested` (the learner's manifest).
+A last row is a delta in which nearly every tensor changed a little, as after a step of RL, against the whole version by
+the same way: from the first record made until it is proved; `sent_s` of it until the engine has all, `proof_s` after.
 """
 
 from __future__ import annotations
@@ -129,8 +131,8 @@ class Peer:
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
 
 
-def engine_process(pipe: Any, directory: str, device: str) -> None:
-    torch.set_num_threads(4)
+def engine_process(pipe: Any, directory: str, device: str, threads: int) -> None:
+    torch.set_num_threads(threads)
     peer = Peer(directory, device)
     pipe.send(("ready", None))
     while (call := pipe.recv()) is not None:
@@ -152,7 +154,9 @@ class Engines:
             own, other = context.Pipe()
             if apart:
                 os.environ["CUDA_VISIBLE_DEVICES"] = f"{number + 1}"
-            process = context.Process(target=engine_process, args=(other, directory, device), daemon=True)
+            process = context.Process(
+                target=engine_process, args=(other, directory, device, torch.get_num_threads()), daemon=True
+            )
             process.start()
             self.pipes.append(own)
             self.processes.append(process)
@@ -206,16 +210,17 @@ class Publisher:
         return {name: tensor.cpu() for name, tensor in official_tensors(self.model)}
 
     def change(self, share: float = 0.02) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Moves a share of the weights by one place; returns what was stored before."""
+        """Moves a share of the values of nearly every tensor by one place; returns what was stored before."""
         before, generator = (self.stored, self.manifest), torch.Generator().manual_seed(self.version)
-        after, every = {}, round(1 / share)
+        after = {}
         for name, tensor in self.stored.items():
             words = tensor.clone()
-            chosen = slice(int(torch.randint(every, (1,), generator=generator)), None, every)
+            chosen = torch.rand(tensor.shape, generator=generator) < share
             if tensor.dtype == torch.bfloat16 and "norm" not in name:
-                words.view(-1).view(torch.int16)[chosen] ^= 1
-            elif name.endswith("_packed"):
-                words.view(-1)[chosen] ^= 1
+                words.view(torch.int16).bitwise_xor_(chosen.to(torch.int16))
+            elif name.endswith("_packed"):  # the first code of a byte or the second
+                second = torch.randint(2, tensor.shape, generator=generator, dtype=torch.uint8)
+                words ^= chosen.to(torch.uint8) << 4 * second
             after[name] = words
         assign_official_tensors(self.model, {name: tensor.to(self.device) for name, tensor in after.items()})
         self.stored = self.gathered()
@@ -233,12 +238,18 @@ class Publisher:
         answers = self.engines.answers()
         return sent, time.perf_counter() - began, size, answers
 
-    def delta(self, base: tuple[dict[str, Tensor], dict[str, str]], served: int) -> tuple[int, list[tuple[str, Any]]]:
+    def delta(
+        self, base: tuple[dict[str, Tensor], dict[str, str]], served: int
+    ) -> tuple[float, float, int, list[tuple[str, Any]]]:
+        """The same of a delta, which is made while it is sent."""
         self.version += 1
         header, buckets = encode(base[0], self.stored, (base[1], self.manifest), (served, self.version))
+        began = time.perf_counter()
         self.engines.start("stream", self.version, {}, header.to_bytes(base[1]), False)
         size = self.sender.send(f"{self.version}", map(BytesMessage, buckets))
-        return size, self.engines.answers()
+        sent = time.perf_counter() - began
+        answers = self.engines.answers()
+        return sent, time.perf_counter() - began, size, answers
 
     def by_host(self) -> tuple[float, float]:
         """(seconds until all lies in shared host memory, seconds proved) of a whole version."""
@@ -303,7 +314,7 @@ def measure(publisher: Publisher, name: str, repeats: int) -> None:
     publisher.check(f"{name}: a whole version")
     served = publisher.version
     base = publisher.change()
-    size, answers = publisher.delta(base, served)
+    *_, size, answers = publisher.delta(base, served)
     report.check(f"{name}: a delta is taken", ok=all(a[0] == "ok" for a in answers), bytes=size)
     publisher.check(f"{name}: a delta")
     served = publisher.version
@@ -343,6 +354,20 @@ def measure(publisher: Publisher, name: str, repeats: int) -> None:
             engine_peak_bytes=max(engines.call("peak")),
         )  # fmt: skip
 
+    deltas = []
+    for _ in range(repeats):
+        served, base = publisher.version, publisher.change()
+        changed = sum(digest != base[1][key] for key, digest in publisher.manifest.items())
+        deltas.append(publisher.delta(base, served))
+        engines.call("commit", publisher.version)
+    sent, took, size = (statistics.median(each[place] for each in deltas) for place in range(3))
+    report.row(
+        "delta, proved", f"{name}, {changed} of {len(publisher.manifest)} tensors, {len(engines.pipes)} engines", took,
+        peer="the whole version by the same way", peer_s=statistics.median(pair[1] for pair in direct), bytes=size,
+        threads=torch.get_num_threads(), sent_s=sent,
+        proof_s=statistics.median(max(answer[1] for answer in answers) for *_, answers in deltas),
+    )  # fmt: skip
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -351,8 +376,10 @@ def main() -> int:
     parser.add_argument("--model", default="k3-small")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=4, help="of the learner and of each engine")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     cuda = args.device == "cuda"
     if args.way == "ipc" and not cuda:
         parser.error("ipc is GPU memory that two processes share; take --way broadcast on a CPU")
