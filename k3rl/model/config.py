@@ -209,6 +209,9 @@ def _refuse_other_models(given: Mapping[str, Any], fixed: Mapping[str, Any], whe
             raise ModelConfigError(f"{where}.{key} is {given[key]!r}; this program computes only {wanted!r}")
 
 
+_HASH = "_hash"
+
+
 @dataclass(frozen=True)
 class K3Config:
     """One model of the Kimi K3 architecture. Frozen; `replace` gives a changed copy.
@@ -251,6 +254,18 @@ class K3Config:
     quantization: QuantizationConfig = QuantizationConfig(weights="none")
     ablation: AblationConfig = K3_PARTS
     other_keys: Mapping[str, Any] = field(default_factory=dict, compare=False)  # text keys kept for writing back
+
+    def __hash__(self) -> int:
+        """Of what is compared, once: the planner looks figures up by it hundreds of thousands of times."""
+        known: int | None = self.__dict__.get(_HASH)
+        if known is None:
+            compared = (each.name for each in dataclasses.fields(self) if each.compare and each.hash is not False)
+            known = hash(tuple(getattr(self, name) for name in compared))
+            object.__setattr__(self, _HASH, known)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != _HASH}  # another process hashes anew
 
     def __post_init__(self) -> None:
         self._check_layers()

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 from k3rl.losses.logprob import TABLE_ELEMENTS
 from k3rl.model import K3Config
@@ -266,6 +266,12 @@ def activation_memory(
     mix: of each rank in the mean; the result is of the one that needs most. coming: bytes of gradients that take the
     place of activations.
     """
+    return dict(_activation_memory(config, replace(layout, data=1), method, mix, coming))
+
+
+@lru_cache(maxsize=1 << 14)
+def _activation_memory(config: K3Config, layout: Layout, method: Method, mix: Mix, coming: float) -> dict[str, float]:
+    """`activation_memory`, the same on every data rank."""
     on_ranks = mixes(config, mix, experts=layout.expert, context=layout.context, lora=bool(method.lora_rank))
     every = (_pass_memory(config, layout, method, own, coming) for own in on_ranks)
     return max(every, key=lambda parts: sum(parts.values()))

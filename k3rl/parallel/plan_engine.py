@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 from k3rl.model import K3Config
 from k3rl.parallel import costs
@@ -65,6 +65,15 @@ def fastest_engine(
 
     No engines and nothing else where the devices are too few for one.
     """
+    size, engines, memory, times = _fastest_engine(config, cluster, workload, rollout_gpus, efficiency)
+    return size, engines, dict(memory), dict(times)
+
+
+@lru_cache(maxsize=1 << 14)
+def _fastest_engine(
+    config: K3Config, cluster: Cluster, workload: Workload, rollout_gpus: int, efficiency: Efficiency
+) -> tuple[int, int, dict[str, float], dict[str, float]]:
+    """`fastest_engine`, which a search of layouts asks for few numbers of devices."""
     least = engine_size(config, cluster)
     best: tuple[int, int, dict[str, float], dict[str, float]] = (least if rollout_gpus else 0, 0, {}, {})
     for size in engine_sizes(config, cluster):

@@ -113,8 +113,8 @@ def judge(
 
 def _dividing(method: Method, layout: Layout) -> Method:
     """Frozen weights over no more ranks than a stage's divide."""
-    stage = layout.devices // layout.pipeline
-    return dataclasses.replace(method, shard_frozen=math.gcd(method.shard_frozen, stage))
+    ranks = math.gcd(method.shard_frozen, layout.devices // layout.pipeline)
+    return method if ranks == method.shard_frozen else dataclasses.replace(method, shard_frozen=ranks)
 
 
 def _recomputed(method: Method) -> Method:

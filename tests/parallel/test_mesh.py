@@ -47,7 +47,6 @@ LAYOUTS: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "ep2-float32": (2, 2, FLOAT32, {}),
     "dp2-programs": (2, 1, FLOAT64, {"capture": "on"}),
     "dp4": (4, 1, FLOAT64, {"offload_optimizer": True}),
-    "dp4-programs": (4, 1, FLOAT64, {"capture": "on"}),
     "ep4": (4, 4, FLOAT64, {}),
     "ep4-recomputed": (4, 4, FLOAT64, {"recompute": ("mlp",)}),
     "dp2xep2": (4, 2, FLOAT64, {}),
@@ -406,7 +405,7 @@ def test_every_layout_has_the_loss_gradients_and_masters_of_one_process(folder, 
     assert max(found.values()) < (1e-8 if dtype is FLOAT64 else 1e-3)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("dp2-programs", STEPS), ("dp4-programs", STEPS), ("dp2", 0)])
+@pytest.mark.parametrize(("name", "steps"), [("dp2-programs", STEPS), ("dp2", 0)])
 def test_programs_have_their_gradients_summed_behind_the_backward(folder, name, steps):
     """All but the first time, which finds out what a backward reaches; in the last step ranks have no sequence."""
     files = [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(LAYOUTS[name][0])]
