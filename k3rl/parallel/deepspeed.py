@@ -85,6 +85,14 @@ def check_backend(learner: LearnerConfig, trainer: TrainerConfig) -> None:
             "leave learner.backend native",
             key="trainer.lora",
         )
+    if not trainer.shard_optimizer:
+        raise ConfigError(
+            "trainer.shard_optimizer is false and every ZeRO stage shards the optimizer; leave it true, or leave "
+            "learner.backend native",
+            key="trainer.shard_optimizer",
+            got=False,
+            wanted="true",
+        )
     if trainer.capture == "on":
         raise ConfigError(
             "trainer.capture is on and ZeRO's passes are no program of fixed shapes; set it to auto or off, or leave "

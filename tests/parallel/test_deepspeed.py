@@ -290,7 +290,11 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_at_start_with_the_rea
     with pytest.raises(ValueError, match="ZeRO lays parameters end to end"):
         SFTConfig(learner=LearnerConfig(backend="deepspeed"))
     assert SFTConfig(learner=LearnerConfig(backend="deepspeed"), trainer=ADAMW).learner.deepspeed.stage == 2
-    for refused, says in (({"lora": LoraConfig(rank=2)}, "ZeRO does not know of"), ({"capture": "on"}, "program")):
+    for refused, says in (
+        ({"lora": LoraConfig(rank=2)}, "ZeRO does not know of"),
+        ({"capture": "on"}, "program"),
+        ({"shard_optimizer": False}, "every ZeRO stage shards the optimizer"),
+    ):
         with pytest.raises(ValueError, match=says):
             SFTConfig(learner=LearnerConfig(backend="deepspeed"), trainer=ADAMW.replace(**refused))
     with pytest.raises(ValueError, match="auxiliary_loss is not there"):  # before any actor starts
