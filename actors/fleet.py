@@ -15,14 +15,14 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.crew import ActorHung, ActorLost, Crew, no_answer, wait
 from k3rl.actors.environment import EnvironmentActor
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.placement import reserve
 from k3rl.actors.reward import RewardActor
 from k3rl.actors.rollout import RolloutActor
 from k3rl.actors.rollouts import Rollouts
-from k3rl.actors.weights import WeightPublisher
+from k3rl.actors.weight_sync.publisher import WeightPublisher
+from k3rl.actors.worker_pool import ActorHung, ActorLost, Crew, no_answer, wait
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch
 from k3rl.data.packing import sequence_costs

@@ -13,9 +13,9 @@ import ray
 import torch
 from safetensors.torch import save
 
-from k3rl.actors.messages import BytesMessage, Message, tensor_messages
-from k3rl.actors.publication import POLICY, Form, Publication, Served
-from k3rl.actors.transfer import Link, Place, Route, Sender, place_here
+from k3rl.actors.weight_sync.messages import BytesMessage, Message, tensor_messages
+from k3rl.actors.weight_sync.publication import POLICY, Form, Publication, Served
+from k3rl.actors.weight_sync.transfer import Link, Place, Route, Sender, place_here
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_adapter, save_checkpoint, weights_of
 from k3rl.checkpoint.belonging import refuse_foreign
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode

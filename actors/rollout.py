@@ -13,9 +13,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from k3rl.actors.cluster import EngineConfig, RolloutConfig
-from k3rl.actors.messages import content_of, tensors_in
-from k3rl.actors.publication import Form, Served
-from k3rl.actors.transfer import Link, Place, Receiver, TransferBroken, place_here
+from k3rl.actors.weight_sync.messages import content_of, tensors_in
+from k3rl.actors.weight_sync.publication import Form, Served
+from k3rl.actors.weight_sync.transfer import Link, Place, Receiver, TransferBroken, place_here
 from k3rl.checkpoint import is_adapter, load_checkpoint
 from k3rl.checkpoint.hf import StoredFiles
 from k3rl.checkpoint.manifest import manifest_digest

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.crew import Crew, outcome, wait
 from k3rl.actors.jobs import EpisodeJob
+from k3rl.actors.worker_pool import Crew, outcome, wait
 from k3rl.envs.faults import Breaker, FaultConfig, worth_retrying
 from k3rl.envs.rollout import gradable
 from k3rl.run.metrics import Accumulator

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels.kda import kda_reference
+from k3rl.kernels.kda.operator import kda_reference
 from k3rl.model import K3ForCausalLM
 from k3rl.numerics import mx
 

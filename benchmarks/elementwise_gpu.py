@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rl.kernels import attn_res, dispatch, gather_rows, mxfp8, rms_norm, route, situ
+from k3rl.kernels import dispatch
+from k3rl.kernels.moe import decode_routing, gather_rows, mxfp8, situ
+from k3rl.kernels.norm import attn_res, rms_norm
 from k3rl.model import attn_res as model_attn_res
 from k3rl.model import moe_grouped, norm
 from k3rl.model import situ as model_situ
@@ -231,8 +233,8 @@ def time_gather(timed: Timed, inputs: Inputs, tokens: int, width: int, k: int) -
           lambda: gather_rows.gather_rows_reference(rows, token, flat),
           lambda: moe_grouped.scaled(rows.index_select(0, token), flat))  # fmt: skip
     timed("sum of choices", shape, bytes_of(grad, rows, inverse),
-          lambda: route.sum_choices(grad, inverse, weight, grad.dtype),
-          lambda: route.sum_reference(grad, inverse, weight, grad.dtype),
+          lambda: decode_routing.sum_choices(grad, inverse, weight, grad.dtype),
+          lambda: decode_routing.sum_reference(grad, inverse, weight, grad.dtype),
           lambda: moe_grouped._sum_of_choices(grad, sort, weight, k).to(grad.dtype))  # fmt: skip
 
 

@@ -38,7 +38,7 @@ import torch
 from k3rl.engine import Completion, Engine, PrefixCache, SamplingParams
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.paged import PagedCache
-from k3rl.engine.prefix import FixedState, Hit
+from k3rl.engine.prefix.cache import FixedState, Hit
 from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, QuantizationConfig
 
 PROMPT_TOKENS = 128

@@ -32,10 +32,12 @@ import torch
 
 from k3rl.checkpoint.hf import load_checkpoint
 from k3rl.engine import Engine, SamplingParams
-from k3rl.engine.decode_graph import padded_batch
-from k3rl.engine.device_sampler import sample_uncut
-from k3rl.kernels import few_rows, few_rows_packed, latent_attention, route
-from k3rl.kernels.draw import draw
+from k3rl.engine.compute.decode_graph import padded_batch
+from k3rl.engine.sampling.device_sampler import sample_uncut
+from k3rl.kernels.gemm import grouped_skinny, w4_grouped_skinny
+from k3rl.kernels.mla import decode_attention
+from k3rl.kernels.moe import decode_routing
+from k3rl.kernels.sampling.draw import draw
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.attn_res import ResidualStream
 from k3rl.model.exact import exact_logprobs
@@ -243,14 +245,14 @@ def check_route(report: Any, setting: Setting) -> None:
         bias = torch.randint(-1, 2, (experts,), generator=generator) / 64
         logits[0] = 0.5  # all equal
         logits, bias = logits.float().to(setting.device), bias.to(setting.device)
-        weights, ids = route.choose(logits, bias, k, True, 2.5)
-        weights2, ids2 = route.choose_reference(logits, bias, k, True, 2.5)
+        weights, ids = decode_routing.choose(logits, bias, k, True, 2.5)
+        weights2, ids2 = decode_routing.choose_reference(logits, bias, k, True, 2.5)
         clear = (torch.sort((logits.double().sigmoid() + bias), 1).values.diff(dim=1) > 1e-6).all(1)
         clear |= torch.tensor([True] + [False] * (n - 1), device=setting.device)
-        sort, sort2 = route.sort_assignments(ids, experts), route.sort_reference(ids, experts)
+        sort, sort2 = decode_routing.sort_assignments(ids, experts), decode_routing.sort_reference(ids, experts)
         rows = torch.randn(n * k, 512, generator=generator).to(setting.device, setting.dtype)
-        total = route.sum_choices(rows, sort.inverse, weights, setting.dtype).float()
-        total2 = route.sum_reference(rows, sort.inverse, weights, setting.dtype).float()
+        total = decode_routing.sum_choices(rows, sort.inverse, weights, setting.dtype).float()
+        total2 = decode_routing.sum_reference(rows, sort.inverse, weights, setting.dtype).float()
         gap = float((weights - weights2)[clear].abs().max())
         off = float((total - total2).abs().max() / total2.abs().max())
         ok = torch.equal(ids[clear], ids2[clear]) and all(map(torch.equal, sort, sort2)) and gap < 1e-5 and off < 1e-2
@@ -258,7 +260,7 @@ def check_route(report: Any, setting: Setting) -> None:
             given = torch.randn(n, 512, generator=generator).to(setting.device, setting.dtype)
             matrices = torch.randn(experts, 128, 512, generator=generator).to(setting.device, setting.dtype)
             products = [call(given, sort.token, matrices, sort.ends).float()
-                        for call in (few_rows.product, few_rows.product_reference)]  # fmt: skip
+                        for call in (grouped_skinny.product, grouped_skinny.product_reference)]  # fmt: skip
             ok &= float((products[0] - products[1]).abs().max() / products[1].abs().max()) < 1e-2
         report.check(f"routing of {n} tokens to {k} of {experts} experts", ok=ok, tokens_compared=int(clear.sum()),
                      weight_gap=gap, sum_gap=off)  # fmt: skip
@@ -270,14 +272,14 @@ def check_packed(report: Any, setting: Setting) -> None:
     for experts, b, a, rows in ((8, 512, 512, 60), (8, 512, 256, 400), (4, 128, 3584, 330)):
         packed = torch.randint(0, 256, (experts, b, a // 2), dtype=torch.uint8, generator=generator).to(setting.device)
         scale = torch.randint(100, 129, (experts, b, a // 32), dtype=torch.uint8, generator=generator)
-        tiles = few_rows_packed.tiled(packed, scale.to(setting.device))
-        matrices = few_rows_packed.decode(*tiles, torch.bfloat16)
+        tiles = w4_grouped_skinny.tiled(packed, scale.to(setting.device))
+        matrices = w4_grouped_skinny.decode(*tiles, torch.bfloat16)
         ok = torch.equal(matrices, mx.dequantize_mxfp4(packed, scale.to(setting.device), torch.bfloat16))
         ends = torch.sort(torch.randint(0, rows, (experts,), generator=generator)).values.to(torch.int32)
         ends[-1] = rows
         x = torch.randn(rows, a, generator=generator).to(setting.device, setting.dtype)
-        found = few_rows_packed.product(x, None, *tiles, ends.to(setting.device))
-        wanted = few_rows.product(x, None, matrices, ends.to(setting.device))
+        found = w4_grouped_skinny.product(x, None, *tiles, ends.to(setting.device))
+        wanted = grouped_skinny.product(x, None, matrices, ends.to(setting.device))
         report.check(f"packed experts [{experts}, {b}, {a}], {rows} rows", ok=ok and torch.equal(found, wanted))
     model = setting.model(checked_config(setting), seed=1)
     given = prompts(model.config, 4 if setting.dry else 48, 20)
@@ -347,8 +349,8 @@ def check_latents(report: Any, setting: Setting) -> None:
         given = [torch.randn(*shape, generator=generator).to(setting.device, setting.dtype)
                  for shape in ((h, rows, z), (rows, h, 64), (rows * blocks, 64, z + 64))]  # fmt: skip
         where = (table.to(setting.device), past.to(setting.device), 0.05)
-        found = latent_attention.attend(*given, *where).double()
-        wanted = latent_attention.attend_reference(*(x.double() for x in given), *where)
+        found = decode_attention.attend(*given, *where).double()
+        wanted = decode_attention.attend_reference(*(x.double() for x in given), *where)
         gap = float((found - wanted).abs().max() / wanted.abs().max())
         report.check(f"latent attention, {rows} rows, {h} heads, {z} + 64", ok=gap < 1e-2, gap=gap)
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from k3rl.kernels import few_rows, few_rows_packed, route, situ
+from k3rl.kernels.gemm import grouped_skinny, w4_grouped_skinny
+from k3rl.kernels.moe import decode_routing, situ
 from k3rl.numerics import mx
 
 _spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
@@ -53,10 +54,10 @@ class Case:
 
         self.packed = drawn(self.experts, self.outputs, self.width // 2, low=0, high=256)
         self.scale = drawn(self.experts, self.outputs, self.width // mx.BLOCK, low=112, high=121)
-        self.tiles = few_rows_packed.tiled(self.packed, self.scale)
-        self.matrices = few_rows_packed.decode(*self.tiles, torch.bfloat16)
+        self.tiles = w4_grouped_skinny.tiled(self.packed, self.scale)
+        self.matrices = w4_grouped_skinny.decode(*self.tiles, torch.bfloat16)
         ids = torch.stack([torch.randperm(self.experts, generator=generator)[:k] for _ in range(tokens)]).to(device)
-        sort = route.sort_assignments(ids, self.experts)
+        sort = decode_routing.sort_assignments(ids, self.experts)
         rows = torch.randn(tokens if gathers else tokens * k, self.width, generator=generator)
         self.rows, self.ends = rows.to(device, torch.bfloat16), sort.ends
         self.token = sort.token if gathers else None
@@ -75,7 +76,7 @@ class Case:
 
 
 def launches() -> Iterator[tuple[str, dict[str, Any]]]:
-    from k3rl.kernels.few_rows_packed_kernels import LAUNCHES
+    from k3rl.kernels.gemm.w4_grouped_skinny_kernels import LAUNCHES
 
     for launch in LAUNCHES.values():
         for change in ({}, {"stages": 2}, {"blocks": 1}, {"blocks": 2, "maxnreg": 128}, {"rest": 0}):
@@ -85,25 +86,25 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def measured(report: Any, name: str, tokens: int, variants: bool) -> None:
     case, shape = Case(name, tokens, report.device), f"{name}, {tokens} tokens"
-    wanted = few_rows.product(case.rows, case.token, case.matrices, case.ends)
-    same = torch.equal(few_rows_packed.product(case.rows, case.token, *case.tiles, case.ends), wanted)
+    wanted = grouped_skinny.product(case.rows, case.token, case.matrices, case.ends)
+    same = torch.equal(w4_grouped_skinny.product(case.rows, case.token, *case.tiles, case.ends), wanted)
     exact = torch.equal(case.matrices, mx.dequantize_mxfp4(case.packed, case.scale, torch.bfloat16))
-    back = few_rows_packed.stored(*case.tiles)
+    back = w4_grouped_skinny.stored(*case.tiles)
     whole = torch.equal(back[0], case.packed) and torch.equal(back[1], case.scale)
     report.check(f"bits, {shape}", ok=same and exact and whole, product=same, values=exact, bytes=whole)
-    bf16_s = case.seconds(few_rows.product, (case.matrices,))
-    report.row("packed product", shape, case.seconds(few_rows_packed.product, case.tiles), peer="the same in bf16",
+    bf16_s = case.seconds(grouped_skinny.product, (case.matrices,))
+    report.row("packed product", shape, case.seconds(w4_grouped_skinny.product, case.tiles), peer="the same in bf16",
                peer_s=bf16_s, floor_s=case.floor_s, copies=case.copies)  # fmt: skip
     if case.token is not None:
         unit(report, case, shape)
     if tokens == 1:
-        took = gpu.replayed(lambda: few_rows_packed.decode(*case.tiles, torch.bfloat16), report.device, 5)
+        took = gpu.replayed(lambda: w4_grouped_skinny.decode(*case.tiles, torch.bfloat16), report.device, 5)
         report.row("decoded", shape, took, floor_s=case.matrices.nbytes * (1 + 17 / 64) / gpu.BANDWIDTH)
     for text, launch in launches() if variants and report.device.type == "cuda" else ():
-        from k3rl.kernels import few_rows_packed_kernels
+        from k3rl.kernels.gemm import w4_grouped_skinny_kernels
 
         def call(*given: Any, own: dict[str, Any] = launch) -> torch.Tensor:
-            return few_rows_packed_kernels.product(*given, own)
+            return w4_grouped_skinny_kernels.product(*given, own)
 
         try:
             ok = torch.equal(call(case.rows, case.token, *case.tiles, case.ends), wanted)
@@ -116,19 +117,19 @@ def unit(report: Any, case: Case, shape: str) -> None:
     """The unit in the product's kernel against one of its own."""
 
     def apart(*given: Any) -> torch.Tensor:
-        return situ.situ(few_rows_packed.product(*given), *UNIT)
+        return situ.situ(w4_grouped_skinny.product(*given), *UNIT)
 
     def together(*given: Any) -> torch.Tensor:
-        return few_rows_packed.activated(*given, *UNIT)
+        return w4_grouped_skinny.activated(*given, *UNIT)
 
     given = (case.rows, case.token, *case.tiles, case.ends)
-    before, few_rows_packed.UNIT_CHUNKS = few_rows_packed.UNIT_CHUNKS, 1 << 10
+    before, w4_grouped_skinny.UNIT_CHUNKS = w4_grouped_skinny.UNIT_CHUNKS, 1 << 10
     try:
         report.check(f"bits of the unit, {shape}", ok=torch.equal(together(*given), apart(*given)))
         report.row("packed product and unit in one", shape, case.seconds(together, case.tiles), peer="two kernels",
                    peer_s=case.seconds(apart, case.tiles), floor_s=case.floor_s)  # fmt: skip
     finally:
-        few_rows_packed.UNIT_CHUNKS = before
+        w4_grouped_skinny.UNIT_CHUNKS = before
 
 
 def main() -> None:

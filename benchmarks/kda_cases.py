@@ -18,15 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from k3rl.kernels import (
-    gated_norm,
-    kda_autograd,
-    kda_decode,
-    kda_decode_kernels,
-    short_conv,
-    short_conv_kernels,
-)
-from k3rl.kernels import kda as kda_module
+from k3rl.kernels.kda import autograd, decode, decode_kernels, short_conv, short_conv_kernels
+from k3rl.kernels.kda import operator as kda_module
+from k3rl.kernels.norm import gated_norm
 
 BANDWIDTH = 4.3e12
 LEAD_CYCLES = 6_000_000
@@ -146,7 +140,7 @@ def _forward(H: int, T: int, regime: str, packing: str | None) -> Contenders:
     run = lambda: kda_module.kda(*args, cu_seqlens=cu)  # noqa: E731
     contenders: Contenders = {"ours": run}
     if not packing:
-        contenders["ours: loads where they are used"] = under(kda_autograd, run, EARLY_PREPARE=False)
+        contenders["ours: loads where they are used"] = under(autograd, run, EARLY_PREPARE=False)
     if have_peer():
         contenders["peer"] = fla_kda(args, cu)
     return contenders
@@ -181,7 +175,7 @@ def _training(H: int, regime: str, packing: str | None) -> Contenders:
             x.grad = None
 
     ours = lambda: step(lambda: kda_module.kda(*args, cu_seqlens=cu))  # noqa: E731
-    contenders = {"ours": ours, "ours: loads where they are used": under(kda_autograd, ours, EARLY=False)}
+    contenders = {"ours": ours, "ours: loads where they are used": under(autograd, ours, EARLY=False)}
     if have_peer():
         peer = fla_kda(args, cu)
         contenders["peer"] = lambda: step(peer)
@@ -214,9 +208,9 @@ def decode_arguments(B: int, H: int, regime: str = "production", seed: int = 0):
     return rows, shared, new(B, 3, 3 * P).bfloat16(), new(B, H, D, D)
 
 
-def waiting_rows(pool, B: int) -> kda_decode.PendingRows:
+def waiting_rows(pool, B: int) -> decode.PendingRows:
     """Rows of every phase of a chunk, by turns: the mean cost of such a batch is what a token costs."""
-    pending = kda_decode.PendingRows.empty(pool)
+    pending = decode.PendingRows.empty(pool)
     pending.keys.normal_()
     pending.updates.normal_()
     pending.decay.fill_(-1.0)
@@ -228,11 +222,11 @@ def _decode(H: int, B: int) -> Contenders:
     H, B = heads(H), rows_of(B)
     rows, shared, conv_pool, pool = decode_arguments(B, H)
     index = torch.randperm(B, device=device()).int()
-    plain = functools.partial(kda_decode.kda_decode, *rows, *shared, conv_pool, pool, index, index)
+    plain = functools.partial(decode.kda_decode, *rows, *shared, conv_pool, pool, index, index)
     late = [functools.partial(plain, pending=waiting_rows(pool, B)) for _ in range(3)]
     contenders: Contenders = {"ours": plain, "ours: with pending": late[0]}
-    contenders["ours: deferred"] = under(kda_decode_kernels, late[1], DEFERRED_FROM=0)
-    contenders["ours: with pending, written"] = under(kda_decode_kernels, late[2], DEFERRED_FROM=1 << 30)
+    contenders["ours: deferred"] = under(decode_kernels, late[1], DEFERRED_FROM=0)
+    contenders["ours: with pending, written"] = under(decode_kernels, late[2], DEFERRED_FROM=1 << 30)
     if B == 1:
         contenders |= _programs_of_a_head(plain)
         one = torch.zeros(1, device=device())
@@ -244,7 +238,7 @@ def _decode(H: int, B: int) -> Contenders:
 
 def _programs_of_a_head(run: Callable[[], object]) -> Contenders:
     names = {"one program": (), "four programs": (4,), "eight programs": (8,)}
-    return {f"ours: {name} a head": under(kda_decode_kernels, run, PARTS=parts) for name, parts in names.items()}
+    return {f"ours: {name} a head": under(decode_kernels, run, PARTS=parts) for name, parts in names.items()}
 
 
 def _in_a_row(runs: Iterable[Callable[[], object]]) -> Callable[[], object]:
@@ -265,9 +259,9 @@ def _decode_layers(H: int, B: int) -> Contenders:
     for layer in range(count):
         rows, shared, conv_pool, pool = decode_arguments(B, H, seed=layer)
         index = torch.randperm(B, device=device()).int()
-        step = functools.partial(kda_decode.kda_decode, *rows, *shared)
+        step = functools.partial(decode.kda_decode, *rows, *shared)
         plain.append(functools.partial(step, conv_pool, pool, index, index))
-        if B * H >= kda_decode_kernels.DEFERRED_FROM:
+        if B * H >= decode_kernels.DEFERRED_FROM:
             pools = conv_pool.clone(), pool.clone()
             late.append(functools.partial(step, *pools, index, index, pending=waiting_rows(pool, B)))
         if have_peer():
@@ -276,7 +270,7 @@ def _decode_layers(H: int, B: int) -> Contenders:
     contenders: Contenders = {"ours": run}
     if late:
         contenders["ours: with pending"] = _in_a_row(late)
-    if B * H <= kda_decode_kernels.SPLIT_PROGRAMS:
+    if B * H <= decode_kernels.SPLIT_PROGRAMS:
         contenders |= _programs_of_a_head(run)
     if B == 1:
         ones = torch.zeros(count, 1, device=device())
@@ -314,7 +308,7 @@ def _fla_decode(rows, shared, B: int, H: int) -> Contenders:
     return {"peer": whole, "recurrence": alone}
 
 
-def decode() -> Iterator[Case]:
+def decode_cases() -> Iterator[Case]:
     """The fused decode step against fla's convolution update, recurrence and gated norm, all under CUDA graphs.
 
     Alone in a graph, and as one of the steps of all layers, whose launches overlap.
@@ -393,7 +387,7 @@ def elementwise() -> Iterator[Case]:
         yield Case("elementwise", f"{name} backward", shape, "-", size * moved[1], both, without=one)
 
 
-TABLES = {"decode": decode, "elementwise": elementwise, "forward": forward, "training": training}
+TABLES = {"decode": decode_cases, "elementwise": elementwise, "forward": forward, "training": training}
 
 
 def measure(contenders: Contenders, samples: int, graph: bool) -> tuple[dict[str, list[float]], dict[str, str]]:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 import kda_cases as cases
 import torch
 
-from k3rl.kernels import gated_norm, kda_autograd, kda_decode, kda_decode_kernels, short_conv, short_conv_kernels
-from k3rl.kernels import kda as kda_module
+from k3rl.kernels.kda import autograd, decode, decode_kernels, short_conv, short_conv_kernels
+from k3rl.kernels.kda import operator as kda_module
+from k3rl.kernels.norm import gated_norm
 
 CAPS = {"o": 6e-3, "state": 3e-3, "dq": 1e-2, "dk": 1e-2, "dv": 1e-2, "dgate": 1.5e-2, "dbeta": 1.5e-2}
 CAPS |= {"dA_log": 2e-2, "ddt_bias": 2e-2, "dstate": 1e-2}
@@ -189,13 +190,13 @@ def layer(T: int, H: int, regime: str):
         o, state = kda_module.kda(*mixed, *part, A_log, dt_bias, initial_state=state)
         return gated_norm.gated_norm(o, z[:, first:last].contiguous(), norm), history, state
 
-    def decode(t: int, conv_pool, pool, pending):
+    def decode_one(t: int, conv_pool, pool, pending):
         index = torch.zeros(1, dtype=torch.int32, device=q.device)
         rows = [x[:, t] for x in (q, k, v, gate, beta, z)]
         shared = (weights, A_log, dt_bias, norm)
-        return kda_decode.kda_decode(*rows, *shared, conv_pool, pool, index, index, pending=pending)
+        return decode.kda_decode(*rows, *shared, conv_pool, pool, index, index, pending=pending)
 
-    return prefill, decode
+    return prefill, decode_one
 
 
 @torch.no_grad()
@@ -204,7 +205,7 @@ def splits(regime: str) -> dict[str, float]:
     T = 65536 if cases.SIZE == "full" else 80
     pieces = [20_000, 1, 15, 33, 30_000] if cases.SIZE == "full" else [17, 1, 15]
     steps = 40 if cases.SIZE == "full" else 18
-    prefill, decode = layer(T, 2 if cases.SIZE != "dry" else 1, regime)
+    prefill, decode_one = layer(T, 2 if cases.SIZE != "dry" else 1, regime)
     y, _, final = prefill(0, T, None, None)
     worst: dict[str, float] = {"y": 0.0, "state": 0.0}
     for deferred in (False, True):
@@ -215,13 +216,13 @@ def splits(regime: str) -> dict[str, float]:
             at += piece
         pool, conv_pool = state.contiguous(), history.contiguous()
         slots = torch.zeros(1, dtype=torch.int64, device=pool.device)
-        pending = kda_decode.PendingRows.empty(pool) if deferred else None
+        pending = decode.PendingRows.empty(pool) if deferred else None
         if pending is not None:
             pending.begin(slots, slots + at)
         for t in range(at, at + steps):
-            parts.append(decode(t, conv_pool, pool, pending)[:, None])
+            parts.append(decode_one(t, conv_pool, pool, pending)[:, None])
         if pending is not None:
-            kda_decode.flush_pending(pool, pending, slots)
+            decode.flush_pending(pool, pending, slots)
         parts.append(prefill(at + steps, T, conv_pool, pool)[0])
         state = prefill(at + steps, T, conv_pool, pool)[2]
         worst["y"] = max(worst["y"], error(torch.cat(parts, 1), y))
@@ -237,7 +238,7 @@ def decode_steps(regime: str) -> dict[str, float]:
     slots = 2 * B
     worst: dict[str, float] = {}
     caps: dict[str, float] = {}
-    kernels = kda_decode_kernels
+    kernels = decode_kernels
     # (with pending rows, deferred from so many programs on, None: by turns, programs that work on a head)
     forms: dict[str, tuple[bool, int | None, int]] = {"read and write": (False, 0, 1), "deferred": (True, 0, 1)}
     forms |= {"pending, written": (True, 1 << 30, 1), "forms that change": (True, None, 1)}
@@ -250,12 +251,12 @@ def decode_steps(regime: str) -> dict[str, float]:
         pool = torch.randn(slots, H, D, D, device=cases.device(), generator=generator)
         wide = [conv_pool.clone(), pool.double()]
         before = pool.clone()
-        pending = kda_decode.PendingRows.empty(pool) if waiting else None
+        pending = decode.PendingRows.empty(pool) if waiting else None
         if pending is not None:
             pending.begin(torch.arange(slots, device=pool.device), torch.arange(slots, device=pool.device))
         table = torch.full((B, 2), -1, dtype=torch.int32, device=pool.device)
         step = functools.partial(
-            kda_decode.kda_decode, *rows, *shared, conv_pool, pool, table[:, 0], table[:, 1], pending=pending
+            decode.kda_decode, *rows, *shared, conv_pool, pool, table[:, 0], table[:, 1], pending=pending
         )
         limits = (0, 0, 1 << 30) if least is None else (least,)
         fixed = {"PARTS": (parts,), "SPLIT_PROGRAMS": 1 << 30}
@@ -271,12 +272,12 @@ def decode_steps(regime: str) -> dict[str, float]:
             y = runs[at % len(runs)]()
             wide_rows = [x.double() for x in rows[3:5]]
             args = (*rows[:3], *wide_rows, rows[5], *shared, wide[0], wide[1], table[:, 0], table[:, 1])
-            y2 = kda_decode.kda_decode_reference(*args)
+            y2 = decode.kda_decode_reference(*args)
             found = max(found, error(y, y2))
             require(not y[at % B].any(), f"{name}: a padded row is not 0")
             require(torch.equal(conv_pool, wide[0]), f"{name}: the convolution's history differs")
         if pending is not None:
-            kda_decode.flush_pending(pool, pending, torch.arange(slots, device=pool.device).int())
+            decode.flush_pending(pool, pending, torch.arange(slots, device=pool.device).int())
         untouched = torch.arange(slots, device=pool.device) >= 2 * B - 1
         require(torch.equal(pool[untouched], before[untouched]), f"{name}: wrote a slot that no row named")
         worst |= {f"{name}: y": found, f"{name}: state": error(pool, wide[1])}
@@ -351,10 +352,10 @@ def recompilation() -> dict[str, float]:
     """21, 45: fifty packings compile nothing new."""
     if cases.SIZE == "dry":
         return {}
-    from k3rl.kernels import kda_forward
+    from k3rl.kernels.kda import forward_kernels
 
-    watched = [kda_forward.chunk_table_kernel, kda_forward.prepare_kernel, kda_forward.scan_kernel]
-    watched += [kda_forward.zero_tail_kernel]
+    watched = [forward_kernels.chunk_table_kernel, forward_kernels.prepare_kernel, forward_kernels.scan_kernel]
+    watched += [forward_kernels.zero_tail_kernel]
     counts = []
     for seed in range(51):
         generator = torch.Generator().manual_seed(seed)
@@ -370,7 +371,7 @@ def segments() -> dict[str, float]:
     T, H = (4096, 2) if cases.SIZE != "dry" else (70, 1)
     args = cases.inputs(T, H, "slow")
     o2, S2 = kda_module.kda_reference(*(x.double() for x in args))
-    with torch.no_grad(), cases.setting(kda_autograd, SEGMENT_LEAST=32 if cases.SIZE != "dry" else 1):
+    with torch.no_grad(), cases.setting(autograd, SEGMENT_LEAST=32 if cases.SIZE != "dry" else 1):
         o, S = kda_module.kda(*args)
     return within({"o": error(o, o2), "state": error(S, S2)}, CAPS)
 

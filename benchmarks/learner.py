@@ -5,11 +5,11 @@
                                  [--variants plain recompute offload bf16-momentum lora] [--out FILE]
 
 `step` rows: one optimizer step of packed sequences on one process in float32, `parts_ms` of it, tokens a second; the
-floor is the work of its matrix products (`k3rl.parallel.costs`: three forwards, and Newton-Schulz) at the rate of a
+floor is the work of its matrix products (`k3rl.planner.costs`: three forwards, and Newton-Schulz) at the rate of a
 large product timed here. `eager` rows: the same model in plain operations with every logit materialized
 (`benchmarks/eager_k3.py`) and `torch.optim.AdamW`, on the same tokens, turn by turn with ours: with AdamW and without
 the optimizer; `loss_difference` says that both computed the same. `memory` rows: live bytes of a step of one
-pass (`k3rl.parallel.live_bytes`) beside what `k3rl plan` predicts, no time. `layout` rows: a step on several processes
+pass (`k3rl.planner.live_bytes`) beside what `k3rl plan` predicts, no time. `layout` rows: a step on several processes
 of one thread against one process that takes all the tokens; `communication_share` is the time that the first rank
 spends in collectives, waiting included; `expert_bytes` are counted, beside the plan's. `adamw` row: the native AdamW
 on two ranks against DeepSpeed's ZeRO-2, where that is installed. Contenders take turns; a figure is the fastest of the
@@ -42,10 +42,11 @@ import torch
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
-from k3rl.parallel import DeepSpeedConfig, LearnerConfig, Mesh, Trainer, TrainerConfig, World, costs, deal, make_trainer
-from k3rl.parallel.costs import Mix
-from k3rl.parallel.live_bytes import LiveBytes
-from k3rl.parallel.plan import Layout, Method, expert_bytes, learner_memory
+from k3rl.parallel import DeepSpeedConfig, LearnerConfig, Mesh, Trainer, TrainerConfig, World, deal, make_trainer
+from k3rl.planner import costs
+from k3rl.planner.costs import Mix
+from k3rl.planner.live_bytes import LiveBytes
+from k3rl.planner.plan import Layout, Method, expert_bytes, learner_memory
 
 PARTS = ("step", "eager", "memory", "layouts", "adamw")
 LAYOUTS = {"dp2": (2, 1, 1), "ep2": (1, 2, 1), "cp2": (1, 1, 2), "dp2xep2": (2, 2, 1), "ep2xcp2": (1, 2, 2),

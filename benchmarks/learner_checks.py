@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from k3rl.kernels import add_groups, muon
+from k3rl.kernels.moe import add_groups
+from k3rl.kernels.optim import muon
 from k3rl.losses import CrossEntropy
 from k3rl.model.moe import ExpertBank, _ExpertBank
 from k3rl.model.moe_grouped import GroupedExperts
@@ -137,7 +138,7 @@ def kernels(report: Any, setting: Any) -> None:
     """On a CPU the references against themselves, which proves the control flow only."""
     device, on_gpu = setting.device, setting.device.type == "cuda"
     if on_gpu:
-        from k3rl.kernels import muon_kernels
+        from k3rl.kernels.optim import muon_kernels
     torch.manual_seed(0)
     for shape in ((6, 256, 512), (6, 512, 256), (3, 4096, 1024)):
         gradient, momentum = (torch.randn(shape, device=device) * 1e-3 for _ in range(2))
@@ -222,8 +223,8 @@ def replayed(report: Any, setting: Any, given: Found) -> None:
         found.append(optimizer.masters(optimizer.params))
         report.check(
             f"optimizer, capture {capture}", captures=optimizer.captures, last_ms=took,
-            refused=[optimizer._clip_program.refused, optimizer._step_program.refused],
-            replayed=[p._replay is not None for p in (optimizer._clip_program, optimizer._step_program)],
+            refused=[optimizer._captured_clip.refused, optimizer._captured_step.refused],
+            replayed=[p._replay is not None for p in (optimizer._captured_clip, optimizer._captured_step)],
         )  # fmt: skip
         calls.clear()
         del trainer, optimizer, held

@@ -52,9 +52,9 @@ from k3rl.model.layout import Layout
 from k3rl.model.mla import GatedMLA
 from k3rl.optim import buckets
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.parallel.costs import Mix, optimizer_costs
-from k3rl.parallel.plan import Layout as Degrees
-from k3rl.parallel.plan import Method, learner_memory
+from k3rl.planner.costs import Mix, optimizer_costs
+from k3rl.planner.plan import Layout as Degrees
+from k3rl.planner.plan import Method, learner_memory
 
 if "gpu" not in sys.modules:
     _spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
@@ -195,7 +195,7 @@ class _Steps:
     def programs(self) -> dict[str, Any]:
         """Which parts of the optimizer are replayed, and why one is not: what cannot be captured, or what moves."""
         optimizer = self.trainer.optimizer
-        both = {"norm": optimizer._clip_program, "step": optimizer._step_program}
+        both = {"norm": optimizer._captured_clip, "step": optimizer._captured_step}
         first = len(optimizer._addresses()) - len(optimizer.params)
         names = [f"bucket {number}" for number in range(first)] + list(optimizer.params)
         before, now = (key[0] if isinstance(key, tuple) else () for key in (both["norm"].previous, both["norm"].key))

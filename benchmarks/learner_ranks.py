@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from k3rl.data.batch import TrainBatch
-from k3rl.kernels.kda import kda
+from k3rl.kernels.kda.operator import kda
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, flash
 from k3rl.model.fuse import fusing
@@ -49,9 +49,9 @@ from k3rl.model.layout import Layout as Rows
 from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
 from k3rl.parallel import zero as zero_module
 from k3rl.parallel.context import ContextParallel
-from k3rl.parallel.costs import Mix
-from k3rl.parallel.plan import Layout, Method, gradient_bytes, learner_memory
 from k3rl.parallel.zero import gather_tensors
+from k3rl.planner.costs import Mix
+from k3rl.planner.plan import Layout, Method, gradient_bytes, learner_memory
 
 _spec = importlib.util.spec_from_file_location("learner_gpu", Path(__file__).with_name("learner_gpu.py"))
 if _spec is None or _spec.loader is None:

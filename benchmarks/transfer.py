@@ -37,8 +37,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from k3rl.actors.messages import BytesMessage, content_of, tensor_messages, tensors_in
-from k3rl.actors.transfer import Link, Receiver, Sender
+from k3rl.actors.weight_sync.messages import BytesMessage, content_of, tensor_messages, tensors_in
+from k3rl.actors.weight_sync.transfer import Link, Receiver, Sender
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
 from k3rl.checkpoint.hf import assign_official_tensors

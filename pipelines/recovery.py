@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from k3rl.actors.crew import ActorLost
+from k3rl.actors.worker_pool import ActorLost
 from k3rl.parallel import PeerFailed
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import StageResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.actors.fleet import Fleet, Learner
-from k3rl.actors.publication import POLICY
+from k3rl.actors.weight_sync.publication import POLICY
 from k3rl.checkpoint import is_adapter, weights_of
 from k3rl.checkpoint.adapter import read_adapter_config
 from k3rl.config import ConfigError

@@ -5,7 +5,7 @@ dialect   OpenAI request bodies in, answers out; no HTTP here
 mailbox   how requests get out of a sandbox that has no network (sandboxed/forward.py is the other end)
 program   Harness, ProgramHarness, and `run_program`: one episode of a program
 
-`k3rl.engine.gateway` serves sessions over HTTP, for programs that run elsewhere.
+`k3rl.serve.gateway` serves sessions over HTTP, for programs that run elsewhere.
 """
 
 from k3rl.envs.gateway.dialect import Answer, answer

@@ -13,7 +13,7 @@ programs do. Both are imported by whoever serves, not here. Nothing here trains,
 """
 
 from k3rl.engine.engine import Engine
-from k3rl.engine.prefix import PrefixCache
+from k3rl.engine.prefix.cache import PrefixCache
 from k3rl.engine.protocol import (
     ContextExceeded,
     EngineError,
@@ -25,8 +25,8 @@ from k3rl.engine.protocol import (
     UnknownRequest,
     WeightUpdateError,
 )
-from k3rl.engine.vllm import VLLMEngine
-from k3rl.engine.vllm_client import EngineLost, IncompatibleServer
+from k3rl.engine.vllm.client import EngineLost, IncompatibleServer
+from k3rl.engine.vllm.engine import VLLMEngine
 from k3rl.types import Completion, Constraint, SamplingParams, StopReason
 
 __all__ = [

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from k3rl.engine.memory import states_budget
 from k3rl.engine.paged import PagedCache
-from k3rl.engine.prefix import FixedState, Hit, Part, Pieces
-from k3rl.kernels.kda import CHUNK
+from k3rl.engine.prefix.cache import FixedState, Hit, Part, Pieces
+from k3rl.kernels.kda.operator import CHUNK
 from k3rl.model import Cache, K3ForCausalLM
 
 # Rows times heads of a pool from which on the form of the decode kernel that puts writes off is the faster one.

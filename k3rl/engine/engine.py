@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from k3rl.data.images import ImagePatches
-from k3rl.engine import alternatives, device_sampler, diagnose, exact, memory, sampler, weights
+from k3rl.engine import diagnose, memory, weights
 from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.cache import MemoryPlan, StatePool
-from k3rl.engine.checkpoints import Checkpoints
+from k3rl.engine.compute import exact
+from k3rl.engine.compute.decode_graph import DecodeProgram, captures
+from k3rl.engine.compute.decoding import Decoder
+from k3rl.engine.compute.prefill_graph import PrefillProgram, prefill_program
 from k3rl.engine.counters import EngineCounters
-from k3rl.engine.decode_graph import DecodeProgram, captures
-from k3rl.engine.decoding import Decoder
-from k3rl.engine.grammar import DeadEnd, Grammars, constrain
 from k3rl.engine.images import Placed, image_inputs
-from k3rl.engine.prefill_graph import PrefillProgram, prefill_program
-from k3rl.engine.prefix import Hit, PrefixCache
+from k3rl.engine.prefix.cache import Hit, PrefixCache
+from k3rl.engine.prefix.states import Checkpoints
 from k3rl.engine.prompts import check_options, checked_prompt
 from k3rl.engine.protocol import (
     EngineError,
@@ -44,9 +44,11 @@ from k3rl.engine.protocol import (
     UnknownRequest,
 )
 from k3rl.engine.rows import Progress, PromptState, Request, RowTable
-from k3rl.engine.sampler import Draws
+from k3rl.engine.sampling import alternatives, device_sampler, sampler
+from k3rl.engine.sampling.grammar import DeadEnd, Grammars, constrain
+from k3rl.engine.sampling.sampler import Draws
+from k3rl.engine.sampling.stopping import StopStrings
 from k3rl.engine.scheduler import Scheduler, Segment, portions
-from k3rl.engine.stopping import StopStrings
 from k3rl.engine.weights import DeltaUpdate, DirectoryUpdate, Update, WeightReceiver, WeightUpdate, check_names
 from k3rl.model import K3ForCausalLM
 from k3rl.tokens import Tokenizer

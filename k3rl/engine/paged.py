@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from k3rl.engine.protocol import EngineError
-from k3rl.kernels.kda import CHUNK
-from k3rl.kernels.kda_decode import PendingRows, flush_pending
+from k3rl.kernels.kda.decode import PendingRows, flush_pending
+from k3rl.kernels.kda.operator import CHUNK
 from k3rl.model import K3Config
 from k3rl.model.cache import Slots, StepCache, slot_index
 

@@ -13,9 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from k3rl.engine.images import Features, Placed
-from k3rl.engine.prefix import Pieces
-from k3rl.engine.sampler import Biases, Draws
-from k3rl.engine.stopping import StopStrings
+from k3rl.engine.prefix.cache import Pieces
+from k3rl.engine.sampling.sampler import Biases, Draws
+from k3rl.engine.sampling.stopping import StopStrings
 from k3rl.types import Alternatives, Completion, SamplingParams, StopReason
 
 _FIRST_CAPACITY = 64  # sampled tokens per row; doubles when a row needs more

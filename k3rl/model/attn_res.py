@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rl.kernels import attn_res as kernel
-from k3rl.kernels.thin import Parts, whole
+from k3rl.kernels.gemm.skinny import Parts, whole
+from k3rl.kernels.norm import attn_res as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
 from k3rl.model.norm import RMSNorm, inverse_rms, wide

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels.add_groups import add_groups
+from k3rl.kernels.moe.add_groups import add_groups
 
 LEAVES = 3  # of an expert: w1, w3, w2
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from k3rl.config import K3Error
-from k3rl.kernels import latent_chunks
-from k3rl.kernels.kda_decode import PendingRows
+from k3rl.kernels.kda.decode import PendingRows
+from k3rl.kernels.mla import chunked_prefill
 from k3rl.model.config import K3Config
 from k3rl.model.layout import HISTORY
 
@@ -122,7 +122,7 @@ class ChunkCache:
         """Queries of the tokens, absorbed [h, N, Z] and q_r [N, h, r], over the latents of their sequences -> [h, N, Z]
         (`latent_chunks.attend_chunks`)."""
         at = self.at
-        return latent_chunks.attend_chunks(absorbed, q_r, at.latent[layer], at.table, at.past, self.ends, scale)
+        return chunked_prefill.attend_chunks(absorbed, q_r, at.latent[layer], at.table, at.past, self.ends, scale)
 
 
 class _Pool:

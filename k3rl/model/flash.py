@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import heads
-from k3rl.kernels import largest_logits as kernel
+from k3rl.kernels.mla import heads
+from k3rl.kernels.mla import max_logits as kernel
 from k3rl.model.layout import Layout
 from k3rl.model.norm import wide
 

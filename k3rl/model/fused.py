@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import thin
+from k3rl.kernels.gemm import skinny
 from k3rl.model.low_rank import LowRank
 
 
@@ -27,17 +27,17 @@ class Weight(nn.Module):
 
     def linear(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] of a matrix [out, in], the adapter's part included."""
-        out = nn.functional.linear(x, self.weight) if torch.is_grad_enabled() else thin.product(x, self.weight)
+        out = nn.functional.linear(x, self.weight) if torch.is_grad_enabled() else skinny.product(x, self.weight)
         return out if self.adapter is None else out + self.adapter.delta(x)
 
-    def summand(self, x: Tensor, base: Tensor | None = None) -> Tensor | thin.Parts:
+    def summand(self, x: Tensor, base: Tensor | None = None) -> Tensor | skinny.Parts:
         """base + `linear`, without gradient, for the residual stream: of few rows on a GPU its parts.
 
         base [..., out] may be overwritten.
         """
-        if self.adapter is None and thin.takes(x, self.weight):
-            return thin.parts(x, self.weight, base)
-        out = thin.product(x, self.weight, base)
+        if self.adapter is None and skinny.takes(x, self.weight):
+            return skinny.parts(x, self.weight, base)
+        out = skinny.product(x, self.weight, base)
         return out if self.adapter is None else out + self.adapter.delta(x)
 
 
@@ -110,7 +110,7 @@ class Fused:
         if torch.is_grad_enabled():
             out = _FusedLinear.apply(x, self, *self.parameters)
         else:
-            out = thin.product(x, self.tensor())
+            out = skinny.product(x, self.tensor())
         adapters = [weight.adapter for weight in self._weights]
         if all(adapter is None for adapter in adapters):
             return out

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from k3rl.kernels import dispatch
-from k3rl.kernels.gated_norm import gated_norm
-from k3rl.kernels.kda import kda
-from k3rl.kernels.kda_decode import kda_decode
-from k3rl.kernels.short_conv import short_conv
-from k3rl.kernels.thin import Parts
+from k3rl.kernels.gemm.skinny import Parts
+from k3rl.kernels.kda.decode import kda_decode
+from k3rl.kernels.kda.operator import kda
+from k3rl.kernels.kda.short_conv import short_conv
+from k3rl.kernels.norm.gated_norm import gated_norm
 from k3rl.model.blocks import blockwise
 from k3rl.model.cache import Cache, ChunkCache, Slots, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.kda_chunks import L2_EPS, chunked_kda
-from k3rl.model.lanes import beside
 from k3rl.model.layout import HISTORY, Layout
 from k3rl.model.norm import inverse_rms, wide
+from k3rl.model.side_stream import beside
 
 
 class _ToExtended(torch.autograd.Function):

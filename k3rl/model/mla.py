@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import latent_attention, latent_step
-from k3rl.kernels.thin import Parts
+from k3rl.kernels.gemm.skinny import Parts
+from k3rl.kernels.mla import decode_attention, decode_step
 from k3rl.model import flash
 from k3rl.model.cache import Cache, ChunkCache, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fuse import fused
 from k3rl.model.fused import Fused, Weight
-from k3rl.model.lanes import beside
 from k3rl.model.layout import Grid, Layout
 from k3rl.model.norm import RMSNorm, wide
+from k3rl.model.side_stream import beside
 from k3rl.types import ForwardObserver
 
 ROPE_BASE = 10000.0
@@ -348,15 +348,15 @@ class GatedMLA(nn.Module):
         """
         kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         pages = cache.latent[self.layer]
-        if not self.rotates and latent_step.takes(q_a, self.q_b_proj.weight, kv_b, self.nope, pages):
+        if not self.rotates and decode_step.takes(q_a, self.q_b_proj.weight, kv_b, self.nope, pages):
             q_norm, c_norm = (
-                latent_step.Norm(norm.weight, norm.eps) for norm in (self.q_a_layernorm, self.kv_a_layernorm)
+                decode_step.Norm(norm.weight, norm.eps) for norm in (self.q_a_layernorm, self.kv_a_layernorm)
             )
-            absorbed, q_r = latent_step.queries(
+            absorbed, q_r = decode_step.queries(
                 q_a, c, k_r, q_norm, c_norm, self.q_b_proj.weight, kv_b, self.nope, pages, cache.place
             )
             where = (pages, cache.table, cache.past, self.scale)
-            return latent_step.attend(absorbed, q_r, *where, kv_b, self.nope, gate)
+            return decode_step.attend(absorbed, q_r, *where, kv_b, self.nope, gate)
 
         def append() -> None:
             key = rotate(k_r, cache.past) if self.rotates else k_r
@@ -369,7 +369,7 @@ class GatedMLA(nn.Module):
             q_r = rotate(q_r, cache.past)
         absorbed = torch.bmm(q_n.transpose(0, 1), kv_b[:, : self.nope])
         appended()
-        context = latent_attention.attend(absorbed, q_r, pages, cache.table, cache.past, self.scale)
+        context = decode_attention.attend(absorbed, q_r, pages, cache.table, cache.past, self.scale)
         o = torch.bmm(context, kv_b[:, self.nope :].mT)
         return gated(o.transpose(0, 1).reshape(-1, self.heads * self.value), gate)
 

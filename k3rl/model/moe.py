@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import route as router
-from k3rl.kernels import thin
-from k3rl.kernels.route import Assignments
-from k3rl.kernels.thin import Parts
-from k3rl.model import moe_grouped, routing
+from k3rl.kernels.gemm import skinny
+from k3rl.kernels.gemm.skinny import Parts
+from k3rl.kernels.moe import decode_routing as router
+from k3rl.kernels.moe.decode_routing import Assignments
+from k3rl.model import moe_grouped, train_routing
 from k3rl.model.bank_gradients import BankGradients
 from k3rl.model.cells import GRID_ROOM, GRID_WASTE, Cells
 from k3rl.model.config import K3Config, QuantizationConfig
 from k3rl.model.fused import Fused, Weight
 from k3rl.model.gated import GatedUnit, SiTU, gated_unit
-from k3rl.model.lanes import beside
 from k3rl.model.low_rank import NO_PAIRS, BankAdapter
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.model.packed import PackedExperts
+from k3rl.model.side_stream import beside
 from k3rl.numerics import mx
 from k3rl.types import Communicator, Exchange, ForwardObserver
 
@@ -496,11 +496,11 @@ class LatentMoE(nn.Module):
         routes [N, k] replays a recorded choice; the weights still come from the current scores.
         """
         kind = wide(x.dtype)
-        if torch.is_grad_enabled() and self.router_loss is None and routing.takes(x, self.gate.weight, self.k):
+        if torch.is_grad_enabled() and self.router_loss is None and train_routing.takes(x, self.gate.weight, self.k):
             return self._routed(x, routes, observer)
         bias = self.gate.e_score_correction_bias
-        if not torch.is_grad_enabled() and thin.takes(x, self.gate.weight):
-            parts = thin.parts(x, self.gate.weight).sums
+        if not torch.is_grad_enabled() and skinny.takes(x, self.gate.weight):
+            parts = skinny.parts(x, self.gate.weight).sums
             return router.choose(parts, bias, self.k, self.renormalize, self.scaling, routes)
         if x.device.type == "cuda" and x.dtype != kind:
             logits = _WideProduct.apply(x, self.gate.weight, kind)
@@ -520,7 +520,7 @@ class LatentMoE(nn.Module):
     def _routed(self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None) -> tuple[Tensor, Tensor]:
         """`route` in training by the kernels."""
         bias = self.gate.e_score_correction_bias
-        weights, ids, scores, cutoff = routing.RoutedChoice.apply(
+        weights, ids, scores, cutoff = train_routing.RoutedChoice.apply(
             x, self.gate.weight, bias, self.k, self.renormalize, self.scaling, routes
         )
         if observer is not None:
@@ -591,7 +591,7 @@ class LatentMoE(nn.Module):
 
         chosen = beside(choose, 1)
         shared = beside(lambda: self.shared_experts(x))
-        read = self._bank.read(thin.product(x, self.routed_expert_down_proj.weight))
+        read = self._bank.read(skinny.product(x, self.routed_expert_down_proj.weight))
         weights, ids, sort = chosen()
         norm = (self.routed_expert_norm.weight, self.routed_expert_norm.eps) if self.norms_sum else None
         u = moe_grouped.static_sorted(self._bank, read, weights, sort, norm)

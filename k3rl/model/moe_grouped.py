@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import dispatch, few_rows, gather_rows, mxfp8, route, routing
+from k3rl.kernels import dispatch
+from k3rl.kernels.gemm import grouped_skinny
+from k3rl.kernels.moe import decode_routing, gather_rows, mxfp8, train_routing
 from k3rl.model.fuse import fused, widened
 from k3rl.numerics import mx
 
@@ -41,9 +43,9 @@ class SortedIds(NamedTuple):
 
 def sort_by_expert(ids: Tensor, experts: int, weights: Tensor | None = None) -> SortedIds:
     """ids [N, k], weights [N, k] -> their order; nothing is read by the host."""
-    if ids.device.type != "cpu" and routing.sorts(ids, experts):
+    if ids.device.type != "cpu" and train_routing.sorts(ids, experts):
         own = weights if weights is not None and weights.dtype == torch.float32 else None
-        order, inverse, token, ends, routed = routing.sort_many(ids, experts, own)
+        order, inverse, token, ends, routed = train_routing.sort_many(ids, experts, own)
         return SortedIds(order, inverse, ends, token, routed)
     short = torch.int16 if experts < 1 << 15 else torch.int32  # a sort goes over the keys byte by byte
     found, order = torch.sort(ids.reshape(-1).to(short), stable=True)
@@ -100,7 +102,7 @@ def _sum_of_choices(rows: Tensor, sort: SortedIds, weights: Tensor | None, k: in
     """Sorted rows [R, b] -> sum over choices [N, b], weighted by [N, k]; float32 or wider, their dtype by a kernel."""
     if rows.device.type != "cpu" and dispatch.use_kernel("route", rows):
         own = torch.ones(len(rows) // k, k, device=rows.device) if weights is None else weights
-        return route.sum_choices(rows, sort.inverse, own, rows.dtype)
+        return decode_routing.sum_choices(rows, sort.inverse, own, rows.dtype)
     return _weighted(rows.index_select(0, sort.inverse).view(-1, k, rows.shape[1]), weights)
 
 
@@ -152,27 +154,27 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def static(bank: ExpertBank, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """z [N, Z], weights [N, k], ids [N, k] -> [N, Z]; can be captured in a CUDA graph."""
-    return static_sorted(bank, bank.read(z), weights, route.sort_assignments(ids, bank.experts)).to(z.dtype)
+    return static_sorted(bank, bank.read(z), weights, decode_routing.sort_assignments(ids, bank.experts)).to(z.dtype)
 
 
 def static_sorted(
     bank: ExpertBank,
     read: Tensor,
     weights: Tensor,
-    sort: route.Assignments,
+    sort: decode_routing.Assignments,
     norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """`static` of rows [N, Z] as the experts read them, whose assignments are sorted; norm: see `sum_choices`."""
     count, packed = sort.token.numel(), bank.packed
     if packed is not None and packed.multiplies(read, count):
         out = packed.down_product(bank.activated(read, sort.token, sort.ends), sort.ends)
-    elif packed is None and all(few_rows.takes(read, count, matrices) for matrices in bank.matrices()):
-        active = bank.activate(few_rows.product(read, sort.token, bank.gate_up(), sort.ends))
-        out = few_rows.product(active, None, bank.down(), sort.ends)
+    elif packed is None and all(grouped_skinny.takes(read, count, matrices) for matrices in bank.matrices()):
+        active = bank.activate(grouped_skinny.product(read, sort.token, bank.gate_up(), sort.ends))
+        out = grouped_skinny.product(active, None, bank.down(), sort.ends)
     else:  # packed ones are decoded here, one stack at a time
         active = bank.activate(grouped_product(read.index_select(0, sort.token), bank.gate_up().mT, sort.ends))
         out = grouped_product(active, bank.down().mT, sort.ends)
-    return route.sum_choices(out, sort.inverse, weights, read.dtype, norm)
+    return decode_routing.sum_choices(out, sort.inverse, weights, read.dtype, norm)
 
 
 class _HostCounts:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import rms_norm as kernel
+from k3rl.kernels.norm import rms_norm as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
 

@@ -1,10 +1,9 @@
 """Frozen routed experts as the bytes that a checkpoint stores: 17/32 of a byte a number.
 
-Few rows are multiplied with the bytes, where a kernel does that (`k3rl.kernels.few_rows_packed`). Otherwise a layer's
-experts are decoded when they are computed with, and again for the backward, so no more than one layer's are there in
-the compute dtype at a time. Decoding gives the values that a parameter would hold, to the bit.
-
-Letters: E experts, Z latent width, I expert width.
+Few rows are multiplied with the bytes, where a kernel does that (`k3rl.kernels.gemm.w4_grouped_skinny`). Otherwise a
+layer's experts are decoded when they are computed with, and again for the backward, so no more than one layer's are
+there in the compute dtype at a time. Decoding gives the values that a parameter would hold, to the bit. Letters: E
+experts, Z latent width, I expert width.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from k3rl.config import K3Error
-from k3rl.kernels import dispatch, few_rows_packed
+from k3rl.kernels import dispatch
+from k3rl.kernels.gemm import w4_grouped_skinny
 from k3rl.numerics import mx
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _Stack:
 
     def __init__(self, experts: int, rows: int, columns: int, device: torch.device | str, tiled: bool) -> None:
         self.shape, self._tiled = (experts, rows, columns), tiled
-        lead = (experts, columns // few_rows_packed.CHUNK, rows) if tiled else (experts, rows)
+        lead = (experts, columns // w4_grouped_skinny.CHUNK, rows) if tiled else (experts, rows)
         sizes = (64, 4) if tiled else (columns // 2, columns // mx.BLOCK)
         self.packed, self.scale = (torch.zeros(*lead, size, dtype=torch.uint8, device=device) for size in sizes)
 
@@ -57,34 +57,34 @@ class _Stack:
 
     def stored(self, place: int, rows: slice) -> tuple[Tensor, Tensor]:
         if self._tiled:
-            return few_rows_packed.stored(self.packed[place, :, rows], self.scale[place, :, rows])
+            return w4_grouped_skinny.stored(self.packed[place, :, rows], self.scale[place, :, rows])
         return self.packed[place, rows], self.scale[place, rows]
 
     def fill(self, place: int, rows: slice, given: tuple[Tensor, Tensor]) -> None:
         here: tuple[int | slice, ...] = (place, slice(None), rows) if self._tiled else (place, rows)
         packed, scale = (part.to(self.packed.device) for part in given)
         if self._tiled:
-            packed, scale = few_rows_packed.tiled(packed, scale)
+            packed, scale = w4_grouped_skinny.tiled(packed, scale)
         self.packed[here].copy_(packed)
         self.scale[here].copy_(scale)
 
     def stored_many(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Whole matrices, [n, rows, .] each, in memory of their own."""
         packed, scale = self.packed[places], self.scale[places]
-        return few_rows_packed.stored(packed, scale) if self._tiled else (packed, scale)
+        return w4_grouped_skinny.stored(packed, scale) if self._tiled else (packed, scale)
 
     def fill_many(self, places: Tensor, rows: slice, packed: Tensor, scale: Tensor) -> None:
         """The same rows [n, ., .] of several matrices, from this device."""
         if self._tiled:
-            packed, scale = few_rows_packed.tiled(packed, scale)
+            packed, scale = w4_grouped_skinny.tiled(packed, scale)
         for own, given in ((self.packed, packed), (self.scale, scale)):
             (own[:, :, rows] if self._tiled else own[:, rows]).index_copy_(0, places, given)
 
     def tensor(self, dtype: torch.dtype, in_range: bool) -> Tensor:
         """The values; in_range: a kernel may decode them."""
         if self._tiled and in_range:
-            return few_rows_packed.decode(self.packed, self.scale, dtype)
-        decoded = few_rows_packed.decode_reference if self._tiled else mx.dequantize_mxfp4
+            return w4_grouped_skinny.decode(self.packed, self.scale, dtype)
+        decoded = w4_grouped_skinny.decode_reference if self._tiled else mx.dequantize_mxfp4
         out = torch.empty(self.shape, dtype=dtype, device=self.packed.device)
         size = max(1, _DECODED // out[0].numel())
         for here, packed, scale in zip(out.split(size), self.packed.split(size), self.scale.split(size), strict=True):
@@ -173,7 +173,7 @@ class PackedExperts:
         """Whether kernels decode all of it: no scale is beyond theirs. The host waits when bytes were written."""
         if self._in_range is None:
             most = max(int(stack.scale.max()) for stack in (self._gate_up, self._down))
-            self._in_range = most <= few_rows_packed.MOST_SCALE
+            self._in_range = most <= w4_grouped_skinny.MOST_SCALE
         return self._in_range
 
     def gate_up(self) -> Tensor:
@@ -187,28 +187,28 @@ class PackedExperts:
     def multiplies(self, rows: Tensor, count: int) -> bool:
         """Whether `count` rows like these meet the bytes themselves."""
         stacks = (self._gate_up, self._down)
-        fits = self.tiled and all(few_rows_packed.takes(rows, count, stack.packed) for stack in stacks)
+        fits = self.tiled and all(w4_grouped_skinny.takes(rows, count, stack.packed) for stack in stacks)
         return fits and self.in_range
 
     def gate_up_product(self, rows: Tensor, token: Tensor | None, ends: Tensor) -> Tensor:
         """`few_rows.product` with gate and up, where `multiplies` says so: rows [., Z] -> [R, 2I]."""
-        return few_rows_packed.product(rows, token, self._gate_up.packed, self._gate_up.scale, ends)
+        return w4_grouped_skinny.product(rows, token, self._gate_up.packed, self._gate_up.scale, ends)
 
     def activated(
         self, rows: Tensor, token: Tensor | None, ends: Tensor, beta: float, linear_beta: float, rule: str | None
     ) -> Tensor:
         """`gate_up_product`, then SiTU, rounded to MXFP8 by a rule or not: what down reads [R, I]."""
         tiles = self._gate_up.packed, self._gate_up.scale
-        return few_rows_packed.activated(rows, token, *tiles, ends, beta, linear_beta, rule)
+        return w4_grouped_skinny.activated(rows, token, *tiles, ends, beta, linear_beta, rule)
 
     def down_product(self, rows: Tensor, ends: Tensor) -> Tensor:
         """The same with down: rows in expert order [R, I] -> [R, Z]."""
-        return few_rows_packed.product(rows, None, self._down.packed, self._down.scale, ends)
+        return w4_grouped_skinny.product(rows, None, self._down.packed, self._down.scale, ends)
 
 
 def serves_packed(latent: int, width: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is a kernel here that multiplies with packed experts of these widths."""
-    fits = few_rows_packed.tiles(2 * width, latent) and few_rows_packed.tiles(latent, width)
+    fits = w4_grouped_skinny.tiles(2 * width, latent) and w4_grouped_skinny.tiles(latent, width)
     if device.type != "cuda" or dtype != torch.bfloat16 or not fits:
         return False
     return dispatch.use_kernel("few_rows_packed", torch.empty(0, dtype=dtype, device=device), float32_rows=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rl.kernels import situ as kernel
+from k3rl.kernels.moe import situ as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
 from k3rl.model.norm import wide

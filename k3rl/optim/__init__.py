@@ -11,10 +11,10 @@ Nothing here knows a loss, a model class or a checkpoint.
 
 from k3rl.optim.classify import ClassifyError, HeadLayout, ParamInfo, classify
 from k3rl.optim.newton_schulz import newton_schulz
+from k3rl.optim.offload import Rest
 from k3rl.optim.per_head_muon import NonFiniteGradient, OptimizerStateError, PerHeadMuon, trained
 from k3rl.optim.qk_clip import QKClipError, clip_heads_, qk_clip_
 from k3rl.optim.quantile_balance import BalanceError, QuantileBalancer
-from k3rl.optim.rest import Rest
 from k3rl.optim.router_balance import AuxiliaryLoss, fixed_step
 from k3rl.optim.schedule import Schedule
 

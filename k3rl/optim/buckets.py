@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from k3rl.kernels import muon
+from k3rl.kernels.optim import muon
 from k3rl.optim.classify import ParamInfo
 from k3rl.optim.joined import as_one, joined, runs
 from k3rl.optim.newton_schulz import iterated, newton_schulz, update_scale
-from k3rl.optim.rest import Rest, Visit
+from k3rl.optim.offload import Rest, Visit
 
 Project = Callable[[str, Tensor], Tensor]
 

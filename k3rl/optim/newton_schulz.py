@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3rl.kernels import symmetric
+from k3rl.kernels.optim import symmetric
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5

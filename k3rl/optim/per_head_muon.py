@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from k3rl.kernels import muon as kernels
+from k3rl.kernels.cuda_graph import KeyedStep
+from k3rl.kernels.optim import muon as kernels
 from k3rl.optim.buckets import (
     AdamBucket,
     AdamRates,
@@ -35,11 +36,10 @@ from k3rl.optim.buckets import (
     master_dtype,
     storage_kind,
 )
-from k3rl.optim.captured import Program
 from k3rl.optim.classify import HeadLayout, ParamInfo, classify
 from k3rl.optim.host_memory import lock
 from k3rl.optim.joined import joined
-from k3rl.optim.rest import Rest, Visit, take_turns
+from k3rl.optim.offload import Rest, Visit, take_turns
 
 Variant = Literal["per_head_muon", "muon_whole", "adamw"]
 
@@ -178,8 +178,8 @@ class PerHeadMuon:
         self._factor = torch.ones((), device=device)
         self._norm = torch.zeros((), dtype=torch.float64, device=device)
         self._step_at: tuple[int, ...] | None = None  # `_addresses` of a clipping that the next step completes
-        self._clip_program = Program("the gradient norm")
-        self._step_program = Program("the optimizer step")
+        self._captured_clip = KeyedStep("the gradient norm")
+        self._captured_step = KeyedStep("the optimizer step")
         self._locking: Future[bool] | None = None  # of state on the host, in a thread
         self._fill()
 
@@ -310,7 +310,7 @@ class PerHeadMuon:
             addresses = self._addresses()
             key = addresses, maximum, in_step
             if expected is None or key != expected:
-                self._clip_program(key, lambda: self._clip(maximum, in_step))
+                self._captured_clip(key, lambda: self._clip(maximum, in_step))
             self._step_at = addresses if in_step else None
             norm = float(self._norm)
             if math.isfinite(norm):
@@ -327,17 +327,17 @@ class PerHeadMuon:
         To be given to that call as `expected`, with no gradient written in between; None where nothing was started.
         """
         key = (self._addresses(), maximum, True) if self.captures else None
-        if key is None or not self._clip_program.has(key):
+        if key is None or not self._captured_clip.has(key):
             return None
-        self._clip_program(key, lambda: self._clip(maximum, True))
+        self._captured_clip(key, lambda: self._clip(maximum, True))
         return key
 
     def expect_norm(self) -> Hashable:
         """Starts what `norm_on_device` will want, where it is a replay, as `expect_clip` does."""
         key = (self._addresses(), math.inf, True) if self.captures else None
-        if key is None or not self._clip_program.has(key):
+        if key is None or not self._captured_clip.has(key):
             return None
-        self._clip_program(key, lambda: self._clip(math.inf, True))
+        self._captured_clip(key, lambda: self._clip(math.inf, True))
         return key
 
     @torch.no_grad()
@@ -350,13 +350,13 @@ class PerHeadMuon:
         addresses = self._addresses()
         key = addresses, math.inf, True
         if expected is None or key != expected:
-            self._clip_program(key, lambda: self._clip(math.inf, True))
+            self._captured_clip(key, lambda: self._clip(math.inf, True))
         self._step_at = addresses
         return self._norm
 
     def _captured_norm(self, maximum: float, in_step: bool) -> float:
         """`_clip` as a program; the norm."""
-        self._clip_program((self._addresses(), maximum, in_step), lambda: self._clip(maximum, in_step))
+        self._captured_clip((self._addresses(), maximum, in_step), lambda: self._clip(maximum, in_step))
         return float(self._norm)
 
     def _clip(self, maximum: float, in_step: bool) -> None:
@@ -399,7 +399,7 @@ class PerHeadMuon:
             addresses = self._step_at if checked and self._step_at is not None else self._addresses()
             self._step_at = None
             key = addresses, *places, self.momentum, self.nesterov, self.weight_decay, self.betas, self.eps
-            self._step_program(key, lambda: self._move(due, lr_scale, self._numbers))
+            self._captured_step(key, lambda: self._move(due, lr_scale, self._numbers))
             self._factor.fill_(1.0)
         else:
             self._move(due, lr_scale, None)
@@ -488,7 +488,7 @@ class PerHeadMuon:
     @property
     def held(self) -> int:
         """Bytes of memory of its CUDA graphs, which stays theirs between steps."""
-        return self._clip_program.held + self._step_program.held
+        return self._captured_clip.held + self._captured_step.held
 
     # -- masters and state --------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from k3rl.kernels import load_counts
+from k3rl.kernels.moe import load_counts
 
 BINS = 1000
 _TOGETHER = 1 << 24  # counts that an update looks at at once: 128 MiB as int64

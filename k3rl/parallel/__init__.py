@@ -10,8 +10,8 @@ deepspeed.py the step on DeepSpeed ZeRO, and which of the two is chosen; extensi
 Nothing here knows Ray, environments or files.
 """
 
+from k3rl.parallel.balance import deal
 from k3rl.parallel.context import ContextParallel, ContextShare, balanced_cuts, pair_cost
-from k3rl.parallel.data import deal
 from k3rl.parallel.deepspeed import DeepSpeedConfig, LearnerConfig, check_backend, make_trainer
 from k3rl.parallel.expert import ExpertParallel
 from k3rl.parallel.frozen import check_slices

@@ -25,9 +25,9 @@ from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch
 from k3rl.data.images import ImagePatches
 from k3rl.model import K3Config
-from k3rl.parallel.costs import Mix, flops
 from k3rl.parallel.mesh import Axis
 from k3rl.parallel.world import World
+from k3rl.planner.costs import Mix, flops
 
 SNAP = 1 / 32  # of a rank's share of the cost, given up to cut between documents instead of inside one
 

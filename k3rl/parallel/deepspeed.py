@@ -31,7 +31,7 @@ from k3rl.numerics import project, stored_dtype
 from k3rl.optim import OptimizerStateError, classify
 from k3rl.optim.qk_clip import clip_heads_
 from k3rl.parallel.agree import flat
-from k3rl.parallel.data import deal
+from k3rl.parallel.balance import deal
 from k3rl.parallel.extensions import prepare
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.nonfinite import NonFiniteGradients, NonFiniteStep, bad_loss, listed

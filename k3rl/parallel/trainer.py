@@ -24,11 +24,12 @@ from k3rl.model.lora import prepare_adapter
 from k3rl.model.packed import pack_experts
 from k3rl.optim import AuxiliaryLoss, NonFiniteGradient, PerHeadMuon, QuantileBalancer, qk_clip_, trained
 from k3rl.optim.shipped import shipped
-from k3rl.parallel import aside
+from k3rl.parallel import side_stream
 from k3rl.parallel.agree import agree_on_start, agree_on_step, check_layout
 from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
 from k3rl.parallel.exact import ValueOf, exact_target_logprobs
 from k3rl.parallel.expert import ExpertParallel
+from k3rl.parallel.forward_backward import Loss, Passes, passes_of
 from k3rl.parallel.frozen import FrozenSlices, parameter_bytes
 from k3rl.parallel.inputs import loss_inputs
 from k3rl.parallel.mesh import Mesh
@@ -41,7 +42,6 @@ from k3rl.parallel.nonfinite import (
     explain_loss,
     listed,
 )
-from k3rl.parallel.passes import Loss, Passes, passes_of
 from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.statistics import Statistics, balance, balance_due, fresh_tokens
 from k3rl.parallel.world import PeerFailed
@@ -214,13 +214,13 @@ class Trainer:
             due = balance_due(self.config, last_of_batch)
             if due:
                 self.balancer.all_reduce(self.mesh.world.sum)
-            summed = aside.moment(self.model.device)
+            summed = side_stream.moment(self.model.device)
             self.optimizer.step(lr_scale, checked=True)
             clipped = 0
             if self.config.lora is None:
                 clipped = qk_clip_(self.optimizer, max_logits, self.model.config, self.config.qk_clip)
             self.shards.share_parameters()
-            with aside.aside(self.model.device, summed):  # the host reads counts, which are older than the step
+            with side_stream.aside(self.model.device, summed):  # the host reads counts, which are older than the step
                 balance(self.model, self.balancer, self.config, metrics, due=due)
         except (PeerFailed, NonFiniteStep):  # all ranks know
             self.balancer.clear()
@@ -412,7 +412,7 @@ class Trainer:
         return fine, failure
 
     def _replayed(self, micro: TrainBatch, loss: Loss, temperature: float, metrics: Accumulator) -> bool:
-        """Whether the micro-batch ran as a program (`k3rl.parallel.passes`); `_read_passes` knows how it went."""
+        """Whether the micro-batch ran captured (`k3rl.parallel.forward_backward`); `_read_passes` knows how it went."""
         if self.passes is None:
             return False
         counted = fresh_tokens(micro, self.config.balance)

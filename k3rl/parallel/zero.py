@@ -23,7 +23,7 @@ from k3rl.model.bank_gradients import LEAVES, BankGradients, clear_all
 from k3rl.optim import NonFiniteGradient, ParamInfo, PerHeadMuon
 from k3rl.optim.buckets import Banked, master_dtype, storage_kind
 from k3rl.optim.newton_schulz import STEPS
-from k3rl.parallel import aside
+from k3rl.parallel import side_stream
 from k3rl.parallel.mesh import Mesh, expert_run
 from k3rl.parallel.messages import Message, cut, digest
 from k3rl.parallel.world import World
@@ -251,7 +251,7 @@ class Shards:
     def _sum_by_bank(self, promised: Sequence[tuple[BankGradients | None, list[Message]]]) -> None:
         """Sums each bank's gradients on a stream of its own, once the last backward has added to it."""
         current = torch.cuda.current_stream()
-        side = aside.stream(current.device_index)
+        side = side_stream.stream(current.device_index)
         for bank, messages in promised:
             if bank is None:
                 current.wait_stream(side)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import ray
 
-from k3rl.actors.crew import Crew
 from k3rl.actors.environment import EnvironmentActor
 from k3rl.actors.jobs import EpisodeJob, TaskRef
 from k3rl.actors.reward import RewardActor
 from k3rl.actors.rollouts import Rollouts
+from k3rl.actors.worker_pool import Crew
 from k3rl.envs.faults import EnvironmentTripped, FaultConfig
 from k3rl.pipelines.batches import TooManyFailures, check_failures
 from k3rl.tokens import Tokenizer

@@ -13,9 +13,9 @@ import pytest
 import ray
 import torch
 
-from k3rl.actors.crew import ActorLost
 from k3rl.actors.fleet import Learner
 from k3rl.actors.learner import LearnerActor
+from k3rl.actors.worker_pool import ActorLost
 from k3rl.checkpoint.train_state import TrainState
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy, LossInputs, LossOutput

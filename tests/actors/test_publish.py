@@ -20,7 +20,7 @@ from k3rl.actors.environment import EnvironmentActor
 from k3rl.actors.jobs import EpisodeJob, TaskRef
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.rollout import RolloutActor
-from k3rl.actors.weights import PublishError, WeightPublisher
+from k3rl.actors.weight_sync.publisher import PublishError, WeightPublisher
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.envs.rollout import gradable
 from k3rl.losses import CrossEntropy

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.messages import (
+from k3rl.actors.weight_sync.messages import (
     BytesMessage,
     MessageDamaged,
     checksum,
@@ -22,7 +22,7 @@ from k3rl.actors.messages import (
     tensor_messages,
     tensors_in,
 )
-from k3rl.actors.transfer import Place, Receiver, Sender, TransferBroken, choose
+from k3rl.actors.weight_sync.transfer import Place, Receiver, Sender, TransferBroken, choose
 from k3rl.config import ConfigError
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from safetensors.torch import save
 
 from k3rl.actors.cluster import ClusterConfig, RolloutConfig
-from k3rl.actors.publication import Form
 from k3rl.actors.rollout import RolloutActor
+from k3rl.actors.weight_sync.publication import Form
 from k3rl.checkpoint import load_checkpoint, save_checkpoint
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, InvalidRequest, WeightUpdateError

@@ -10,7 +10,7 @@ import pytest
 
 from k3rl import cli_doctor
 from k3rl.cli import main
-from k3rl.cli_doctor import Check, run_checks
+from k3rl.cli.doctor import Check, run_checks
 
 
 def by_name() -> dict[str, Check]:

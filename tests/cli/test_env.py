@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from k3rl.cli import main
-from k3rl.cli_env import answer_of, result_of, taken_options
+from k3rl.cli.env import answer_of, result_of, taken_options
 from k3rl.config import ConfigError, MissingResource
 from k3rl.envs import make, registry
 from k3rl.envs.check import Report
@@ -133,7 +133,7 @@ def test_a_folder_is_an_answer_of_files(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "pkg" / "__pycache__" / "b.pyc").write_bytes(b"\xff")
     assert json.loads(answer_of(tmp_path)) == {"files": {"a.txt": "a", "pkg/b.py": "b = 'ü'\n"}}
-    monkeypatch.setattr("k3rl.cli_env.MAX_FOLDER_BYTES", 4)
+    monkeypatch.setattr("k3rl.cli.env.MAX_FOLDER_BYTES", 4)
     with pytest.raises(ConfigError, match="more than 4 bytes"):
         answer_of(tmp_path)
 
@@ -189,7 +189,7 @@ def test_all_is_every_shipped_environment_and_what_is_missing_exits_3(monkeypatc
             raise MissingResource("run `apt-get install yosys`")
         return Report(name, oracle=1.0, oracle_expected=1.0, null=0.0)
 
-    monkeypatch.setattr("k3rl.cli_env.check", checked)
+    monkeypatch.setattr("k3rl.cli.env.check", checked)
     assert main(["env", "check", "--all", "--json"]) == 3
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["ok"] is False
@@ -199,7 +199,7 @@ def test_all_is_every_shipped_environment_and_what_is_missing_exits_3(monkeypatc
 
 
 def test_a_failed_check_exits_1_and_says_why(monkeypatch, capsys):
-    monkeypatch.setattr("k3rl.cli_env.check", lambda name, **_: Report(name, problems=["a hack paid"]))
+    monkeypatch.setattr("k3rl.cli.env.check", lambda name, **_: Report(name, problems=["a hack paid"]))
     assert main(["env", "check", "coding-lists"]) == 1
     assert "FAILED" in (said := capsys.readouterr().out)
     assert "a hack paid" in said

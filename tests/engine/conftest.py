@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.engine import sampler
+from k3rl.engine.sampling import sampler
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.types import SamplingParams
 

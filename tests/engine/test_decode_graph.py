@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache
-from k3rl.engine.decode_graph import BATCHES, DecodeProgram, padded_batch
-from k3rl.engine.device_sampler import sample_uncut
-from k3rl.engine.sampler import sample
+from k3rl.engine.compute.decode_graph import BATCHES, DecodeProgram, padded_batch
+from k3rl.engine.sampling.device_sampler import sample_uncut
+from k3rl.engine.sampling.sampler import sample
 from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams, StopReason
 
@@ -173,7 +173,7 @@ def test_weights_that_change_in_place_and_new_versions_are_seen_by_the_next_step
 
 
 def test_more_rows_than_the_largest_batch_run_in_pieces(model, monkeypatch):
-    monkeypatch.setattr("k3rl.engine.decode_graph.BATCHES", (1, 2))
+    monkeypatch.setattr("k3rl.engine.compute.decode_graph.BATCHES", (1, 2))
     own = [params(seed=seed, max_tokens=4) for seed in range(5)]
     for got, expected in zip(
         program_engine(model, 5).generate([PROMPTS[1]] * 5, own), Engine(model).generate([PROMPTS[1]] * 5, own),
@@ -187,7 +187,7 @@ def test_rows_of_like_length_run_together_where_padding_would_be_too_much(model,
     given = [PROMPTS[seed % 4] for seed in range(5)]
     ordinary = Engine(model).generate(given, own)
     for tokens in (4 * PAGE, 16 * PAGE):  # one row of 8 pages is more than the first, and runs alone
-        monkeypatch.setattr("k3rl.engine.decode_graph._TOKENS", tokens)
+        monkeypatch.setattr("k3rl.engine.compute.decode_graph._TOKENS", tokens)
         engine = program_engine(model, 5, max_context=64)
         for got, expected in zip(engine.generate(given, own), ordinary, strict=True):
             same(got, expected)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, PrefixCache
-from k3rl.engine.disk_tier import DiskTier
-from k3rl.engine.prefix import MemoryTier
+from k3rl.engine.prefix.cache import MemoryTier
+from k3rl.engine.prefix.disk_tier import DiskTier
 from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.data.images import ImagePatches
-from k3rl.engine import Engine, PrefixCache, exact, sampler
+from k3rl.engine import Engine, PrefixCache
 from k3rl.engine.cache import state_bytes
+from k3rl.engine.compute import exact
+from k3rl.engine.sampling import sampler
 from k3rl.losses import K3Policy
 from k3rl.model import AblationConfig, VisionConfig
 from k3rl.model.exact import ExactError, exact_hidden, exact_logits, exact_logprobs

@@ -8,9 +8,9 @@ import json
 import numpy as np
 
 from k3rl.engine import Engine
-from k3rl.engine.driver import EngineDriver
-from k3rl.engine.gateway import EnginePolicy
 from k3rl.envs.gateway import GatewaySession, answer
+from k3rl.serve.driver import EngineDriver
+from k3rl.serve.gateway import EnginePolicy
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Budgets, Message, SamplingParams, StopReason, Task
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from k3rl.config import MissingResource
 from k3rl.engine import Engine, InvalidRequest
-from k3rl.engine.grammar import DeadEnd, Grammars
-from k3rl.engine.json_schema import SchemaError, enforceable
 from k3rl.engine.rows import Request
+from k3rl.engine.sampling.grammar import DeadEnd, Grammars
+from k3rl.engine.sampling.json_schema import SchemaError, enforceable
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Constraint, Message, SamplingParams, StopReason
 

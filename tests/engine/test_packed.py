@@ -15,7 +15,7 @@ from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import encode
 from k3rl.engine import Engine, WeightUpdateError
 from k3rl.engine.weights import manifest_of
-from k3rl.kernels import few_rows_packed
+from k3rl.kernels.gemm import w4_grouped_skinny
 from k3rl.model import LoraConfig
 from k3rl.model.lora import Adapter
 from k3rl.types import SamplingParams
@@ -40,8 +40,8 @@ def served(monkeypatch):
     for place in ("k3rl.model.packed", "k3rl.engine.weights", "k3rl.checkpoint.hf"):
         monkeypatch.setattr(f"{place}.serves_packed", lambda *_: True)
     for name in ("product", "activated"):
-        monkeypatch.setattr(few_rows_packed, name, counting(getattr(few_rows_packed, f"{name}_reference")))
-    monkeypatch.setattr(few_rows_packed, "takes", lambda rows, count, codes: 0 < count <= 40)
+        monkeypatch.setattr(w4_grouped_skinny, name, counting(getattr(w4_grouped_skinny, f"{name}_reference")))
+    monkeypatch.setattr(w4_grouped_skinny, "takes", lambda rows, count, codes: 0 < count <= 40)
     return counted
 
 
@@ -148,7 +148,7 @@ def test_scales_beyond_the_kernels_are_decoded(wide, served):
     bank = next(iter(model.packed_banks.values()))
     assert bank.in_range
     packed, scale = bank.stored(1, "w2")
-    bank.fill(1, "w2", (packed, torch.full_like(scale, few_rows_packed.MOST_SCALE + 1)))
+    bank.fill(1, "w2", (packed, torch.full_like(scale, w4_grouped_skinny.MOST_SCALE + 1)))
     assert not bank.in_range
     assert not bank.multiplies(torch.zeros(1, 256), 1)
     assert torch.equal(bank.down()[1], bank.value(1, "w2", torch.float64))
@@ -187,13 +187,13 @@ def test_a_delta_of_every_expert_turns_tiles_a_run_at_a_time(wide, stored, later
     engine, calls = Engine(wide), {"tiled": 0, "stored": 0}
     assert engine.manifest == manifests[0]
     for name in calls:
-        own = getattr(few_rows_packed, name)
+        own = getattr(w4_grouped_skinny, name)
 
         def counted(*parts, name=name, own=own):
             calls[name] += 1
             return own(*parts)
 
-        monkeypatch.setattr(few_rows_packed, name, counted)
+        monkeypatch.setattr(w4_grouped_skinny, name, counted)
     engine.start_weight_delta(header.to_bytes(manifests[0]))
     for bucket in buckets:
         engine.update_weights_by_delta(bucket)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache
 from k3rl.engine.cache import MemoryPlan, StatePool
-from k3rl.engine.decode_graph import DecodeProgram
-from k3rl.engine.prefill_graph import RUNS, SEGMENTS, TOKENS, PrefillProgram
+from k3rl.engine.compute.decode_graph import DecodeProgram
+from k3rl.engine.compute.prefill_graph import RUNS, SEGMENTS, TOKENS, PrefillProgram
 from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams
 
@@ -170,8 +170,8 @@ def test_turns_behind_cached_prefixes_are_sampled_as_without_a_cache(model, run_
 
 
 def test_more_than_a_shape_holds_runs_in_turn_and_longer_chunks_take_the_ordinary_path(model, run_alone, monkeypatch):
-    monkeypatch.setattr("k3rl.engine.prefill_graph.TOKENS", (4, 8))
-    monkeypatch.setattr("k3rl.engine.prefill_graph.SEGMENTS", (1, 2))
+    monkeypatch.setattr("k3rl.engine.compute.prefill_graph.TOKENS", (4, 8))
+    monkeypatch.setattr("k3rl.engine.compute.prefill_graph.SEGMENTS", (1, 2))
     cases = {"longer": [list(range(1, 30)), [4]], "tokens": [[4] * 7, [5, 6], [7, 8, 9]], "rows": [[5], [6], [7]]}
     for name, prompts in cases.items():
         engine = fixed_engine(model)

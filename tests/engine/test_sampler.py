@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.engine import sampler
+from k3rl.engine.sampling import sampler
 from k3rl.types import SamplingParams
 
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from k3rl.engine.events import EventStream
-from k3rl.engine.metrics import ServerMetrics
-from k3rl.engine.openai import Channels, ChatRequest, PlainText, TextCutter
+from k3rl.serve.events import EventStream
+from k3rl.serve.metrics import ServerMetrics
+from k3rl.serve.openai import Channels, ChatRequest, PlainText, TextCutter
 from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.engine import Engine, InvalidRequest
-from k3rl.engine.stopping import StopStrings
+from k3rl.engine.sampling.stopping import StopStrings
 from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams, StopReason
 

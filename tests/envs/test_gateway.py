@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from k3rl.engine.gateway import Gateway, GatewayServer
 from k3rl.envs import Action, Env, EpisodeContext, Observation, StepResult
 from k3rl.envs.faults import EngineFailed
 from k3rl.envs.gateway import Answer, GatewaySession, ProgramHarness, answer, run_program
 from k3rl.envs.harness import WorkspaceSpec, files_from
 from k3rl.envs.rollout import NOT_GRADED, ContextOutgrown, run_episode
 from k3rl.envs.sandbox import provider_named
+from k3rl.serve.gateway import Gateway, GatewayServer
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Budgets, Completion, Episode, Failed, Message, SamplingParams, StopReason, Task, ToolCall
 

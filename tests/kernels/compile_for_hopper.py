@@ -20,36 +20,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from k3rl.kernels import (
-    add_groups_kernels,
-    add_many_kernels,
-    attn_res_kernels,
-    draw_kernels,
-    few_rows_kernels,
-    few_rows_packed_kernels,
-    gated_norm_kernels,
-    gather_rows_kernels,
+from k3rl.kernels import ptxas
+from k3rl.kernels.gemm import grouped_skinny_kernels, skinny_kernels, w4_grouped_skinny_kernels
+from k3rl.kernels.kda import backward_kernels, decode_kernels, decode_split_kernels, forward_kernels, short_conv_kernels
+from k3rl.kernels.mla import (
+    chunked_prefill_kernels,
+    decode_attention_kernels,
+    decode_step_kernels,
     heads_kernels,
-    kda_backward,
-    kda_decode_kernels,
-    kda_decode_split,
-    kda_forward,
-    largest_logits_kernels,
-    latent_attention_kernels,
-    latent_chunks_kernels,
-    latent_step_kernels,
-    load_counts_kernels,
-    muon_kernels,
-    mxfp8_kernels,
-    ptxas,
-    rms_norm_kernels,
-    route_kernels,
-    routing_kernels,
-    short_conv_kernels,
-    situ_kernels,
-    symmetric_kernels,
-    thin_kernels,
+    max_logits_kernels,
 )
+from k3rl.kernels.moe import (
+    add_groups_kernels,
+    decode_routing_kernels,
+    gather_rows_kernels,
+    load_counts_kernels,
+    mxfp8_kernels,
+    situ_kernels,
+    train_routing_kernels,
+)
+from k3rl.kernels.norm import attn_res_kernels, gated_norm_kernels, rms_norm_kernels
+from k3rl.kernels.optim import add_many_kernels, muon_kernels, symmetric_kernels
+from k3rl.kernels.sampling import draw_kernels
 
 INTEGERS = {"chunk_start", "chunk_len", "chunk_offset", "segment_offset", "read_index", "write_index", "index", "span"}
 INTEGERS |= {
@@ -107,12 +99,12 @@ OWN_TYPES |= {("gather_kernel", "index"): "*i64", ("gather_kernel", "rows"): "*b
 OWN_TYPES |= {("attend_chunks_kernel", name): "*i64" for name in ("table", "past")}
 OWN_TYPES |= {("attend_chunks_kernel", name): "*fp32" for name in ("parts", "sums")}
 
-K, C = {"K": 128}, {"C": kda_forward.CHUNK}
+K, C = {"K": 128}, {"C": forward_kernels.CHUNK}
 SCAN = K | C | {"HAS_S0": True, "SAVE": False, "TRANSITION": False, "V": 128, "BV": 64, "STAGES": 3}
 GRADIENTS = K | C | {"KB": 64, "BLOCK": 16, "EARLY": True}
 STEP = {"D": 128, "BV": 64, "ROWS": 16, "BF16": True, "POOL_BF16": True, "PENDING": False, "DEFERRED": False}
 SPLIT = {name: value for name, value in STEP.items() if name != "DEFERRED"}
-EIGHT, FOUR = ({"BV": 128 // parts} for parts in kda_decode_kernels.PARTS)
+EIGHT, FOUR = ({"BV": 128 // parts} for parts in decode_kernels.PARTS)
 CONV = {"HAS_HISTORY": True, "BF16": True}
 NORM = {"D": 128, "BF16": True}
 MUON = {"NESTEROV": True, "CHUNK": muon_kernels.CHUNK}
@@ -123,12 +115,12 @@ WIDE, WIDEST = ({"WIDTH": width, "BLOCK": block, "BF16": True} for width, block 
 WHOLE, GROWN = ({"ADD": parts > 0, "PARTS": parts, "FRESH": False} for parts in (0, 8))
 CHOOSE = {"RENORMALIZE": True, "RECORDED": False, "PARTS": 1}
 LATENTS = {"Z": 256, "ROPE": 64, "HEADS": 16, "TOKENS": 64, "PAGE": 64, "STAGES": 2}
-CHUNKS = {"Z": 512, "ROPE": 64, "TILE": latent_chunks_kernels.TILE, "TOKENS": 32, "PAGE": 64, "STAGES": 2}
+CHUNKS = {"Z": 512, "ROPE": 64, "TILE": chunked_prefill_kernels.TILE, "TOKENS": 32, "PAGE": 64, "STAGES": 2}
 SYMMETRIC = {"EVEN": True, "TILE": 128, "DEPTH": symmetric_kernels.DEPTH, "p_k": 1}
 HEADS = {"NOPE": 128, "ROPE": 64, "VALUE": 128}
 QUERIES = {"RANK": 384, "BLOCK": 512, "DEPTH": 128, "Z": 256, "NOPE": 128, "ROPE": 64, "ROWS": 16, "STAGES": 3}
-VALUES = {"Z": 256, "V": 128, "COLUMNS": latent_step_kernels.COLUMNS, "ROWS": 16, "SPLITS": 4, "DEPTH": 64}
-FEW = {"STRIP": few_rows_kernels.STRIP, "DEPTH": 128, "BF16": True}
+VALUES = {"Z": 256, "V": 128, "COLUMNS": decode_step_kernels.COLUMNS, "ROWS": 16, "SPLITS": 4, "DEPTH": 64}
+FEW = {"STRIP": grouped_skinny_kernels.STRIP, "DEPTH": 128, "BF16": True}
 
 
 def _options(launch: dict, **names: str) -> tuple[dict, dict]:
@@ -144,7 +136,7 @@ def _conv(kernel, launch: dict):
 
 def _few_rows_packed(rows: int, width: int, unit: bool):
     names = {"rows": "ROWS", "extra": "EXTRA", "rest": "REST", "strip": "STRIP", "stages": "STAGES", "blocks": "BLOCKS"}
-    constants, options = _options(few_rows_packed_kernels.LAUNCHES[rows], **names)
+    constants, options = _options(w4_grouped_skinny_kernels.LAUNCHES[rows], **names)
     own = {
         "WIDTH": width,
         "GATHER": unit,
@@ -154,41 +146,44 @@ def _few_rows_packed(rows: int, width: int, unit: bool):
         "CLAMP": False,
         "AHEAD": True,
     }
-    return few_rows_packed_kernels.packed_product_kernel, constants | own, options
+    return w4_grouped_skinny_kernels.packed_product_kernel, constants | own, options
 
 
 def _whole(width: int, even: bool, rows: int) -> dict[str, int]:
-    own = {name.upper(): thin_kernels.PRODUCT[name] for name in ("strip", "depth", "stages")}
+    own = {name.upper(): skinny_kernels.PRODUCT[name] for name in ("strip", "depth", "stages")}
     return {"WIDTH": width, "EVEN": even, "ADD": not even, "ROWS": rows} | own
 
 
-LARGEST = _options(largest_logits_kernels.LAUNCH, rows="ROWS", keys="KEYS", stages="STAGES")
+LARGEST = _options(max_logits_kernels.LAUNCH, rows="ROWS", keys="KEYS", stages="STAGES")
 CONFIGURATIONS = {
-    "chunk-table": (kda_forward.chunk_table_kernel, {"WHERE": True, "N": 16, "CHUNKS": 128}, {}),
-    "zero-tail": (kda_forward.zero_tail_kernel, {"ROWS": 32, "WIDTH": 1024}, {}),
-    "prepare": (kda_forward.prepare_kernel, K | C | {"SAVE": False, "BLOCK": 16, "EARLY": True}, {"maxnreg": 168}),
-    "prepare-save": (kda_forward.prepare_kernel, K | C | {"SAVE": True, "BLOCK": 16, "EARLY": True}, {"maxnreg": 168}),
-    "scan": (kda_forward.scan_kernel, SCAN, {}),
-    "scan-save": (kda_forward.scan_kernel, SCAN | {"SAVE": True}, {}),
-    "scan-transition": (kda_forward.scan_kernel, SCAN | {"HAS_S0": False, "TRANSITION": True}, {}),
-    "merge": (kda_forward.merge_kernel, K | {"HAS_S0": True, "V": 128, "BV": 64}, {"num_warps": 8}),
+    "chunk-table": (forward_kernels.chunk_table_kernel, {"WHERE": True, "N": 16, "CHUNKS": 128}, {}),
+    "zero-tail": (forward_kernels.zero_tail_kernel, {"ROWS": 32, "WIDTH": 1024}, {}),
+    "prepare": (forward_kernels.prepare_kernel, K | C | {"SAVE": False, "BLOCK": 16, "EARLY": True}, {"maxnreg": 168}),
+    "prepare-save": (
+        forward_kernels.prepare_kernel,
+        K | C | {"SAVE": True, "BLOCK": 16, "EARLY": True}, {"maxnreg": 168},
+    ),
+    "scan": (forward_kernels.scan_kernel, SCAN, {}),
+    "scan-save": (forward_kernels.scan_kernel, SCAN | {"SAVE": True}, {}),
+    "scan-transition": (forward_kernels.scan_kernel, SCAN | {"HAS_S0": False, "TRANSITION": True}, {}),
+    "merge": (forward_kernels.merge_kernel, K | {"HAS_S0": True, "V": 128, "BV": 64}, {"num_warps": 8}),
     "reverse-scan": (
-        kda_backward.reverse_scan_kernel,
+        backward_kernels.reverse_scan_kernel,
         K | C | {"HAS_DS": True, "V": 128, "BV": 64, "STAGES": 3},
         {},
     ),
     "state-gradients": (
-        kda_backward.state_gradients_kernel, K | C | {"V": 128, "EARLY": True}, {},
+        backward_kernels.state_gradients_kernel, K | C | {"V": 128, "EARLY": True}, {},
     ),
-    "input-gradients": (kda_backward.input_gradients_kernel, GRADIENTS, {}),
-    "decode": (kda_decode_kernels.step_kernel, STEP, {}),
-    "decode-pending": (kda_decode_kernels.step_kernel, STEP | {"PENDING": True}, {}),
-    "decode-deferred": (kda_decode_kernels.step_kernel, STEP | {"PENDING": True, "DEFERRED": True}, {}),
-    "decode-split": (kda_decode_split.split_kernel, SPLIT | FOUR, {}),
-    "decode-split-pending": (kda_decode_split.split_kernel, SPLIT | FOUR | {"PENDING": True}, {}),
-    "decode-split-eight": (kda_decode_split.split_kernel, SPLIT | EIGHT, {}),
-    "decode-split-eight-pending": (kda_decode_split.split_kernel, SPLIT | EIGHT | {"PENDING": True}, {}),
-    "flush": (kda_decode_kernels.flush_kernel, {"D": 128, "BV": 64, "ROWS": 16}, {}),
+    "input-gradients": (backward_kernels.input_gradients_kernel, GRADIENTS, {}),
+    "decode": (decode_kernels.step_kernel, STEP, {}),
+    "decode-pending": (decode_kernels.step_kernel, STEP | {"PENDING": True}, {}),
+    "decode-deferred": (decode_kernels.step_kernel, STEP | {"PENDING": True, "DEFERRED": True}, {}),
+    "decode-split": (decode_split_kernels.split_kernel, SPLIT | FOUR, {}),
+    "decode-split-pending": (decode_split_kernels.split_kernel, SPLIT | FOUR | {"PENDING": True}, {}),
+    "decode-split-eight": (decode_split_kernels.split_kernel, SPLIT | EIGHT, {}),
+    "decode-split-eight-pending": (decode_split_kernels.split_kernel, SPLIT | EIGHT | {"PENDING": True}, {}),
+    "flush": (decode_kernels.flush_kernel, {"D": 128, "BV": 64, "ROWS": 16}, {}),
     "conv": _conv(short_conv_kernels.forward_kernel, short_conv_kernels.FORWARD),
     "conv-backward": _conv(short_conv_kernels.backward_kernel, short_conv_kernels.BACKWARD),
     "history": (
@@ -196,46 +191,61 @@ CONFIGURATIONS = {
         {"PACKED": True, "HAS_HISTORY": True, "COLUMNS": 1024, "BF16": True},
         {},
     ),
-    "choose-1024": (route_kernels.choose_kernel, CHOOSE | {"E": 1024, "CHOICES": 16, "LANES": 16}, {"num_warps": 4}),
-    "choose-64": (
-        route_kernels.choose_kernel, CHOOSE | {"E": 64, "CHOICES": 8, "LANES": 8, "PARTS": 8}, {"num_warps": 4},
+    "choose-1024": (
+        decode_routing_kernels.choose_kernel,
+        CHOOSE | {"E": 1024, "CHOICES": 16, "LANES": 16}, {"num_warps": 4},
     ),
-    "sort-4096": (route_kernels.sort_kernel, {"CHOICES": 16, "ROWS": 4096}, {"num_warps": route_kernels.SORT_WARPS[1]}),
-    "sum-choices": (route_kernels.sum_kernel, {"CHOICES": 16, "COLUMNS": 4096, "BF16": True, "NORM": True}, {}),
+    "choose-64": (
+        decode_routing_kernels.choose_kernel,
+        CHOOSE | {"E": 64, "CHOICES": 8, "LANES": 8, "PARTS": 8}, {"num_warps": 4},
+    ),
+    "sort-4096": (
+        decode_routing_kernels.sort_kernel,
+        {"CHOICES": 16, "ROWS": 4096}, {"num_warps": decode_routing_kernels.SORT_WARPS[1]},
+    ),
+    "sum-choices": (
+        decode_routing_kernels.sum_kernel,
+        {"CHOICES": 16, "COLUMNS": 4096, "BF16": True, "NORM": True}, {},
+    ),
     "choose-many-1024": (
-        routing_kernels.choose_many_kernel, CHOOSE | {"E": 1024, "TOKENS": 2, "CHOICES": 16, "LANES": 16}, {},
+        train_routing_kernels.choose_many_kernel, CHOOSE | {"E": 1024, "TOKENS": 2, "CHOICES": 16, "LANES": 16}, {},
     ),
     "choose-gradient": (
-        routing_kernels.choose_gradient_kernel,
+        train_routing_kernels.choose_gradient_kernel,
         {"E": 64, "TOKENS": 32, "CHOICES": 8, "RENORMALIZE": True, "BF16": True}, {},
     ),
-    "places": (routing_kernels.places_kernel, {"CHOICES": 8, "BLOCK": routing_kernels.BLOCK} | {"WEIGHTED": True}, {}),
+    "places": (
+        train_routing_kernels.places_kernel,
+        {"CHOICES": 8, "BLOCK": train_routing_kernels.BLOCK} | {"WEIGHTED": True}, {},
+    ),
     "load-counts": (load_counts_kernels.load_counts_kernel, {"E": 64, "TOKENS": 32, "BINS": 1000, "VALID": True}, {}),
-    "few-rows-16": (few_rows_kernels.product_kernel, FEW | {"ROWS": 16, "STAGES": 2, "GATHER": True}, {}),
-    "few-rows-64": (few_rows_kernels.product_kernel, FEW | {"ROWS": 64, "STAGES": 3, "GATHER": False}, {}),
+    "few-rows-16": (grouped_skinny_kernels.product_kernel, FEW | {"ROWS": 16, "STAGES": 2, "GATHER": True}, {}),
+    "few-rows-64": (grouped_skinny_kernels.product_kernel, FEW | {"ROWS": 64, "STAGES": 3, "GATHER": False}, {}),
     "latents-chunks": (
-        latent_chunks_kernels.attend_chunks_kernel, CHUNKS | {"HEADS": 12, "SPLITS": 4}, latent_chunks_kernels.LAUNCH,
+        chunked_prefill_kernels.attend_chunks_kernel,
+        CHUNKS | {"HEADS": 12, "SPLITS": 4}, chunked_prefill_kernels.LAUNCH,
     ),
     "few-rows-packed-16": _few_rows_packed(16, 512, unit=True),
     "few-rows-packed-96": _few_rows_packed(96, 3584, unit=False),
-    "few-rows-decode": (few_rows_packed_kernels.decode_kernel, {"WIDTH": 3584, "STRIP": 64}, {}),
+    "few-rows-decode": (w4_grouped_skinny_kernels.decode_kernel, {"WIDTH": 3584, "STRIP": 64}, {}),
     "draw-4096": (draw_kernels.draw_kernel, {"V": 4096}, {"num_warps": 8}),
-    "latents": (latent_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 1}, {}),
+    "latents": (decode_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 1}, {}),
     "latents-wide": (
-        latent_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 4, "Z": 512, "HEADS": 32, "TOKENS": 32},
+        decode_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 4, "Z": 512, "HEADS": 32, "TOKENS": 32},
         {"num_warps": 8},
     ),
-    "latents-merge": (latent_attention_kernels.merge_kernel, {"Z": 512, "SPLITS": 32, "LANES": 32}, {}),
-    "latent-queries": (latent_step_kernels.query_kernel, QUERIES, {"num_warps": latent_step_kernels.WARPS}),
-    "latent-values": (latent_step_kernels.values_kernel, VALUES, {}),
+    "latents-merge": (decode_attention_kernels.merge_kernel, {"Z": 512, "SPLITS": 32, "LANES": 32}, {}),
+    "latent-queries": (decode_step_kernels.query_kernel, QUERIES, {"num_warps": decode_step_kernels.WARPS}),
+    "latent-values": (decode_step_kernels.values_kernel, VALUES, {}),
     "thin": (
-        thin_kernels.thin_kernel, {"ROWS": 64, "STRIP": thin_kernels.LAUNCH["strip"], "DEPTH": thin_kernels.DEPTH}, {},
+        skinny_kernels.thin_kernel,
+        {"ROWS": 64, "STRIP": skinny_kernels.LAUNCH["strip"], "DEPTH": skinny_kernels.DEPTH}, {},
     ),
     "thin-product": (
-        thin_kernels.whole_kernel, _whole(1024, True, 64), {"num_warps": thin_kernels.PRODUCT["num_warps"]},
+        skinny_kernels.whole_kernel, _whole(1024, True, 64), {"num_warps": skinny_kernels.PRODUCT["num_warps"]},
     ),
     "thin-product-uneven": (
-        thin_kernels.whole_kernel, _whole(7168, False, 16), {"num_warps": thin_kernels.PRODUCT["num_warps"]},
+        skinny_kernels.whole_kernel, _whole(7168, False, 16), {"num_warps": skinny_kernels.PRODUCT["num_warps"]},
     ),
     "norm": (gated_norm_kernels.forward_kernel, NORM | {"ROWS": gated_norm_kernels.ROWS_FORWARD}, {}),
     "norm-backward": (
@@ -246,7 +256,7 @@ CONFIGURATIONS = {
         add_groups_kernels.add_groups_kernel, {"COUNTS": True, "BLOCK": add_groups_kernels.BLOCK}, {"num_warps": 8},
     ),
     "largest-logits": (
-        largest_logits_kernels.largest_kernel, {"D": 128, "REST": 64} | LARGEST[0], LARGEST[1],
+        max_logits_kernels.largest_kernel, {"D": 128, "REST": 64} | LARGEST[0], LARGEST[1],
     ),
     "muon-momentum": (muon_kernels.momentum_kernel, MUON | {"LIVE": True}, {"num_warps": 8}),
     "muon-momentum-wide": (

@@ -15,28 +15,19 @@ import hypothesis
 import layer
 import torch
 
-from k3rl.kernels import draw as draw_reference
-from k3rl.kernels import (
-    draw_kernels,
-    few_rows_kernels,
-    few_rows_packed,
-    few_rows_packed_kernels,
-    gated_norm,
-    gated_norm_kernels,
-    kda_autograd,
-    kda_decode_kernels,
-    kda_decode_split,
-    latent_attention_kernels,
-    route_kernels,
-    short_conv_kernels,
-    situ_kernels,
-)
-from k3rl.kernels import few_rows as few_rows_reference
-from k3rl.kernels import kda as kda_reference
-from k3rl.kernels import kda_decode as decode_reference
-from k3rl.kernels import latent_attention as latent_reference
-from k3rl.kernels import route as route_reference
-from k3rl.kernels import short_conv as conv_reference
+from k3rl.kernels.gemm import grouped_skinny as few_rows_reference
+from k3rl.kernels.gemm import grouped_skinny_kernels, w4_grouped_skinny, w4_grouped_skinny_kernels
+from k3rl.kernels.kda import autograd, decode_kernels, decode_split_kernels, short_conv_kernels
+from k3rl.kernels.kda import decode as decode_reference
+from k3rl.kernels.kda import operator as kda_reference
+from k3rl.kernels.kda import short_conv as conv_reference
+from k3rl.kernels.mla import decode_attention as latent_reference
+from k3rl.kernels.mla import decode_attention_kernels
+from k3rl.kernels.moe import decode_routing as route_reference
+from k3rl.kernels.moe import decode_routing_kernels, situ_kernels
+from k3rl.kernels.norm import gated_norm, gated_norm_kernels
+from k3rl.kernels.sampling import draw as draw_reference
+from k3rl.kernels.sampling import draw_kernels
 from k3rl.numerics import mx
 
 # Relative Frobenius error of bf16 kernels against float64 on the same inputs, see docs/kernels.md. The caps are for
@@ -82,9 +73,9 @@ def kda(T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str) 
     }[regime]
     args = [q, k, v, z.bfloat16(), beta, 0.3 * torch.randn(H), 0.3 * torch.randn(H * K), torch.randn(n, H, K, V)]
     args = [x.requires_grad_() for x in args]
-    o, S = kda_autograd.kda(*args[:7], -5.0, args[7], ends)
+    o, S = autograd.kda(*args[:7], -5.0, args[7], ends)
     with torch.no_grad():
-        again = kda_autograd.kda(*args[:7], -5.0, args[7], ends)
+        again = autograd.kda(*args[:7], -5.0, args[7], ends)
     if not (torch.equal(o, again[0]) and torch.equal(S, again[1])):
         raise SystemExit("kda: a repeated forward differs")
     up = [torch.randn_like(o), 0.1 * torch.randn_like(S)]
@@ -110,7 +101,7 @@ def require_equal(what: str, some, others) -> None:
 
 
 def kernels(args, initial_state=None, ends=None):
-    return kda_autograd.kda(*args, -5.0, initial_state, ends)
+    return autograd.kda(*args, -5.0, initial_state, ends)
 
 
 def faults() -> None:
@@ -210,7 +201,7 @@ def in_context() -> None:
         (38, 57, [0, 7, 19], 38, False),
     ):
         own = [(x[:, first:last] if place < 5 else x).detach().requires_grad_() for place, x in enumerate(whole)]
-        o, _ = kda_autograd.kda(*own, -5.0, None, torch.tensor(ends), Neighbours(before, continues, messages))
+        o, _ = autograd.kda(*own, -5.0, None, torch.tensor(ends), Neighbours(before, continues, messages))
         outs.append((o, own, up[:, first:last]))
     if messages:
         raise SystemExit("kda: a state that nobody took")
@@ -240,9 +231,9 @@ def offsets() -> None:
     got = []
     for x, o, b, start in ((far, out, beta, first), (near, _empty_like(near), beta[first:], 0)):
         table = [torch.tensor(values, dtype=torch.int32) for values in ([start, start + 32], [32, 32], [0, 2])]
-        chunks = kda_autograd.Chunks(*table)
-        p = kda_autograd.prepare(x, x, x, b, torch.zeros(1), torch.zeros(K), -5.0, chunks, save=True)
-        S, states, updates = kda_autograd.scan(p, x, o, None, chunks, save=True, segment=0)
+        chunks = autograd.Chunks(*table)
+        p = autograd.prepare(x, x, x, b, torch.zeros(1), torch.zeros(K), -5.0, chunks, save=True)
+        S, states, updates = autograd.scan(p, x, o, None, chunks, save=True, segment=0)
         got.append((o[start:], S, states, updates, p.q_in))
     require_equal("far rows", *got)
 
@@ -256,13 +247,13 @@ def segments() -> None:
         n = 1 if lengths is None else len(lengths)
         rows = [bf16(T, 1, K), bf16(T, 1, K), bf16(T, 1, K) - 2]
         v, beta, S0 = bf16(T, 1, V), bf16(T, 1), torch.randn(n, 1, K, V)
-        chunks = kda_autograd.fixed_chunks(1, T, v.device) if ends is None else kda_autograd.packed_chunks(ends, T)
-        p = kda_autograd.prepare(*rows, beta, torch.zeros(1), torch.zeros(K), -5.0, chunks)
+        chunks = autograd.fixed_chunks(1, T, v.device) if ends is None else autograd.packed_chunks(ends, T)
+        p = autograd.prepare(*rows, beta, torch.zeros(1), torch.zeros(K), -5.0, chunks)
         whole = torch.zeros_like(v)
-        S, _, _ = kda_autograd.scan(p, v, whole, S0, chunks, segment=0)
+        S, _, _ = autograd.scan(p, v, whole, S0, chunks, segment=0)
         for segment in (2, 3):
             o = torch.zeros_like(v)
-            got, _, _ = kda_autograd.scan(p, v, o, S0, chunks, segment=segment)
+            got, _, _ = autograd.scan(p, v, o, S0, chunks, segment=segment)
             require("o in segments", o, whole, 3e-3)
             require("S in segments", got, S, 3e-3)
 
@@ -287,7 +278,7 @@ def decode(tile: int, parts: int) -> None:
     mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
     args = (*rows, *shared, *mine, index[:, 0], index[:, 1], -5.0, 1e-5, None)
     arrivals = torch.zeros(B * rows[0].shape[1], dtype=torch.int32)
-    y = kda_decode_split.step(*args, arrivals, parts) if parts > 1 else kda_decode_kernels.step(*args, False, tile=tile)
+    y = decode_split_kernels.step(*args, arrivals, parts) if parts > 1 else decode_kernels.step(*args, False, tile=tile)
     y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, index[:, 0], index[:, 1])
     require("y", y, y2, 1e-3)  # equal but for a rounding of o to bf16 that falls the other way
     require("state", mine[1], wanted[1], 1e-5)
@@ -324,9 +315,9 @@ def deferred() -> None:
         indices = torch.stack([read, write], 1).unbind(1)  # strided slices
         args = (*rows, *shared, *mine, *indices, -5.0, 1e-5, pending)
         if forms[step] == "s":
-            y = kda_decode_split.step(*args, torch.zeros(B, dtype=torch.int32), 2)
+            y = decode_split_kernels.step(*args, torch.zeros(B, dtype=torch.int32), 2)
         else:
-            y = kda_decode_kernels.step(*args, forms[step] == "d", tile=16 if step % 2 else 32)
+            y = decode_kernels.step(*args, forms[step] == "d", tile=16 if step % 2 else 32)
         y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, *indices)
         require(f"y of step {step}", y, y2, 2e-3)
         if not torch.equal(mine[0], wanted[0]) or y[read < 0].any():
@@ -334,7 +325,7 @@ def deferred() -> None:
         if not torch.equal(pending.span[:, 0, 1].long(), phase % 16):
             raise SystemExit(f"step {step}: the places in the chunks are {pending.span[:, 0, 1]}, not {phase % 16}")
         if step in (7, 20):
-            kda_decode_kernels.flush(mine[1], pending, torch.tensor([2, -1, 0, 5, 4]))
+            decode_kernels.flush(mine[1], pending, torch.tensor([2, -1, 0, 5, 4]))
             at = torch.tensor([0, 2, 4, 5])
             require("flushed states", mine[1][at], wanted[1][at], 1e-5)
     if not torch.equal(pending.span[2, :, 0], pending.span[2, :, 1]):
@@ -345,18 +336,18 @@ def splits() -> None:
     """18: prefill in pieces, decode in either form, prefill again, in any order, against one pass of the kernels."""
 
     def run_kda(q, k, v, gate, beta, A_log, dt_bias, state):
-        return kda_autograd.kda(q, k, v, gate, beta, A_log, dt_bias, -5.0, state, None)
+        return autograd.kda(q, k, v, gate, beta, A_log, dt_bias, -5.0, state, None)
 
     def conv(xs, weights, history):
         return short_conv_kernels.short_conv(xs, weights, history, None)
 
     def step(*args):
-        return kda_decode_kernels.step(*args[:-1], -5.0, 1e-5, args[-1], args[-1] is not None, tile=32)
+        return decode_kernels.step(*args[:-1], -5.0, 1e-5, args[-1], args[-1] is not None, tile=32)
 
     def norm(o, z, weight):
         return gated_norm_kernels.gated_norm(o, z, weight, 1e-5)
 
-    whole = layer.Layer(50, 64, torch.bfloat16, conv, run_kda, norm, step, kda_decode_kernels.flush)
+    whole = layer.Layer(50, 64, torch.bfloat16, conv, run_kda, norm, step, decode_kernels.flush)
     with torch.no_grad():
         y, state = whole.run([])
 
@@ -423,21 +414,21 @@ def route() -> None:
         if n > 1 and experts > 3:
             wide[1, 2] = float("nan")
         for renormalize, scaling in ((True, 2.5), (False, 1.0)):
-            weights, ids = route_kernels.choose(wide, bias, k, renormalize, scaling)
+            weights, ids = decode_routing_kernels.choose(wide, bias, k, renormalize, scaling)
             weights2, ids2 = route_reference.choose_reference(wide, bias, k, renormalize, scaling)
             require_equal("ids", [ids], [ids2])
-            again = route_kernels.choose(wide, bias, k, renormalize, scaling, ids.to(torch.int16))
+            again = decode_routing_kernels.choose(wide, bias, k, renormalize, scaling, ids.to(torch.int16))
             require_equal("recorded", [x.nan_to_num(7.0) for x in again], [weights.nan_to_num(7.0), ids])
             torch.testing.assert_close(weights, weights2, atol=1e-6, rtol=1e-6, equal_nan=True)
-        got, want = route_kernels.sort_assignments(ids, experts), route_reference.sort_reference(ids, experts)
+        got, want = decode_routing_kernels.sort_assignments(ids, experts), route_reference.sort_reference(ids, experts)
         require_equal("order", got, want)
         token, inverse, _ = want
         for kind, bound in ((torch.bfloat16, 3e-3), (torch.float32, 1e-6)):
             rows, weights = torch.randn(n * k, 72).to(kind), torch.rand(n, k)
-            total = route_kernels.sum_choices(rows, inverse, weights)
+            total = decode_routing_kernels.sum_choices(rows, inverse, weights)
             require("sum", total, route_reference.sum_reference(rows, inverse, weights, kind), bound)
             norm = (torch.randn(72).to(kind), 1e-5)
-            normed = route_kernels.sum_choices(rows, inverse, weights, norm)
+            normed = decode_routing_kernels.sum_choices(rows, inverse, weights, norm)
             wide = (rows.double(), inverse, weights.double(), torch.float64, (norm[0].double(), 1e-5))
             require("normed sum", normed, route_reference.sum_reference(*wide), max(bound, 4e-6) * 2)
             by_hand = torch.zeros(n, 72).index_add(0, token, torch.zeros(n * k, 72).index_copy(
@@ -452,7 +443,7 @@ def few_rows() -> None:
         matrices, x = bf16(len(counts), outputs, width), bf16(9, width)
         token = torch.randint(0, 9, (count,))
         for rows, at in ((x, token), (x[token], None)):
-            got = few_rows_kernels.product(rows, at, matrices, ends)
+            got = grouped_skinny_kernels.product(rows, at, matrices, ends)
             by_hand = [r.double() @ m.double().t() for r, m in zip(x[token].split(counts), matrices, strict=True)]
             require("product", got, torch.cat(by_hand), 3e-3)
             require(
@@ -463,13 +454,13 @@ def few_rows() -> None:
 def few_rows_of_packed() -> None:
     """Every code beside every scale to the bit; products with the bits of the bf16 kernel, in one pass and in two."""
     packed = torch.arange(256).to(torch.uint8).view(1, 4, 64).repeat(1, 64, 1)
-    scale = torch.arange(256).clamp(max=few_rows_packed.MOST_SCALE).to(torch.uint8).view(1, 256, 1).repeat(1, 1, 4)
+    scale = torch.arange(256).clamp(max=w4_grouped_skinny.MOST_SCALE).to(torch.uint8).view(1, 256, 1).repeat(1, 1, 4)
     for turn in range(4):  # a chunk of four rows holds each byte once
-        tiles = few_rows_packed.tiled(packed.roll(turn, 1), scale)
+        tiles = w4_grouped_skinny.tiled(packed.roll(turn, 1), scale)
         want = mx.dequantize_mxfp4(packed.roll(turn, 1), scale, torch.bfloat16)
-        got = few_rows_packed_kernels.decode(*tiles)
+        got = w4_grouped_skinny_kernels.decode(*tiles)
         require_equal("decoded", [got.view(torch.int16)], [want.view(torch.int16)])
-    launch = few_rows_packed_kernels.LAUNCHES[16]
+    launch = w4_grouped_skinny_kernels.LAUNCHES[16]
     for counts, width, outputs, own in (
         ([0, 1, 20], 256, 64, launch),
         ([35, 0, 7], 128, 128, launch | {"extra": 16, "rest": 16, "strip": 128, "blocks": 1}),
@@ -478,13 +469,13 @@ def few_rows_of_packed() -> None:
         packed = torch.randint(0, 256, (len(counts), outputs, width // 2), dtype=torch.uint8)
         scale = torch.randint(110, 124, (len(counts), outputs, width // 32), dtype=torch.uint8)
         matrices, x = mx.dequantize_mxfp4(packed, scale, torch.bfloat16), bf16(9, width)
-        tiles = few_rows_packed.tiled(packed, scale)
+        tiles = w4_grouped_skinny.tiled(packed, scale)
         for rows, at in ((x, token), (x[token], None)):
-            got = few_rows_packed_kernels.product(rows, at, *tiles, ends, own)
-            want = few_rows_kernels.product(rows, at, matrices, ends)
+            got = w4_grouped_skinny_kernels.product(rows, at, *tiles, ends, own)
+            want = grouped_skinny_kernels.product(rows, at, matrices, ends)
             require_equal("packed product", [got.view(torch.int16)], [want.view(torch.int16)])
             for rule in (None, "ceil"):
-                got = few_rows_packed_kernels.product(rows, at, *tiles, ends, own, (4.0, 25.0, rule))
+                got = w4_grouped_skinny_kernels.product(rows, at, *tiles, ends, own, (4.0, 25.0, rule))
                 require_equal("packed unit", [got], [situ_kernels.situ(want, 4.0, 25.0, rule)])
 
 
@@ -496,7 +487,7 @@ def latents() -> None:
         pages = bf16(rows * blocks + 1, page, z + r)
         table = torch.randperm(rows * blocks).view(rows, blocks) + 1
         absorbed, q_r = bf16(rows, h, z).transpose(0, 1), bf16(rows, h, 2 * r)[..., r:]
-        got = latent_attention_kernels.attend(absorbed, q_r, pages, table, past, 0.2, splits=splits)
+        got = decode_attention_kernels.attend(absorbed, q_r, pages, table, past, 0.2, splits=splits)
         wide = (absorbed.double(), q_r.double(), pages.double())
         require("latents", got, latent_reference.attend_reference(*wide, table, past, 0.2), 6e-3)
 

@@ -12,18 +12,10 @@ import sys
 import torch
 from interpreted import bf16, poison, require, require_equal
 
-from k3rl.kernels import (
-    attn_res,
-    attn_res_kernels,
-    gather_rows,
-    gather_rows_kernels,
-    mxfp8_kernels,
-    rms_norm,
-    rms_norm_kernels,
-    situ_kernels,
-    thin,
-)
-from k3rl.kernels import situ as situ_reference
+from k3rl.kernels.gemm import skinny
+from k3rl.kernels.moe import gather_rows, gather_rows_kernels, mxfp8_kernels, situ_kernels
+from k3rl.kernels.moe import situ as situ_reference
+from k3rl.kernels.norm import attn_res, attn_res_kernels, rms_norm, rms_norm_kernels
 from k3rl.model.attn_res import ResidualStream
 from k3rl.numerics import mx
 
@@ -134,7 +126,7 @@ def mixes() -> None:
                  for rows in ([row.float() for row in rough], rough)]  # fmt: skip
         summed = attn_res_kernels.mix(last, rough, norm, proj, 1e-5, weight, 1e-6, False, y)
         require_equal("mix of a sum, and of block sums in bf16", [*pairs, last + y], [pairs[1], *summed])
-        in_parts = thin.Parts(torch.randn(3, n, width), y, torch.bfloat16)
+        in_parts = skinny.Parts(torch.randn(3, n, width), y, torch.bfloat16)
         for given, before, base in ((last, last, y), (None, last * 0, None)):
             in_parts = in_parts._replace(base=base)
             summed = attn_res.mix_sum(given, in_parts, rough, norm, proj, 1e-5, weight, 1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from interpreted import bf16, poison, require
 
-from k3rl.kernels import latent_attention, latent_chunks, latent_chunks_kernels
+from k3rl.kernels.mla import chunked_prefill, chunked_prefill_kernels, decode_attention
 
 
 def main() -> None:
@@ -20,11 +20,11 @@ def main() -> None:
         pages = bf16(segments * blocks + 1, page, z + r)
         table = torch.randperm(segments * blocks).view(segments, blocks) + 1
         absorbed, q_r = bf16(n, h, z).transpose(0, 1), bf16(n, h, 2 * r)[..., r:]
-        got = latent_chunks_kernels.attend_chunks(absorbed, q_r, pages, table, past, ends, 0.2, splits=splits)
+        got = chunked_prefill_kernels.attend_chunks(absorbed, q_r, pages, table, past, ends, 0.2, splits=splits)
         wide = (absorbed.double(), q_r.double(), pages.double())
-        want = latent_chunks.attend_chunks_reference(*wide, table, past, ends, 0.2)
+        want = chunked_prefill.attend_chunks_reference(*wide, table, past, ends, 0.2)
         rows = table.repeat_interleave(torch.tensor(lengths), 0)
-        require("chunks, by rows", want, latent_attention.attend_reference(*wide, rows, past, 0.2), 1e-12)
+        require("chunks, by rows", want, decode_attention.attend_reference(*wide, rows, past, 0.2), 1e-12)
         require("chunks", got, want, 6e-3)
 
 

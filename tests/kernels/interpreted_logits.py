@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from interpreted import bf16, poison, require, require_equal
 
-from k3rl.kernels import largest_logits, largest_logits_kernels
+from k3rl.kernels.mla import max_logits, max_logits_kernels
 
 
 def largest() -> None:
@@ -17,15 +17,15 @@ def largest() -> None:
         q, k = bf16(sum(lengths) + padding, 2, width), bf16(sum(lengths) + padding, 2, width)
         starts = [sum(lengths[:n]) for n, length in enumerate(lengths) for _ in range(length)]
         first = torch.tensor(starts + [len(starts) + n + 1 for n in range(padding)], dtype=torch.int32)
-        split = largest_logits._split(width)
+        split = max_logits._split(width)
         assert split is not None
-        got = largest_logits_kernels.largest_logits(q, k, first, *split)
+        got = max_logits_kernels.largest_logits(q, k, first, *split)
         logits = torch.einsum("ihd,jhd->hij", q.double(), k.double())
         row = torch.arange(len(first))
         counts = (row >= first.unsqueeze(1)) & (row <= row.unsqueeze(1))
         require("largest", got, logits.masked_fill(~counts, -torch.inf).amax((1, 2)), 1e-6)
         q[len(starts) :] = k[len(starts) :] = 100.0
-        require_equal("padding", [got], [largest_logits_kernels.largest_logits(q, k, first, *split)])
+        require_equal("padding", [got], [max_logits_kernels.largest_logits(q, k, first, *split)])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from interpreted import poison, require, require_equal
 
-from k3rl.kernels import heads, heads_kernels, load_counts, load_counts_kernels, route, routing, routing_kernels
+from k3rl.kernels.mla import heads, heads_kernels
+from k3rl.kernels.moe import decode_routing, load_counts, load_counts_kernels, train_routing, train_routing_kernels
 from k3rl.optim import QuantileBalancer
 
 
@@ -19,23 +20,23 @@ def choices() -> None:
         logits = torch.cat([torch.randint(-12, 12, (n, experts)) / 4, torch.full((n, 5), float("nan"))], 1)[:, :experts]
         bias = torch.randint(-1, 2, (experts,)) / 8
         for renormalize, scaling in ((True, 2.5), (False, 1.0)):
-            found = routing_kernels.choose(logits, bias, k, renormalize, scaling)
-            wanted = routing.chosen_reference(logits, bias, k, renormalize, scaling)
+            found = train_routing_kernels.choose(logits, bias, k, renormalize, scaling)
+            wanted = train_routing.chosen_reference(logits, bias, k, renormalize, scaling)
             require_equal("ids", [found[1]], [wanted.ids])
             for a, b in zip(found, wanted, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
-            again = routing_kernels.choose(logits, bias, k, renormalize, scaling, found[1].to(torch.int16))
+            again = train_routing_kernels.choose(logits, bias, k, renormalize, scaling, found[1].to(torch.int16))
             require_equal("recorded", again, found)
             leaf, grad = logits.clone().requires_grad_(), torch.randn(n, k)
-            route.choose_reference(leaf, bias, k, renormalize, scaling, wanted.ids)[0].backward(grad)
+            decode_routing.choose_reference(leaf, bias, k, renormalize, scaling, wanted.ids)[0].backward(grad)
             for kind, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-8)):
-                got = routing_kernels.choose_gradient(grad, logits, wanted.ids, renormalize, scaling, kind)
+                got = train_routing_kernels.choose_gradient(grad, logits, wanted.ids, renormalize, scaling, kind)
                 torch.testing.assert_close(got.float(), leaf.grad, atol=1e-5, rtol=bound)
-            reference = routing.gradient_reference(grad, logits, wanted.ids, renormalize, scaling, torch.float32)
+            reference = train_routing.gradient_reference(grad, logits, wanted.ids, renormalize, scaling, torch.float32)
             torch.testing.assert_close(reference, leaf.grad, atol=1e-5, rtol=1e-5)
     logits = torch.zeros(2, 4)
     logits[1, 2] = float("nan")
-    found = routing_kernels.choose(logits, torch.zeros(4), 2, True, 1.0)
+    found = train_routing_kernels.choose(logits, torch.zeros(4), 2, True, 1.0)
     require_equal("NaN before others, then the lowest", [found[1]], [torch.tensor([[0, 1], [2, 0]])])
 
 
@@ -45,8 +46,8 @@ def order() -> None:
         ids = torch.randint(experts, (n, k))
         for given in (ids, ids // 2):
             weights = torch.rand(n, k)
-            *made, routed = routing_kernels.sort_many(given, experts, weights)
-            wanted = route.sort_reference(given, experts)
+            *made, routed = train_routing_kernels.sort_many(given, experts, weights)
+            wanted = decode_routing.sort_reference(given, experts)
             require_equal("order", made[1:4], (wanted.inverse, wanted.token, wanted.ends))
             require_equal("assignments", [given.view(-1)[made[0]]], [given.view(-1).sort().values])
             require_equal("weights", [routed], [weights.view(-1)[made[0]]])
@@ -59,7 +60,7 @@ def counts() -> None:
         ours, theirs = (QuantileBalancer(experts, k, 2) for _ in range(2))
         bias = torch.randn(experts) / 4
         for number in range(3):
-            chosen = routing.chosen_reference(torch.randn(n, experts), bias, k, True, 1.0)
+            chosen = train_routing.chosen_reference(torch.randn(n, experts), bias, k, True, 1.0)
             scores, valid = chosen.scores, None if number == 0 else torch.rand(n) < 0.7
             if number == 2:
                 scores = scores.clone()

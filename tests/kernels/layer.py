@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from hypothesis import strategies as st
 
-from k3rl.kernels.kda_decode import PendingRows
+from k3rl.kernels.kda.decode import PendingRows
 
 # What happens to a sequence: ("prefill" | "decode" | "deferred", tokens) in turn.
 PLANS = st.lists(

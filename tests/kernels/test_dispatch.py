@@ -9,7 +9,8 @@ import warnings
 import pytest
 import torch
 
-from k3rl.kernels import dispatch, doctor_checks, ptxas, thin
+from k3rl.kernels import dispatch, doctor_checks, ptxas
+from k3rl.kernels.gemm import skinny
 
 
 def fake_ptxas(folder, version: str):
@@ -92,8 +93,8 @@ def test_the_package_imports_and_runs_without_triton():
 def test_products_of_few_rows_are_the_kernels_where_they_were_faster(
     monkeypatch, rows: int, outputs: int, width: int, kind: torch.dtype, taken: bool
 ) -> None:
-    monkeypatch.setattr(thin.dispatch, "use_kernel", lambda *tensors, **options: True)
+    monkeypatch.setattr(skinny.dispatch, "use_kernel", lambda *tensors, **options: True)
     x, matrix = (torch.empty(n, width, dtype=kind, device="meta") for n in (rows, outputs))
-    assert thin.multiplies(x, matrix) is taken
-    assert not thin.multiplies(x.unsqueeze(0), matrix)
-    assert not thin.multiplies(torch.empty(rows, width, dtype=kind), torch.empty(1, 1, dtype=kind))
+    assert skinny.multiplies(x, matrix) is taken
+    assert not skinny.multiplies(x.unsqueeze(0), matrix)
+    assert not skinny.multiplies(torch.empty(rows, width, dtype=kind), torch.empty(1, 1, dtype=kind))

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from k3rl.kernels import dispatch
-from k3rl.kernels.gated_norm import gated_norm
-from k3rl.kernels.kda import kda, kda_snapshots
-from k3rl.kernels.kda_decode import kda_decode
-from k3rl.kernels.short_conv import short_conv
+from k3rl.kernels.kda.decode import kda_decode
+from k3rl.kernels.kda.operator import kda, kda_snapshots
+from k3rl.kernels.kda.short_conv import short_conv
+from k3rl.kernels.norm.gated_norm import gated_norm
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "kernels").glob("*.py"))
+SOURCES = sorted((ROOT / "kernels").rglob("*.py"))
 # Integers that a model fixes. Every other one varies from call to call and must not be specialised.
 FIXED = re.compile(r".*(_t|_h|_stride)|H|C|row|channels|width|heads|experts|outputs|r|k|p_[nrk]")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from k3rl.kernels.kda import kda, kda_recurrent, kda_reference, kda_snapshots
+from k3rl.kernels.kda.operator import kda, kda_recurrent, kda_reference, kda_snapshots
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kda"
 CASES = {case["name"]: case for case in json.loads((GOLDEN / "meta.json").read_text())["cases"]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-FILES = sorted(path for path in KERNELS.glob("*.py") if "import triton.language" in path.read_text())
+FILES = sorted(path for path in KERNELS.rglob("*.py") if "import triton.language" in path.read_text())
 
 
 def raw_uses(source: str) -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.kernels import few_rows, few_rows_packed
+from k3rl.kernels.gemm import grouped_skinny, w4_grouped_skinny
 from k3rl.numerics import mx
 
 
@@ -23,8 +23,8 @@ def stored(lead: tuple[int, ...], outputs: int, chunks: int, seed: int) -> tuple
 )  # fmt: skip
 def test_tiles_hold_every_number_once_and_give_the_bytes_back(lead, outputs, chunks, seed):
     packed, scale = stored(tuple(lead), outputs, chunks, seed)
-    codes, scales = few_rows_packed.tiled(packed, scale)
-    back = few_rows_packed.stored(codes, scales)
+    codes, scales = w4_grouped_skinny.tiled(packed, scale)
+    back = w4_grouped_skinny.stored(codes, scales)
     assert torch.equal(back[0], packed)
     assert torch.equal(back[1], scale)
     # Written another way: bit by bit, from the sign to the lowest, of the codes of i, 32 + i, 64 + i and 96 + i.
@@ -39,8 +39,8 @@ def test_products_are_those_of_the_decoded_matrices():
     packed, scale = stored((3,), 64, 2, 0)
     scale = scale % 20 + 115
     rows, ends = torch.randn(5, 256, dtype=torch.float64), torch.tensor([2, 2, 5], dtype=torch.int32)
-    tiles = few_rows_packed.tiled(packed, scale)
+    tiles = w4_grouped_skinny.tiled(packed, scale)
     matrices = mx.dequantize_mxfp4(packed, scale, torch.float64)
-    assert torch.equal(few_rows_packed.decode(*tiles, torch.float64), matrices)
-    found = few_rows_packed.product(rows, None, *tiles, ends)
-    assert torch.equal(found, few_rows.product(rows, None, matrices, ends))
+    assert torch.equal(w4_grouped_skinny.decode(*tiles, torch.float64), matrices)
+    found = w4_grouped_skinny.product(rows, None, *tiles, ends)
+    assert torch.equal(found, grouped_skinny.product(rows, None, matrices, ends))

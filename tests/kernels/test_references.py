@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3rl.kernels import packed_ends
-from k3rl.kernels.gated_norm import gated_norm
-from k3rl.kernels.kda import kda
-from k3rl.kernels.kda_decode import kda_decode
-from k3rl.kernels.short_conv import short_conv
+from k3rl.kernels.kda import sequence_tables
+from k3rl.kernels.kda.decode import kda_decode
+from k3rl.kernels.kda.operator import kda
+from k3rl.kernels.kda.short_conv import short_conv
+from k3rl.kernels.norm.gated_norm import gated_norm
 
 
 def direct_conv(x: torch.Tensor, w: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
@@ -122,12 +122,12 @@ def test_decode_forks_and_leaves_padding_and_other_slots_alone():
 def test_tables_of_marked_ends_are_made_once_and_others_at_each_call():
     ends, made = torch.tensor([0, 3], dtype=torch.int32), []
     for _ in range(2):
-        packed_ends.table(ends, "a", lambda: made.append(1))
+        sequence_tables.table(ends, "a", lambda: made.append(1))
     assert len(made) == 2
-    assert not packed_ends.covers(ends)
-    assert packed_ends.covers(packed_ends.covering(ends))
-    first = packed_ends.table(ends, "a", object)
-    packed_ends.table(ends, "b", object)
-    assert packed_ends.table(ends, "a", object) is first
-    assert packed_ends.covers(ends.contiguous()), "what is no copy is marked too"
-    assert not packed_ends.covers(ends.clone())
+    assert not sequence_tables.covers(ends)
+    assert sequence_tables.covers(sequence_tables.covering(ends))
+    first = sequence_tables.table(ends, "a", object)
+    sequence_tables.table(ends, "b", object)
+    assert sequence_tables.table(ends, "a", object) is first
+    assert sequence_tables.covers(ends.contiguous()), "what is no copy is marked too"
+    assert not sequence_tables.covers(ends.clone())

@@ -18,29 +18,17 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-import k3rl.kernels.latent_chunks
+import k3rl.kernels.mla.chunked_prefill
 import k3rl.model.bank_gradients
 import k3rl.model.fused
 import k3rl.model.kda as kda_layer
+from k3rl.engine.compute.prefill_graph import PrefillProgram
 from k3rl.engine.paged import PagedCache
-from k3rl.engine.prefill_graph import PrefillProgram
-from k3rl.kernels import (
-    attn_res,
-    few_rows,
-    few_rows_packed,
-    gather_rows,
-    heads,
-    latent_attention,
-    latent_step,
-    load_counts,
-    mxfp8,
-    rms_norm,
-    route,
-    routing,
-    situ,
-    thin,
-)
-from k3rl.kernels.add_groups import add_groups_reference
+from k3rl.kernels.gemm import grouped_skinny, skinny, w4_grouped_skinny
+from k3rl.kernels.mla import decode_attention, decode_step, heads
+from k3rl.kernels.moe import decode_routing, gather_rows, load_counts, mxfp8, situ, train_routing
+from k3rl.kernels.moe.add_groups import add_groups_reference
+from k3rl.kernels.norm import attn_res, rms_norm
 from k3rl.losses import target_logprobs
 from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, flash, moe_grouped
 from k3rl.model.attn_res import _KernelMix, _Mix
@@ -300,7 +288,7 @@ def mix(last, bank, norm, proj, eps, weight=None, norm_eps=0.0, save=False):
 
 
 def mix_sum(last, added, *given):
-    added = thin.whole(added)
+    added = skinny.whole(added)
     total = added if last is None else last + added
     return mix(total, *given)[0], total
 
@@ -344,27 +332,30 @@ def main() -> None:
     kda_layer.gated_norm = lambda x, gate, weight, eps: x * gate * weight.to(x.dtype)
     kda_layer.dispatch.use_kernel = lambda *_, **__: True
     elementwise()
-    route.choose, route.sort_assignments = route.choose_reference, route.sort_reference
+    decode_routing.choose, decode_routing.sort_assignments = (
+        decode_routing.choose_reference,
+        decode_routing.sort_reference,
+    )
     load_counts.count = count
     heads.spread, heads.collect, heads.resized = (
         heads.spread_reference,
         heads.collect_reference,
         heads.resized_reference,
     )
-    routing.choose, routing.sort_many = routing.chosen_reference, routing.sort_many_reference
-    route.sum_choices, few_rows.product = route.sum_reference, few_rows.product_reference
+    train_routing.choose, train_routing.sort_many = train_routing.chosen_reference, train_routing.sort_many_reference
+    decode_routing.sum_choices, grouped_skinny.product = decode_routing.sum_reference, grouped_skinny.product_reference
     for name in ("product", "activated", "decode"):
-        setattr(few_rows_packed, name, getattr(few_rows_packed, f"{name}_reference"))
+        setattr(w4_grouped_skinny, name, getattr(w4_grouped_skinny, f"{name}_reference"))
     PackedExperts.in_range = True
-    latent_attention.attend = latent_attention.attend_reference
-    latent_step.queries, latent_step.attend = latent_step.queries_reference, latent_step.attend_reference
-    thin.parts, thin.multiplies = thin.parts_reference, lambda x, matrix: False
+    decode_attention.attend = decode_attention.attend_reference
+    decode_step.queries, decode_step.attend = decode_step.queries_reference, decode_step.attend_reference
+    skinny.parts, skinny.multiplies = skinny.parts_reference, lambda x, matrix: False
     k3rl.model.bank_gradients.add_groups = add_groups_reference
     flash.kernel.largest_logits = flash.kernel.largest_logits_reference
     moe_grouped._same_bits = lambda a, b: True
     moe_grouped._HostCounts.__init__ = lambda self, ends: None
     moe_grouped._HostCounts.read = lambda self: [1] * 7 + [0]
-    k3rl.kernels.latent_chunks.attend_chunks = attend_chunks
+    k3rl.kernels.mla.chunked_prefill.attend_chunks = attend_chunks
     linear = LinearAttnConfig(num_heads=1, head_dim=128, kda_layers=(1, 2, 4), full_attn_layers=(3, 5))
     config = K3Config.named("k3-nano").replace(num_experts=8, linear_attn_config=linear)
     with OnFakeGPU(), fusing(False):

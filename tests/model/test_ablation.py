@@ -8,7 +8,7 @@ from torch import Tensor
 
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.inspect import inspect
-from k3rl.kernels.kda import kda
+from k3rl.kernels.kda.operator import kda
 from k3rl.model import ABLATION_CHOICES, AblationConfig, K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig
 from k3rl.model.gated import SwiGLU
 from k3rl.model.mla import rotate

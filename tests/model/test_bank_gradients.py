@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from k3rl.kernels.add_groups import add_groups
+from k3rl.kernels.moe.add_groups import add_groups
 from k3rl.model.moe import ExpertBank, _ExpertBank
 from k3rl.model.moe_grouped import GroupedExperts
 from tests.model.test_grouped import bank_of

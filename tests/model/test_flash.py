@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from k3rl.kernels import heads
+from k3rl.kernels.mla import heads
 from k3rl.model import flash
 from k3rl.model.layout import FixedLayout, Layout
 

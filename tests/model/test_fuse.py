@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from k3rl.kernels.route import choose
+from k3rl.kernels.moe.decode_routing import choose
 from k3rl.model import attn_res, fuse, norm, situ
 from k3rl.model.moe import LatentMoE
 from k3rl.model.moe_grouped import _rounded, _trial, _weighted, rounded

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from k3rl.kernels.kda import kda_recurrent
+from k3rl.kernels.kda.operator import kda_recurrent
 from k3rl.model.kda_chunks import chunked_kda
 from k3rl.model.layout import Layout
 

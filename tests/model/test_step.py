@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from k3rl.engine.paged import PagedCache
-from k3rl.kernels import latent_step, thin
-from k3rl.kernels.rms_norm import rms_norm_reference
+from k3rl.kernels.gemm import skinny
+from k3rl.kernels.mla import decode_step
+from k3rl.kernels.norm.rms_norm import rms_norm_reference
 from k3rl.model import K3Config, K3ForCausalLM, attn_res
 from k3rl.model.attn_res import ResidualStream
 
@@ -34,7 +35,7 @@ def mix(last, bank, norm, proj, eps, *then):
 
 
 def mix_sum(last, added, *given):
-    total = thin.whole(added) if last is None else last + thin.whole(added)
+    total = skinny.whole(added) if last is None else last + skinny.whole(added)
     return mix(total, *given)[0], total
 
 
@@ -43,11 +44,11 @@ def test_pieces_of_a_step_that_have_kernels_change_nothing(monkeypatch):
     model = K3ForCausalLM(K3Config.named("k3-nano"), dtype=torch.float64)
     model.init_weights(0)
     wanted = stepped(model, 2)
-    for module, names in ((latent_step, ("queries", "attend")), (thin, ("parts",))):
+    for module, names in ((decode_step, ("queries", "attend")), (skinny, ("parts",))):
         monkeypatch.setattr(module, "takes", lambda *_: True)
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, f"{name}_reference"))
-    monkeypatch.setattr(thin, "DEPTH", 16)
+    monkeypatch.setattr(skinny, "DEPTH", 16)
     monkeypatch.setattr(attn_res, "_by_kernel", lambda x: True)  # outputs wait for reads, as on a GPU
     for name, call in (("takes", lambda *_: True), ("mix", mix), ("mix_sum", mix_sum)):
         monkeypatch.setattr(attn_res.kernel, name, call)
@@ -55,4 +56,4 @@ def test_pieces_of_a_step_that_have_kernels_change_nothing(monkeypatch):
     monkeypatch.setattr(ResidualStream, "add", lambda self, x, add=ResidualStream.add: (added.append(x), add(self, x)))
     for found, want in zip(stepped(model, 2), wanted, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
-    assert sum(isinstance(x, thin.Parts) for x in added) == 2 * (5 + 4)  # of all layers but the dense one's MLP
+    assert sum(isinstance(x, skinny.Parts) for x in added) == 2 * (5 + 4)  # of all layers but the dense one's MLP

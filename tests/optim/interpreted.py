@@ -11,9 +11,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from k3rl.kernels import add_groups_kernels, add_many, add_many_kernels, muon, muon_kernels, symmetric_kernels
-from k3rl.kernels.add_groups import add_groups_reference
-from k3rl.kernels.symmetric import symmetric_reference
+from k3rl.kernels.moe import add_groups_kernels
+from k3rl.kernels.moe.add_groups import add_groups_reference
+from k3rl.kernels.optim import add_many, add_many_kernels, muon, muon_kernels, symmetric_kernels
+from k3rl.kernels.optim.symmetric import symmetric_reference
 from k3rl.numerics import project
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from k3rl.kernels.cuda_graph import KeyedStep
 from k3rl.model.config import K3Config
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import PerHeadMuon
 from k3rl.optim.buckets import Banked
-from k3rl.optim.captured import Program
 
 NANO = K3Config.named("k3-nano")
 AT = "language_model.model.layers.1."
@@ -49,7 +49,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def captures(optimizer: PerHeadMuon, seen: list[int]) -> Callable:
-    """Like `k3rl.optim.captured.capture`: the run itself must leave nothing behind."""
+    """Like `k3rl.kernels.cuda_graph.record`: the run itself must leave nothing behind."""
 
     def capture(run):
         held = [*optimizer.params.values(), *(p.grad for p in optimizer.params.values() if p.grad is not None)]
@@ -79,8 +79,8 @@ def trained(captured: bool, seen: list[int], in_step: bool = False) -> dict[str,
     assert not optimizer.captures, "there is no GPU here"
     if captured:
         optimizer.captures = True
-        optimizer._step_program = Program("step", captures(optimizer, seen))
-        optimizer._clip_program = Program("norm", captures(optimizer, seen))
+        optimizer._captured_step = KeyedStep("step", captures(optimizer, seen))
+        optimizer._captured_clip = KeyedStep("norm", captures(optimizer, seen))
     buffers = {name: torch.zeros_like(param) for name, param in params.items()}
     norms = []
     for step in range(7):
@@ -126,8 +126,8 @@ def trained_in_a_bank(captured: bool, seen: list[int]) -> dict[str, torch.Tensor
     optimizer = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.01, banked=Banked(rows, places))
     if captured:
         optimizer.captures = True
-        optimizer._step_program = Program("step", captures(optimizer, seen))
-        optimizer._clip_program = Program("norm", captures(optimizer, seen))
+        optimizer._captured_step = KeyedStep("step", captures(optimizer, seen))
+        optimizer._captured_clip = KeyedStep("norm", captures(optimizer, seen))
     rest = {name: torch.zeros_like(param) for name, param in params.items() if name not in places}
     norms = []
     for step in range(7):
@@ -174,7 +174,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_so_once() -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     ran: list[int] = []
-    program = Program("a run", refuse)
+    program = KeyedStep("a run", refuse)
     program("key", lambda: ran.append(1))
     with pytest.warns(UserWarning, match=r"a run is not captured .* not permitted"):
         program("key", lambda: ran.append(2))
@@ -196,7 +196,7 @@ def test_keys_that_rarely_last_are_seldom_captured() -> None:
         return replay
 
     ran: list[int] = []
-    program = Program("a run", capture)
+    program = KeyedStep("a run", capture)
     for number in range(40):
         program(number // 2, lambda: ran.append(1))
     assert len(ran) == 40
@@ -220,7 +220,7 @@ def test_keys_that_do_not_last_are_waited_for_longer_but_not_for_good() -> None:
             program(key, lambda: runs.append("run"))
         return list(runs)
 
-    program = Program("step", capture)
+    program = KeyedStep("step", capture)
     for key, waits in (("a", 1), ("b", 1), ("c", 2), ("d", 4)):
         assert called(key, waits + 1) == ["run"] * waits + ["capture", "replay"]
     assert called("e", 6) == ["run"] * 6, "8 are wanted now"

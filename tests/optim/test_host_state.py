@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from k3rl.optim import Rest, host_memory, rest
-from k3rl.optim.rest import SLOTS, Visit
+from k3rl.optim import Rest, host_memory, offload
+from k3rl.optim.offload import SLOTS, Visit
 
 
 class Event:
@@ -52,7 +52,7 @@ def streams(monkeypatch) -> Stream:
         yield
         Stream.here.pop()
 
-    monkeypatch.setattr(rest.torch, "cuda", SimpleNamespace(
+    monkeypatch.setattr(offload.torch, "cuda", SimpleNamespace(
         Stream=Stream, Event=Event, current_stream=lambda _: main, stream=on
     ))  # fmt: skip
     return main
@@ -88,7 +88,7 @@ def test_visits_take_turns_and_each_waits_for_what_it_reads_and_writes_over(stre
 
         return Visit(homes[number], torch.device("cpu"), torch.float32, work)
 
-    rest._overlapped([visit(number) for number in range(count)])
+    offload._overlapped([visit(number) for number in range(count)])
     assert order == list(range(count))
     assert {f"out {number}" for number in range(count)} <= streams.seen  # the caller's stream waits for the last copy
     for found, expected in zip(homes, wanted, strict=True):
@@ -104,12 +104,12 @@ def test_a_slot_is_written_over_only_after_its_last_visitor_has_left(streams) ->
             super().wait_event(event)
             arrivals.append(event.seen)
 
-    rest.torch.cuda.Stream = Watching
+    offload.torch.cuda.Stream = Watching
     visits = [
         Visit((home,), torch.device("cpu"), torch.float32, lambda here, n=n: streams.does(f"work {n}"))
         for n, home in enumerate(given)
     ]
-    rest._overlapped(visits)
+    offload._overlapped(visits)
     # Each of the later visits came after the work of the one SLOTS before it, and so after its copy home.
     for number in range(SLOTS, 2 * SLOTS):
         assert any(f"work {number - SLOTS}" in seen and f"work {number - SLOTS + 1}" not in seen for seen in arrivals)

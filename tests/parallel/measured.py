@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import Trainer
-from k3rl.parallel.live_bytes import LiveBytes
+from k3rl.planner.live_bytes import LiveBytes
 
 
 def logprob_sum(model: K3ForCausalLM, tokens: int, length: int, targets: int) -> torch.Tensor:

@@ -10,9 +10,10 @@ import torch
 from k3rl.engine import Engine
 from k3rl.model import K3Config
 from k3rl.model.recompute import PARTS
-from k3rl.parallel import Trainer, TrainerConfig, costs
-from k3rl.parallel.costs import Mix
-from k3rl.parallel.plan import GIB, Layout, Method, _state_bytes, activation_memory, learner_memory
+from k3rl.parallel import Trainer, TrainerConfig
+from k3rl.planner import costs
+from k3rl.planner.costs import Mix
+from k3rl.planner.plan import GIB, Layout, Method, _state_bytes, activation_memory, learner_memory
 from tests.parallel import measured
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2}

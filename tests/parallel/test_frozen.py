@@ -24,10 +24,10 @@ from k3rl.config import ConfigError, load, split_words
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3ForCausalLM, LoraConfig
 from k3rl.parallel import LearnerConfig, Mesh, Trainer, TrainerConfig, World, check_backend
-from k3rl.parallel.costs import frozen_parts
-from k3rl.parallel.live_bytes import LiveBytes
-from k3rl.parallel.plan import Cluster, Layout, Method, Workload, _traffic
 from k3rl.pipelines.configs import RLConfig
+from k3rl.planner.costs import frozen_parts
+from k3rl.planner.live_bytes import LiveBytes
+from k3rl.planner.plan import Cluster, Layout, Method, Workload, _traffic
 from tests.parallel.test_mesh import BOTH, TINY, Unsteady, batch, differences, gradients, outcome, share, trainer
 
 pytestmark = pytest.mark.timeout(300)  # six ranks start in one fixture: minutes on a busy machine

@@ -14,7 +14,7 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, LossInputs, LossOutput, OnPolicyDistill
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import NonFiniteLoss, Trainer, TrainerConfig
-from k3rl.parallel.passes import Size
+from k3rl.parallel.forward_backward import Size
 
 TINY = K3Config.named("k3-nano").replace(num_experts=8)
 BUDGET = 128

@@ -11,8 +11,8 @@ import pytest
 
 from k3rl.cli import main
 from k3rl.model import K3Config, QuantizationConfig
-from k3rl.parallel import costs, plan, plan_search
-from k3rl.parallel.plan import GIB, Cluster, Layout, Method, PlanError, Workload
+from k3rl.planner import costs, plan, search
+from k3rl.planner.plan import GIB, Cluster, Layout, Method, PlanError, Workload
 
 K3 = K3Config.named("k3")
 SMALL = K3Config.named("k3-small")
@@ -23,17 +23,17 @@ def test_state_of_the_full_model_is_14_bytes_a_parameter_over_all_devices() -> N
     parameters = 2_779_931_834_976
     memory = plan.learner_memory(K3, Layout(expert=16, pipeline=16), Method(), plan._mix(Workload(), Method()))
     state = sum(memory[name] for name in ("weights", "gradients", "optimizer"))
-    assert 256 * plan_search._least_gib(K3, Method(), 256) * GIB == pytest.approx(14 * parameters)
-    assert plan_search._least_gib(K3, Method(), 256) == pytest.approx(141.6, abs=0.05)
+    assert 256 * search._least_gib(K3, Method(), 256) * GIB == pytest.approx(14 * parameters)
+    assert search._least_gib(K3, Method(), 256) == pytest.approx(141.6, abs=0.05)
     # The fullest of 16 stages has 6 of 93 layers, and what is no expert is repeated on 16 ranks.
     assert 14 * parameters / 256 < state < 1.3 * 14 * parameters / 256
 
 
 def test_what_does_not_fit_names_the_part_and_what_would() -> None:
-    found = plan_search.search(K3, Cluster(256), Workload(), Method())
+    found = search.search(K3, Cluster(256), Workload(), Method())
     assert not found.fits
     assert "GiB on a learner's device" in found.why_not[0]
-    rows = plan_search.suggestions(K3, Cluster(256), Workload(), Method())
+    rows = search.suggestions(K3, Cluster(256), Workload(), Method())
     fewest = {row["method"]: row["gpus"] for row in rows}
     assert fewest["full weights"] is None  # what 8,192 tokens leave for their backward fills a device
     lora = next(count for name, count in fewest.items() if name.startswith("LoRA"))
@@ -43,9 +43,7 @@ def test_what_does_not_fit_names_the_part_and_what_would() -> None:
 
 
 def test_a_small_model_fits_one_device_without_stages_and_says_what_it_assumed() -> None:
-    found = plan_search.report(
-        SMALL, Cluster(2), Workload(), plan_search.search(SMALL, Cluster(2), Workload(), Method())
-    )
+    found = search.report(SMALL, Cluster(2), Workload(), search.search(SMALL, Cluster(2), Workload(), Method()))
     assert found["fits"]
     assert found["runs_today"]
     assert sum(found["memory_gib"].values()) == pytest.approx(found["gpu_gib"], abs=0.01)
@@ -108,10 +106,10 @@ def test_state_is_counted_by_the_optimizer_that_owns_it() -> None:
 
 def test_passes_are_made_smaller_only_where_asked_and_where_a_sequence_still_fits() -> None:
     workload = Workload("sft", prompts=8, group=1, prompt_tokens=8192, new_tokens=0, smaller_passes=True)
-    tokens = [work.micro_batch_tokens for work in plan_search._passes(workload, Layout(context=4))]
+    tokens = [work.micro_batch_tokens for work in search._passes(workload, Layout(context=4))]
     assert tokens == [8192, 4096, 2048]
-    assert len(plan_search._passes(workload, Layout())) == 1
-    assert len(plan_search._passes(dataclasses.replace(workload, smaller_passes=False), Layout(context=4))) == 1
+    assert len(search._passes(workload, Layout())) == 1
+    assert len(search._passes(dataclasses.replace(workload, smaller_passes=False), Layout(context=4))) == 1
     short = dataclasses.replace(workload, micro_batch_tokens=4096)
     found = plan.plan_layout(SMALL, Cluster(1), short, Method(), Layout(), rollout_gpus=0)
     assert found.why_not[-1].startswith("sequences of 8,192 tokens, where 1 context ranks take 4,096")
@@ -164,7 +162,7 @@ def test_frozen_weights_over_ranks_divide_what_is_cut_and_move_every_part_twice(
 
 
 def test_the_full_model_is_post_trained_on_few_nodes_with_frozen_weights_cut() -> None:
-    found = plan_search.best_way(K3, Cluster(48), Workload(smaller_passes=True), Method(lora_rank=32))
+    found = search.best_way(K3, Cluster(48), Workload(smaller_passes=True), Method(lora_rank=32))
     assert found.fits
     assert not found.not_yet
     assert found.method.shard_frozen == 8
@@ -185,10 +183,10 @@ def test_degrees_that_cannot_be_are_refused(layout, rollout, words) -> None:
 
 
 def test_the_search_prefers_what_runs_today() -> None:
-    found = plan_search.search(SMALL, Cluster(16), Workload(), Method())
+    found = search.search(SMALL, Cluster(16), Workload(), Method())
     assert found.fits
     assert not found.layout.not_yet
-    for layout in plan_search.layouts(SMALL, 24):
+    for layout in search.layouts(SMALL, 24):
         assert layout.devices == 24
         assert layout.expert <= SMALL.num_experts
 

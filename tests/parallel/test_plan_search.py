@@ -10,8 +10,8 @@ import pytest
 
 from k3rl.cli import main
 from k3rl.model import K3Config
-from k3rl.parallel import plan, plan_engine, plan_search
-from k3rl.parallel.plan import GPUS, Cluster, Layout, Method, Plan, Workload
+from k3rl.planner import engine, plan, search
+from k3rl.planner.plan import GPUS, Cluster, Layout, Method, Plan, Workload
 
 K3 = K3Config.named("k3")
 SMALL = K3Config.named("k3-small")
@@ -32,27 +32,27 @@ def _order(found: Plan) -> tuple[bool, bool, float]:
 def test_more_memory_never_makes_a_plan_worse(devices) -> None:
     gibs = (9, 11, 12, 13, 14, 16, 18, 24, 139)
     clusters = [Cluster(devices, dataclasses.replace(GPUS["h200"], gib=gib)) for gib in gibs]
-    found = [_order(plan_search.best_way(SMALL, c, FREE, Method(kernels=True, capture=True))) for c in clusters]
+    found = [_order(search.best_way(SMALL, c, FREE, Method(kernels=True, capture=True))) for c in clusters]
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]
 
 
 def test_more_memory_leaves_an_engine_the_choice_of_more_devices() -> None:
-    sizes = [plan_engine.engine_sizes(K3, Cluster(256, dataclasses.replace(GPUS["h200"], gib=g))) for g in (139, 1200)]
+    sizes = [engine.engine_sizes(K3, Cluster(256, dataclasses.replace(GPUS["h200"], gib=g))) for g in (139, 1200)]
     assert set(sizes[0]) < set(sizes[1])
-    assert sizes[1][-1] == sizes[0][-1] == plan_engine.engine_size(K3, Cluster(256, GPUS["h100"]))
+    assert sizes[1][-1] == sizes[0][-1] == engine.engine_size(K3, Cluster(256, GPUS["h100"]))
 
 
 def test_a_device_too_many_stays_idle() -> None:
     lora = Method(lora_rank=32)
-    even, odd = (plan_search.best_way(K3, Cluster(count), FREE, lora) for count in (48, 49))
+    even, odd = (search.best_way(K3, Cluster(count), FREE, lora) for count in (48, 49))
     assert even.fits
     assert odd.fits
     assert odd.learner_gpus + odd.rollout_gpus <= 49
 
 
 def test_what_runs_today_is_taken_before_stages_whatever_has_to_be_cut_for_it() -> None:
-    found = plan_search.best_way(K3, Cluster(256), FREE, Method(lora_rank=32))
+    found = search.best_way(K3, Cluster(256), FREE, Method(lora_rank=32))
     assert found.fits
     assert not found.not_yet
     assert found.method.shard_frozen == 8
@@ -71,16 +71,16 @@ def test_the_bottleneck_is_a_phase_of_the_longer_side(capsys) -> None:
 
 def test_one_device_fewer_than_the_fewest_does_not_do() -> None:
     cluster, way = Cluster(4, dataclasses.replace(GPUS["h200"], gib=8)), Method(recompute="layer")
-    any_plan, today = plan_search._fewest(SMALL, cluster, FREE, way)
+    any_plan, today = search._fewest(SMALL, cluster, FREE, way)
     for plan_, stages in ((any_plan, True), (today, False)):
         count = plan_.learner_gpus + plan_.rollout_gpus
-        below = plan_search._on(SMALL, cluster, FREE, way, count - 1)
+        below = search._on(SMALL, cluster, FREE, way, count - 1)
         assert below is None or (not stages and below.not_yet)
 
 
 def test_rows_of_what_fits_nowhere_have_the_keys_of_the_others() -> None:
     clusters = [Cluster(2, dataclasses.replace(GPUS["h200"], gib=gib)) for gib in (6.0001, 139)]
-    none, some = (plan_search.suggestions(SMALL, cluster, FREE, Method())[0] for cluster in clusters)
+    none, some = (search.suggestions(SMALL, cluster, FREE, Method())[0] for cluster in clusters)
     assert (none["gpus"], some["gpus"]) == (None, 2)
     assert list(none) == list(some)
 

@@ -10,11 +10,12 @@ import pytest
 from k3rl.cli import main
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.parallel import Axis, ContextParallel, World, costs, pair_cost, plan
-from k3rl.parallel.costs import Mix
+from k3rl.parallel import Axis, ContextParallel, World, pair_cost
 from k3rl.parallel.mesh import expert_run
-from k3rl.parallel.plan import Cluster, Layout, Method, Workload
-from k3rl.parallel.plan_shares import context_shares, expert_load
+from k3rl.planner import costs, plan
+from k3rl.planner.costs import Mix
+from k3rl.planner.plan import Cluster, Layout, Method, Workload
+from k3rl.planner.shares import context_shares, expert_load
 
 NANO = K3Config.named("k3-nano")
 SMALL = K3Config.named("k3-small")

@@ -55,7 +55,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def module_name(path: Path) -> str:
-    """The dotted name under which a file of the package is imported: kernels/kda.py -> k3rl.kernels.kda."""
+    """The dotted name that a file of the package is imported by: kernels/kda/decode.py -> k3rl.kernels.kda.decode."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     parts = parts if parts[0] == "k3rl" else ["k3rl", *parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

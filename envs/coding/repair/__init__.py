@@ -22,7 +22,7 @@ from k3rl.types import Task
 __all__ = ["RepairRubric", "Repairs", "coding_repair"]
 
 _THEN = ("env", "GIT_AUTHOR_DATE=2000-01-01T00:00:00Z", "GIT_COMMITTER_DATE=2000-01-01T00:00:00Z")
-_AS = ("-c", "user.name=k3rl", "-c", "user.email=k3rl@localhost", "-c", "commit.gpgsign=false")
+_AS = ("-c", "user.name=k3rl", "-c", "user.email=k3rl.localhost", "-c", "commit.gpgsign=false")
 
 
 def workspace(task: Task) -> WorkspaceSpec:

@@ -1,0 +1,1 @@
+"""How a weight version gets from the learner to the engines."""

@@ -1,0 +1,1 @@
+"""How a step is computed: captured decode and prefill steps, and the exact mode."""

@@ -1,0 +1,1 @@
+"""States of earlier prefixes, in memory and on disk."""

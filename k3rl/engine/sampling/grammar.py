@@ -1,0 +1,221 @@
+"""Constraints: which tokens may come next so that a completion's text matches a schema, a pattern or a grammar.
+
+The set is a pure function of the constraint and the tokens sampled so far (`xgrammar` computes it), so a preempted
+request gets its matcher back by reading its tokens again. Forbidden tokens are taken out before the temperature, the
+logprob is that of the renormalized rest, and the set is recorded like that of top-p.
+
+Special tokens are structure, never text: their bytes begin with 0xff, which no text in UTF-8 has. A stop id is allowed
+where the text is complete and nowhere else. Sources are checked before the compiler sees them: deeply nested ones and
+references without end would end its process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3rl.config import MissingResource
+from k3rl.engine.protocol import EngineError, InvalidRequest
+from k3rl.engine.rows import Request, RowTable
+from k3rl.engine.sampling.json_schema import SchemaError, check_brackets, enforceable
+from k3rl.engine.sampling.sampler import Allowed
+from k3rl.tokens import Tokenizer
+from k3rl.types import Constraint, SamplingParams
+
+MAX_SOURCE = 65_536  # characters
+MAX_WHITESPACE = 16  # characters in a row between the parts of a JSON text
+MAX_KNOWN = 256  # compiled grammars at hand
+CACHE_BYTES = 256 << 20  # of the compiler
+
+
+class DeadEnd(EngineError):
+    """A constraint and the forbidden tokens of one request left no token to sample; what it had is lost."""
+
+    @classmethod
+    def of(cls, request: int) -> DeadEnd:
+        return cls(f"request {request}: its constraint and its forbidden tokens leave nothing to sample")
+
+
+class Matcher:
+    """Where one request stands in its grammar."""
+
+    def __init__(self, matcher: Any, vocabulary: int, stop_ids: Sequence[int]) -> None:
+        self._matcher, self._vocabulary, self._stop = matcher, vocabulary, np.array(stop_ids, np.int64)
+        self._bits = torch.empty(1, -(-vocabulary // 32), dtype=torch.int32)
+
+    def accept(self, token: int) -> None:
+        """Takes the next token of the text; a stop id changes nothing. Raises EngineError for a forbidden one."""
+        if not (self._stop == token).any() and not self._matcher.accept_token(token):
+            raise EngineError(f"token {token} leaves the grammar of its request, and was sampled")
+
+    def allowed(self) -> np.ndarray:
+        """bool [V]: what may be sampled next."""
+        self._matcher.fill_next_token_bitmask(self._bits)
+        words = self._bits.numpy().view(np.uint8)
+        found = np.unpackbits(words, bitorder="little")[: self._vocabulary].astype(bool)
+        found[self._stop] = self._matcher.is_completed()
+        return found
+
+
+class Grammars:
+    """Compiles constraints for one vocabulary and keeps what it compiled. Threads may share it.
+
+    vocab_size: of the model; ids behind the tokenizer's are never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()  # of compiling: a step never waits for another request's grammar
+        self._compiler: Any = None
+        self._known: dict[Constraint, Any] = {}
+
+    def check(self, params: SamplingParams) -> None:
+        """Compiles the constraint of `params`, if any.
+
+        Raises InvalidRequest when it cannot be kept, MissingResource without xgrammar.
+        """
+        if params.constraint is not None:
+            if not self._stop_ids(params):
+                raise InvalidRequest(
+                    f"a constraint ends with a stop id, and none of {list(params.stop_ids)} is in the vocabulary of "
+                    f"{self._vocab_size}"
+                )
+            self._compiled(params.constraint)
+
+    def matcher(self, request: Request) -> Matcher | None:
+        """The matcher of a request that has sampled what its progress says; None without a constraint."""
+        constraint = request.params.constraint
+        if constraint is None:
+            return None
+        stops = self._stop_ids(request.params)
+        made = self._xgrammar().GrammarMatcher(self._compiled(constraint), override_stop_tokens=stops)
+        matcher = Matcher(made, self._vocab_size, stops)
+        for token in () if request.progress is None else request.progress.tokens.tolist():
+            matcher.accept(token)
+        return matcher
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """Those that can be sampled."""
+        return [token for token in params.stop_ids if 0 <= token < self._vocab_size]
+
+    def _compiled(self, constraint: Constraint) -> Any:
+        known = self._known.get(constraint)
+        if known is not None:
+            return known
+        if self._tokenizer is None:
+            raise InvalidRequest("a constraint needs the text of tokens; give the engine a tokenizer")
+        try:
+            text = _text_format(constraint)
+            form = text if constraint.turn is None else _turn_format(text, constraint, self._tokenizer)
+            with self._lock:
+                if self._compiler is None:
+                    self._compiler = self._new_compiler(self._tokenizer)
+                made = self._compiler.compile_structural_tag({"type": "structural_tag", "format": form})
+                while len(self._known) >= MAX_KNOWN:
+                    self._known.pop(next(iter(self._known)))
+                self._known[constraint] = made
+            return made
+        except (SchemaError, RuntimeError, ValueError, TypeError) as error:
+            detail = str(error).strip().splitlines()[0].rpartition("] ")[2]
+            raise InvalidRequest(f"the {constraint.kind} of the constraint cannot be used: {detail}") from error
+
+    @staticmethod
+    def _xgrammar() -> Any:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise MissingResource(
+                f"a constraint needs the package {error.name or 'xgrammar'}; install k3rl[constraints]"
+            ) from error
+        return xgrammar
+
+    def _new_compiler(self, tokenizer: Tokenizer) -> Any:
+        module = self._xgrammar()
+        texts = [_token_text(tokenizer, token) for token in range(min(tokenizer.vocab_size, self._vocab_size))]
+        info = module.TokenizerInfo(
+            texts,
+            module.VocabType.RAW,
+            vocab_size=self._vocab_size,
+            stop_token_ids=[tokenizer.special("end_of_msg")],
+        )
+        return module.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+
+def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
+    name = tokenizer.special_name(token)
+    return tokenizer.decode_bytes([token]) if name is None else b"\xff" + name.encode()
+
+
+def _text_format(constraint: Constraint) -> dict[str, Any]:
+    """The text as an xgrammar format. Raises SchemaError."""
+    source = constraint.source
+    if len(source) > MAX_SOURCE:
+        raise SchemaError(f"it has {len(source)} characters; at most {MAX_SOURCE} are taken")
+    if constraint.kind == "json_schema":
+        return {"type": "json_schema", "json_schema": enforceable(source), "max_whitespace_cnt": MAX_WHITESPACE}
+    check_brackets(source, "it")
+    if constraint.kind == "regex":
+        return {"type": "regex", "pattern": source}
+    return {"type": "grammar", "grammar": source}
+
+
+def _turn_format(text: dict[str, Any], constraint: Constraint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A whole assistant turn (`xtml.parse`) whose response is the text, or, with `calls`, free text and tool calls."""
+
+    def tag(kind: str, name: str) -> list[dict[str, Any]]:
+        return [special(kind), {"type": "const_string", "value": name}, special("sep")]
+
+    def special(name: str) -> dict[str, Any]:
+        return {"type": "token", "token": tokenizer.special(name)}
+
+    def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "sequence", "elements": list(parts)}
+
+    structure = {tokenizer.special(name) for name in ("open", "close", "sep")}
+    specials = [token for token in range(tokenizer.vocab_size) if tokenizer.special_name(token) is not None]
+    free = {"type": "any_text"}  # UTF-8, and so without special tokens
+    calls = {"type": "any_tokens", "exclude_tokens": [token for token in specials if token not in structure]}
+    begin = [free, *tag("close", "think"), *tag("open", "response")] if constraint.turn == "think" else []
+    answer = sequence(text, *tag("close", "response"), *tag("close", "message"))
+    if constraint.calls:
+        called = sequence(free, *tag("close", "response"), *tag("open", "tools"), calls, *tag("close", "message"))
+        answer = {"type": "or", "elements": [answer, called]}
+    return sequence(*begin, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """Rows that can be sampled from, their logits and sets, and the rows that have nothing left."""
+
+    rows: np.ndarray
+    logits: Tensor
+    allowed: Allowed | None
+    dead: np.ndarray
+
+
+def constrain(table: RowTable, rows: np.ndarray, logits: Tensor) -> Constrained:
+    """What the constraints of these rows [R] leave of logits [R, V]; forbidden tokens of their biases are taken out."""
+    places = np.flatnonzero(table.is_constrained[rows])
+    if not places.size:
+        return Constrained(rows, logits, None, rows[:0])
+    sets = []
+    for row in rows[places]:
+        allowed = table.matcher[row].allowed()
+        if table.is_biased[row]:
+            allowed[table.bias_ids[row][table.bias_values[row] == -np.inf]] = False
+        sets.append(allowed)
+    mask = np.stack(sets)
+    alive = mask.any(1)
+    if alive.all():
+        return Constrained(rows, logits, Allowed(places, mask), rows[:0])
+    keep = np.ones(len(rows), bool)
+    keep[places[~alive]] = False
+    moved = np.cumsum(keep) - 1
+    allowed_rows = Allowed(moved[places[alive]], mask[alive]) if alive.any() else None
+    return Constrained(rows[keep], logits[torch.from_numpy(keep).to(logits.device)], allowed_rows, rows[~keep])

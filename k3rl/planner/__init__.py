@@ -1,0 +1,1 @@
+"""Memory, traffic and time of a layout, before it runs."""

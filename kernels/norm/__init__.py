@@ -1,0 +1,1 @@
+"""Norms and what is fused with them: RMSNorm, the gated output norm of KDA, attention residuals."""

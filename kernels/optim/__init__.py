@@ -1,0 +1,1 @@
+"""What an optimizer step launches: Muon, symmetric products, flat sums of gradients."""

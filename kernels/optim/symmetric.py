@@ -1,0 +1,49 @@
+"""Products of matrices with their own transposes, and what Newton-Schulz makes of them, in one pass.
+
+    out = alpha P P' + beta P + gamma I   (beta is 0, or P is square and symmetric)
+
+The result is symmetric: each tile above the diagonal is made once and written twice. `symmetric_reference` is the
+definition.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from k3rl.kernels import dispatch
+
+MOST = 1 << 31  # numbers of one matrix, of p or of the result: places in it are 32-bit
+
+
+def takes(p: torch.Tensor) -> bool:
+    """Whether the kernel takes matrices like p [n, r, k]: bf16 on a GPU, one of the last two axes without gaps."""
+    fits = 1 in p.stride()[1:] and p.shape[1] * max(p.shape[1:]) < MOST
+    return fits and dispatch.use_kernel("symmetric", p, float32_rows=False)
+
+
+def symmetric(
+    p: torch.Tensor, out: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0
+) -> torch.Tensor:
+    """p [n, r, k], a view of a transpose maybe, into out [n, r, r], contiguous and no part of p, with float32 sums.
+
+    Raises ValueError if shapes do not fit.
+    """
+    n, r, k = p.shape
+    if out.shape != (n, r, r) or not out.is_contiguous() or (beta != 0.0 and k != r):
+        raise ValueError(f"symmetric: p {tuple(p.shape)} does not fit out {tuple(out.shape)} with beta = {beta}")
+    if takes(p):
+        from k3rl.kernels.optim import symmetric_kernels
+
+        symmetric_kernels.symmetric(p, out, alpha, beta, gamma)
+        return out
+    return out.copy_(symmetric_reference(p, alpha, beta, gamma))
+
+
+def symmetric_reference(p: torch.Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> torch.Tensor:
+    """`symmetric` in plain torch, in float32 or wider, rounded once."""
+    wide = p.to(torch.promote_types(p.dtype, torch.float32))
+    found = alpha * (wide @ wide.mT)
+    if beta != 0.0:
+        found += beta * wide
+    found.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    return found.to(p.dtype)
