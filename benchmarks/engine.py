@@ -416,7 +416,7 @@ def main() -> None:
     for entry in report["results"]:
         peer = "-" if entry["peer_ms"] is None else f"{entry['peer_ms']:.3f} ms ({entry['ratio']:.2f}x)"
         speed = f"{entry['tokens_per_s']:.0f} tokens/s" if "tokens_per_s" in entry else ""
-        kept = (
+        sampling_mask = (
             "cpu_ratio",
             "prefilled_per_new",
             "equal_turns",
@@ -428,7 +428,7 @@ def main() -> None:
             "page_table_bytes",
             "other_growth_bytes",
         )
-        speed += "  ".join(f"{key} {entry[key]}" for key in kept if key in entry)
+        speed += "  ".join(f"{key} {entry[key]}" for key in sampling_mask if key in entry)
         print(f"{entry['name']:26} {entry['shape']:46} {entry['ours_ms']:9.3f} ms  peer {peer} {speed}")
 
 

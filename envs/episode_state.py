@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.types import EncodedImage, KeptSets, Message, StopReason, ToolCall, Turn
+from k3rl.types import EncodedImage, Message, SamplingMasks, StopReason, ToolCall, Turn
 
 VERSION = 4
 
@@ -152,9 +152,9 @@ def _turn_row(turn: Turn, arrays: list[np.ndarray], files: dict[EncodedImage, in
     if turn.routes is not None:
         arrays.append(turn.routes)
         row["routes"] = f"{len(arrays) - 1}.npy"
-    if turn.kept is not None:
-        parts = [turn.kept.which, turn.kept.ends, turn.kept.ids]
-        row["kept"] = [f"{len(arrays) + number}.npy" for number in range(len(parts))]
+    if turn.sampling_mask is not None:
+        parts = [turn.sampling_mask.which, turn.sampling_mask.ends, turn.sampling_mask.ids]
+        row["sampling_mask"] = [f"{len(arrays) + number}.npy" for number in range(len(parts))]
         arrays += parts
     return row
 
@@ -162,8 +162,8 @@ def _turn_row(turn: Turn, arrays: list[np.ndarray], files: dict[EncodedImage, in
 def _turn(row: dict[str, Any], members: Mapping[str, bytes]) -> Turn:
     if row["routes"] is not None:
         row["routes"] = _array(row["routes"], members)
-    if row["kept"] is not None:
-        row["kept"] = KeptSets(*(_array(name, members) for name in row["kept"]))
+    if row["sampling_mask"] is not None:
+        row["sampling_mask"] = SamplingMasks(*(_array(name, members) for name in row["sampling_mask"]))
     for name in ("prompt_ids", "sampled_ids", "logprobs"):
         row[name] = tuple(row[name])
     images = _images(row["images"], members)

@@ -29,8 +29,8 @@ from k3rl.types import (
     Episode,
     Failed,
     FailureKind,
-    KeptSets,
     Message,
+    SamplingMasks,
     SamplingParams,
     Score,
     StopReason,
@@ -329,7 +329,7 @@ class _Run:
             first_version=completion.first_version,
             last_version=completion.weight_version,
             routes=completion.routes,
-            kept=None if completion.kept is None else KeptSets.of(completion.kept),
+            sampling_mask=None if completion.sampling_mask is None else SamplingMasks.of(completion.sampling_mask),
             model_s=time.monotonic() - before,
             images=images,
         )

@@ -160,7 +160,7 @@ class SamplingParams:
     """How to sample one completion.
 
     temperature 0 is argmax with logprobs at temperature 1. With `top_p` < 1, `top_k` > 0 or `min_p` > 0 the logprob
-    is that of the renormalized kept set; `min_p` keeps what has at least this share of the largest probability.
+    is that of the renormalized sampling mask; `min_p` keeps what has at least this share of the largest probability.
     logit_bias: (token id, number added to its logit before the temperature) pairs; -inf forbids the token, and the
     logprob is that of the biased distribution. A stop id is part of the completion. stop: texts that end it; it then
     ends with the token that completes the text, and special tokens are never part of a match. `seed` fixes this
@@ -221,8 +221,8 @@ class Completion:
     weight_version: the version that sampled the last token; `first_version` the first (equal unless the
     weights changed in between). routes: int16 [prompt + sampled - 1, M, k], or None when not asked for; an image of the
     prompt counts as the rows that it takes in the model, not as its one placeholder id.
-    kept: per sampled token the ids that top-p, top-k, min-p, forbidden tokens and a constraint left, or None when
-    nothing was cut (equal sets in a row are one array);
+    sampling_mask: per sampled token the ids that top-p, top-k, min-p, forbidden tokens and a constraint left, or None
+    when nothing was cut (equal sets in a row are one array);
     finite logit biases are not in it, whoever recomputes a logprob adds them from the request.
     top_logprobs: per sampled token the likeliest ones of the distribution that it was drawn from, the likeliest first,
     or None when not asked for.
@@ -237,14 +237,14 @@ class Completion:
     weight_version: int
     first_version: int
     routes: np.ndarray | None = None
-    kept: tuple[np.ndarray, ...] | None = None
+    sampling_mask: tuple[np.ndarray, ...] | None = None
     stop_string: str | None = None
     cached_tokens: int = field(default=0, compare=False)
     top_logprobs: tuple[Alternatives, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptSets:
+class SamplingMasks:
     """The ids that each of T tokens was drawn from, in compact form: D distinct sets, each written down once.
 
     which int32 [T]: number of the token's set, -1 where nothing was cut or nothing was sampled; ends int64 [D]: where
@@ -256,12 +256,12 @@ class KeptSets:
     ids: np.ndarray
 
     @classmethod
-    def of(cls, kept: Sequence[np.ndarray]) -> KeptSets:
-        """`Completion.kept`: one array of ids per token; an array that occurs again is one set."""
+    def of(cls, sampling_mask: Sequence[np.ndarray]) -> SamplingMasks:
+        """`Completion.sampling_mask`: one array of ids per token; an array that occurs again is one set."""
         numbers: dict[int, int] = {}
         distinct: list[np.ndarray] = []
-        which = np.empty(len(kept), np.int32)
-        for place, own in enumerate(kept):
+        which = np.empty(len(sampling_mask), np.int32)
+        for place, own in enumerate(sampling_mask):
             which[place] = numbers.setdefault(id(own), len(distinct))
             if which[place] == len(distinct):
                 distinct.append(own)
@@ -269,7 +269,7 @@ class KeptSets:
         return cls(which, ends, np.concatenate([np.empty(0, np.int32), *distinct]).astype(np.int32))
 
     @classmethod
-    def join(cls, parts: Sequence[KeptSets | int]) -> KeptSets:
+    def join(cls, parts: Sequence[SamplingMasks | int]) -> SamplingMasks:
         """Parts end to end; a number stands for so many tokens without a set."""
         which, ends, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)], [np.empty(0, np.int32)]
         sets, size = 0, 0
@@ -283,7 +283,7 @@ class KeptSets:
             sets, size = sets + len(part.ends), size + len(part.ids)
         return cls(np.concatenate(which), np.concatenate(ends), np.concatenate(ids))
 
-    def take(self, places: np.ndarray) -> KeptSets:
+    def take(self, places: np.ndarray) -> SamplingMasks:
         """Of the tokens at these places, int64 or a mask, with the sets that they use."""
         which = self.which[places]
         used, first = np.unique(which, return_index=True)
@@ -293,7 +293,7 @@ class KeptSets:
         number[used] = np.arange(len(used), dtype=np.int32)
         distinct = [self.set(int(own)) for own in used]
         ends = np.cumsum([len(own) for own in distinct], dtype=np.int64)
-        return KeptSets(number[which], ends, np.concatenate([np.empty(0, np.int32), *distinct]))
+        return SamplingMasks(number[which], ends, np.concatenate([np.empty(0, np.int32), *distinct]))
 
     def set(self, number: int) -> np.ndarray:
         """The ids of a set."""
@@ -304,7 +304,9 @@ class KeptSets:
 
     def __eq__(self, other: object) -> bool:
         names = ("which", "ends", "ids")
-        return isinstance(other, KeptSets) and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)
+        return isinstance(other, SamplingMasks) and all(
+            np.array_equal(getattr(self, n), getattr(other, n)) for n in names
+        )
 
     __hash__ = None  # type: ignore[assignment]  # arrays have none either
 
@@ -314,7 +316,7 @@ class Turn:
     """One prompt and what the policy sampled for it, exactly as the engine saw and gave it.
 
     images: one for each placeholder id of the prompt, in order. Turns of an episode share the objects.
-    kept: what each sampled token was drawn from, None when nothing was cut (`Completion.kept`).
+    sampling_mask: what each sampled token was drawn from, None when nothing was cut (`Completion.sampling_mask`).
     """
 
     prompt_ids: tuple[int, ...]
@@ -327,7 +329,7 @@ class Turn:
     model_s: float = 0.0
     env_s: float = 0.0
     images: tuple[EncodedImage, ...] = ()
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,16 +375,19 @@ class Branch:
         return np.asarray(ids, np.int64), np.asarray(mask, bool), np.asarray(logprobs, np.float32)
 
     @property
-    def kept(self) -> KeptSets | None:
+    def sampling_mask(self) -> SamplingMasks | None:
         """Over the T tokens of `tokens`, None when nothing was cut anywhere."""
-        if all(turn.kept is None for turn in self.turns):
+        if all(turn.sampling_mask is None for turn in self.turns):
             return None
-        parts: list[KeptSets | int] = []
+        parts: list[SamplingMasks | int] = []
         known = 0
         for turn in self.turns:
-            parts += [len(turn.prompt_ids) - known, len(turn.sampled_ids) if turn.kept is None else turn.kept]
+            parts += [
+                len(turn.prompt_ids) - known,
+                len(turn.sampled_ids) if turn.sampling_mask is None else turn.sampling_mask,
+            ]
             known = len(turn.prompt_ids) + len(turn.sampled_ids)
-        return KeptSets.join(parts)
+        return SamplingMasks.join(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from k3rl.types import (
     Completion,
     EncodedImage,
     Episode,
-    KeptSets,
     Message,
+    SamplingMasks,
     SamplingParams,
     Score,
     StopReason,
@@ -180,7 +180,7 @@ class GatewaySession:
             first_version=completion.first_version,
             last_version=completion.weight_version,
             routes=completion.routes,
-            kept=None if completion.kept is None else KeptSets.of(completion.kept),
+            sampling_mask=None if completion.sampling_mask is None else SamplingMasks.of(completion.sampling_mask),
             model_s=time.monotonic() - began,
             images=place.images,
         )

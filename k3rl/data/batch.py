@@ -15,7 +15,7 @@ import numpy as np
 from k3rl.config import K3Error
 from k3rl.data.images import ImagePatches, preprocess_files, rows_per_token
 from k3rl.data.packing import SequenceTooLong, balanced_fit, best_fit
-from k3rl.types import Branch, EncodedImage, Episode, Failed, KeptSets
+from k3rl.types import Branch, EncodedImage, Episode, Failed, SamplingMasks
 
 WeightMode: TypeAlias = Literal["token", "sequence"]
 
@@ -30,8 +30,8 @@ class TrainSequence:
 
     ids int64 [T]; loss_mask bool [T]; sampler_logprobs float32 [T]; advantages float32 [T]; the last two are 0
     where not masked. routes int16 [R, M, k] or None, R rows in the model; teacher_logprobs float32 [T] or None; fresh
-    bool [T] or None; images, one for each placeholder among the ids that is no target, in order; kept, what each
-    target was drawn from, or None.
+    bool [T] or None; images, one for each placeholder among the ids that is no target, in order; sampling_mask, what
+    each target was drawn from, or None.
     """
 
     id: str
@@ -43,7 +43,7 @@ class TrainSequence:
     teacher_logprobs: np.ndarray | None = None
     fresh: np.ndarray | None = None
     images: tuple[ImagePatches, ...] = ()
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMasks | None = None
 
     @property
     def rows(self) -> int:
@@ -68,8 +68,8 @@ class TrainBatch:
     images: for each sequence the images of its placeholder ids, in order; None without images. One placeholder
     becomes all rows of its image in the model, so `row_lengths`, not `lengths`, say how large a sequence is there. A
     placeholder that is a target was sampled, and what is sampled is never an image: it stays one token.
-    kept: over the N tokens, the sets that top-p, top-k and the like left for a target; its logprobs are those of the
-    set renormalized. None when nothing was cut.
+    sampling_mask: over the N tokens, the sets that top-p, top-k and the like left for a target; its logprobs are those
+    of the set renormalized. None when nothing was cut.
     """
 
     input_ids: np.ndarray
@@ -83,7 +83,7 @@ class TrainBatch:
     teacher_logprobs: np.ndarray | None = None
     fresh: np.ndarray | None = None
     images: tuple[tuple[ImagePatches, ...], ...] | None = None
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMasks | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -149,7 +149,7 @@ class TrainBatch:
             teacher_logprobs=_optional(sequences, "teacher_logprobs", lambda sequence: sequence.teacher_logprobs),
             fresh=_optional(sequences, "fresh", lambda sequence: sequence.fresh),
             images=tuple(s.images for s in sequences) if any(s.images for s in sequences) else None,
-            kept=_kept(sequences),
+            sampling_mask=_joined_masks(sequences),
         )
         batch.validate()
         return batch
@@ -172,7 +172,7 @@ class TrainBatch:
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[rows],
             fresh=None if self.fresh is None else self.fresh[rows],
             images=None if self.images is None else tuple(self.images[i] for i in chosen),
-            kept=None if self.kept is None else self.kept.take(rows),
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.take(rows),
         )
 
     def split(self, token_budget: int, pair: float | None = None) -> list[TrainBatch]:
@@ -219,8 +219,8 @@ class TrainBatch:
                 _shaped(name, getattr(self, name), np.float32, (n,))
         if self.fresh is not None:
             _shaped("fresh", self.fresh, np.bool_, (n,))
-        if self.kept is not None:
-            _check_kept(self.kept, self.loss_mask)
+        if self.sampling_mask is not None:
+            _check_sampling_masks(self.sampling_mask, self.loss_mask)
         if self.images is not None and len(self.images) != s:
             raise BatchError(f"images are given for {len(self.images)} of {s} sequences; give each its own, maybe none")
         if len(set(self.sequence_ids)) != s:
@@ -431,7 +431,7 @@ def _sequence(
         routes=branch_routes(branch, images) if routes else None,
         fresh=_fresh(branch, version),
         images=images,
-        kept=_kept_of_targets(branch, mask),
+        sampling_mask=_masks_of_targets(branch, mask),
     )
 
 
@@ -478,36 +478,44 @@ def _optional(
     return np.concatenate(values)
 
 
-def _kept_of_targets(branch: Branch, mask: np.ndarray) -> KeptSets | None:
-    """The kept sets of a branch's tokens [T], without those of tokens that are no targets of this sequence."""
-    kept = branch.kept
-    if kept is None:
+def _masks_of_targets(branch: Branch, mask: np.ndarray) -> SamplingMasks | None:
+    """The sampling masks of a branch's tokens [T], without those of tokens that are no targets of this sequence."""
+    sampling_mask = branch.sampling_mask
+    if sampling_mask is None:
         return None
-    return dataclasses.replace(kept, which=np.where(mask, kept.which, np.int32(-1))).take(np.arange(len(mask)))
+    return dataclasses.replace(sampling_mask, which=np.where(mask, sampling_mask.which, np.int32(-1))).take(
+        np.arange(len(mask))
+    )
 
 
-def _kept(sequences: Sequence[TrainSequence]) -> KeptSets | None:
-    """The kept sets of all sequences end to end, None when there are none."""
-    if all(sequence.kept is None for sequence in sequences):
+def _joined_masks(sequences: Sequence[TrainSequence]) -> SamplingMasks | None:
+    """The sampling masks of all sequences end to end, None when there are none."""
+    if all(sequence.sampling_mask is None for sequence in sequences):
         return None
-    return KeptSets.join([len(s.ids) if s.kept is None else s.kept for s in sequences])
+    return SamplingMasks.join([len(s.ids) if s.sampling_mask is None else s.sampling_mask for s in sequences])
 
 
-def _check_kept(kept: KeptSets, loss_mask: np.ndarray) -> None:
+def _check_sampling_masks(sampling_mask: SamplingMasks, loss_mask: np.ndarray) -> None:
     """Raise BatchError unless the sets are over these tokens [N], and of targets only."""
-    _shaped("kept.which", kept.which, np.int32, loss_mask.shape)
-    sizes = np.diff(kept.ends, prepend=0)
-    if (kept.which >= len(kept.ends)).any() or (sizes < 1).any() or (kept.ends[-1:] != len(kept.ids)).any():
-        raise BatchError("kept names sets that it does not hold, or an empty one; a token was drawn from something")
-    if (kept.which[~loss_mask] >= 0).any():
-        raise BatchError("kept has sets at tokens that are no targets; mask it with loss_mask")
+    _shaped("sampling_mask.which", sampling_mask.which, np.int32, loss_mask.shape)
+    sizes = np.diff(sampling_mask.ends, prepend=0)
+    if (
+        (sampling_mask.which >= len(sampling_mask.ends)).any()
+        or (sizes < 1).any()
+        or (sampling_mask.ends[-1:] != len(sampling_mask.ids)).any()
+    ):
+        raise BatchError(
+            "sampling_mask names sets that it does not hold, or an empty one; a token was drawn from something"
+        )
+    if (sampling_mask.which[~loss_mask] >= 0).any():
+        raise BatchError("sampling_mask has sets at tokens that are no targets; mask it with loss_mask")
 
 
 def _check_lengths(sequence: TrainSequence) -> None:
     """Per sequence, because lengths that are wrong twice could still add up to the right total."""
     if len(sequence.ids) == 0:
         raise BatchError(f"sequence {sequence.id} has no tokens")
-    for name in ("loss_mask", "sampler_logprobs", "advantages", "routes", "teacher_logprobs", "fresh", "kept"):
+    for name in ("loss_mask", "sampler_logprobs", "advantages", "routes", "teacher_logprobs", "fresh", "sampling_mask"):
         values = getattr(sequence, name)
         wanted = sequence.rows if name == "routes" else len(sequence.ids)
         if values is not None and len(values) != wanted:

@@ -22,8 +22,8 @@ from k3rl.types import (
     FailureKind,
     Group,
     Invalid,
-    KeptSets,
     Message,
+    SamplingMasks,
     Score,
     Scored,
     StopReason,
@@ -68,7 +68,7 @@ EPISODE_SCHEMA = pa.schema(
         ("behaviour_logprobs", pa.list_(pa.float32())),  # what a learner reads; 0 where not sampled
         ("turns", pa.list_(_TURN)),
         ("images", pa.list_(pa.string())),  # SHA-256 of the image of each placeholder, in order
-        # What tokens were drawn from (`KeptSets`), empty where nothing was cut.
+        # What tokens were drawn from (`SamplingMasks`), empty where nothing was cut.
         ("kept_which", pa.list_(pa.int32())),
         ("kept_ends", pa.list_(pa.int64())),
         ("kept_ids", pa.list_(pa.int32())),
@@ -217,7 +217,7 @@ def _branch_columns(branch: Branch | None) -> dict[str, Any]:
             "behaviour_logprobs": [],
             "turns": [],
             "images": [],
-            **_kept_columns(None),
+            **_mask_columns(None),
         }
     ids, mask, logprobs = branch.tokens()
     turns = [
@@ -241,28 +241,28 @@ def _branch_columns(branch: Branch | None) -> dict[str, Any]:
         "behaviour_logprobs": logprobs,
         "turns": turns,
         "images": [image.sha256 for image in branch.images],
-        **_kept_columns(branch.kept),
+        **_mask_columns(branch.sampling_mask),
     }
 
 
-def _kept_columns(kept: KeptSets | None) -> dict[str, Any]:
-    if kept is None:
+def _mask_columns(sampling_mask: SamplingMasks | None) -> dict[str, Any]:
+    if sampling_mask is None:
         return {"kept_which": [], "kept_ends": [], "kept_ids": []}
-    return {"kept_which": kept.which, "kept_ends": kept.ends, "kept_ids": kept.ids}
+    return {"kept_which": sampling_mask.which, "kept_ends": sampling_mask.ends, "kept_ids": sampling_mask.ids}
 
 
-def _kept(row: Mapping[str, Any]) -> KeptSets | None:
+def _sampling_masks(row: Mapping[str, Any]) -> SamplingMasks | None:
     if not row["kept_which"]:
         return None
     which, ends, ids = row["kept_which"], row["kept_ends"], row["kept_ids"]
-    return KeptSets(np.array(which, np.int32), np.array(ends, np.int64), np.array(ids, np.int32))
+    return SamplingMasks(np.array(which, np.int32), np.array(ends, np.int64), np.array(ids, np.int32))
 
 
-def _kept_of_turn(kept: KeptSets | None, start: int, stop: int) -> KeptSets | None:
+def _masks_of_turn(sampling_mask: SamplingMasks | None, start: int, stop: int) -> SamplingMasks | None:
     """Of a turn's sampled tokens; None when none of them has a set."""
-    if kept is None or (kept.which[start:stop] < 0).all():
+    if sampling_mask is None or (sampling_mask.which[start:stop] < 0).all():
         return None
-    return kept.take(np.arange(start, stop))
+    return sampling_mask.take(np.arange(start, stop))
 
 
 def _episode(
@@ -295,7 +295,7 @@ def _branch(
     """Turns are cut out of the branch's tokens: each prompt is all that came before its sampled tokens."""
     ids, logprobs = row["token_ids"], row["behaviour_logprobs"]
     shown = tuple(images[name] for name in row["images"])
-    turns, kept = [], _kept(row)
+    turns, sampling_mask = [], _sampling_masks(row)
     for number, turn in enumerate(row["turns"]):
         start, stop = turn["prompt_tokens"], turn["prompt_tokens"] + turn["sampled_tokens"]
         turns.append(
@@ -310,7 +310,7 @@ def _branch(
                 model_s=turn["model_s"],
                 env_s=turn["env_s"],
                 images=shown[: turn["images"]],
-                kept=_kept_of_turn(kept, start, stop),
+                sampling_mask=_masks_of_turn(sampling_mask, start, stop),
             )
         )
     return Branch(row["branch_id"], tuple(turns), row["parent"])

@@ -39,7 +39,7 @@ class Progress:
 
     tokens: np.ndarray  # int64 [S]
     logprobs: np.ndarray  # float64 [S]
-    kept: list[np.ndarray] | None
+    sampling_mask: list[np.ndarray] | None
     first_version: int
     last_version: int
     cached: int
@@ -55,7 +55,7 @@ class Progress:
             self.last_version,
             self.first_version,
             self.routes,
-            tuple(self.kept) if self.kept else None,
+            tuple(self.sampling_mask) if self.sampling_mask else None,
             cached_tokens=self.cached,
             top_logprobs=tuple(self.alternatives) if self.alternatives else None,
         )
@@ -111,7 +111,7 @@ class RowTable:
         self.logprobs = np.zeros((rows, _FIRST_CAPACITY))
         self.routes = np.zeros((rows, 0, *moe_shape), np.int16)  # of decoded tokens; allocated on first demand
         self.prompt_routes = np.full(rows, None, object)  # int16 [P, M, k], shared by the rows of one group
-        self.kept = np.full(rows, None, object)  # list of id arrays, or None where nothing can be cut
+        self.sampling_mask = np.full(rows, None, object)  # list of id arrays, or None where nothing can be cut
         self.top_logprobs = np.zeros(rows, np.int64)  # alternatives wanted for each token
         self.alternatives = np.full(rows, None, object)  # list of them, or None where none are wanted
 
@@ -146,7 +146,7 @@ class RowTable:
         self.first_version[row] = version
         self.wants_routes[row], self.prompt_routes[row], self.cached[row] = params.return_routes, prompt_routes, cached
         cuts = params.top_p < 1 or params.top_k > 0 or params.min_p > 0 or any(b == -np.inf for _, b in bias)
-        self.kept[row] = [] if cuts or params.constraint is not None else None
+        self.sampling_mask[row] = [] if cuts or params.constraint is not None else None
         cuts = (params.top_p < 1 or params.top_k > 0 or params.min_p > 0) and params.temperature > 0
         self.is_plain[row] = not cuts and not bias and params.constraint is None and not params.top_logprobs
         self.top_logprobs[row], self.alternatives[row] = params.top_logprobs, [] if params.top_logprobs else None
@@ -162,7 +162,7 @@ class RowTable:
         return Progress(
             self.tokens[row, :count],
             self.logprobs[row, :count],
-            self.kept[row],
+            self.sampling_mask[row],
             int(self.first_version[row]),
             int(self.last_version[row]),
             int(self.cached[row]),
@@ -182,7 +182,7 @@ class RowTable:
         self.tokens[row, :count], self.logprobs[row, :count] = progress.tokens, progress.logprobs
         self.token[row], self.count[row] = progress.tokens[-1], count
         self.first_version[row], self.last_version[row] = progress.first_version, progress.last_version
-        self.kept[row], self.cached[row] = progress.kept, progress.cached
+        self.sampling_mask[row], self.cached[row] = progress.sampling_mask, progress.cached
         self.alternatives[row] = progress.alternatives
         if progress.routes is not None:
             fresh = self.prompt_routes[row]
@@ -230,7 +230,7 @@ class RowTable:
             self.logprobs = _widen(self.logprobs, 2 * self.logprobs.shape[1], 0)
         self.tokens[alive, at], self.logprobs[alive, at] = ids, draws.logprobs[good]
         self.token[alive], self.count[alive], self.last_version[alive] = ids, at + 1, versions[good]
-        self._append_kept(rows, draws)
+        self._append_sampling_masks(rows, draws)
         stopped = (self.stop_ids[alive] == ids[:, None]).any(1)
         for place in np.flatnonzero(self.watches_text[alive]).tolist():
             row = alive[place]
@@ -256,7 +256,7 @@ class RowTable:
             weight_version=int(self.last_version[row]),
             first_version=int(self.first_version[row]),
             routes=self.routes_of(row),
-            kept=tuple(self.kept[row]) if self.kept[row] else None,
+            sampling_mask=tuple(self.sampling_mask[row]) if self.sampling_mask[row] else None,
             stop_string=self.stopped_by[row],
             cached_tokens=int(self.cached[row]),
             top_logprobs=tuple(self.alternatives[row]) if self.alternatives[row] else None,
@@ -276,15 +276,15 @@ class RowTable:
             for column in vars(self).values():
                 column[target] = column[source]
 
-    def _append_kept(self, rows: np.ndarray, draws: Draws) -> None:
-        """Records the kept ids (int32, ascending) of the rows where something is cut; a set like the last one is it."""
+    def _append_sampling_masks(self, rows: np.ndarray, draws: Draws) -> None:
+        """Records the ids left (int32, ascending) of the rows where something is cut; a set like the last one is it."""
         if not draws.cut_rows.size:
             return
-        ids = (np.flatnonzero(draws.kept) % draws.kept.shape[1]).astype(np.int32)
-        ends = np.cumsum(np.count_nonzero(draws.kept, axis=1))
+        ids = (np.flatnonzero(draws.sampling_mask) % draws.sampling_mask.shape[1]).astype(np.int32)
+        ends = np.cumsum(np.count_nonzero(draws.sampling_mask, axis=1))
         start = 0
         for index, end in zip(draws.cut_rows.tolist(), ends.tolist(), strict=True):
-            sets, own = self.kept[rows[index]], ids[start:end]
+            sets, own = self.sampling_mask[rows[index]], ids[start:end]
             sets.append(sets[-1] if sets and np.array_equal(sets[-1], own) else own)
             start = end
 

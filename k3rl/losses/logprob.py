@@ -13,54 +13,61 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.types import KeptSets
+from k3rl.types import SamplingMasks
 
 TABLE_ELEMENTS = 1 << 22  # a table up to this size is kept: computing it again costs more than its 16 MiB
 
 
 def target_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, kept: KeptSets | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    sampling_mask: SamplingMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """hidden [P, H], head weight [V, H], targets [P] int64 -> logprobs [P] and entropies [P] in nats.
 
-    Both in float32 or wider, under softmax(logits / temperature); temperature 0 counts as 1, as in sampling. kept, of
+    Both in float32 or wider, under softmax(logits / temperature); temperature 0 counts as 1, as in sampling.
+    sampling_mask, of
     the P targets: the softmax of a target that has a set is over that set alone, as it was drawn. Logprobs have
     gradients to hidden and weight, entropies none.
     """
     kind = torch.promote_types(hidden.dtype, torch.float32)
     scale = 1.0 if temperature == 0.0 else 1.0 / temperature
     if targets.numel() * weight.shape[0] > TABLE_ELEMENTS and torch.is_grad_enabled():
-        logprobs, entropy = _TargetLogprobs.apply(hidden, weight, targets, scale, kind, kept)
+        logprobs, entropy = _TargetLogprobs.apply(hidden, weight, targets, scale, kind, sampling_mask)
         return logprobs, entropy
     pieces = [
         _from_table(rows, weight, chosen, scale, kind, cut)
-        for rows, chosen, cut in _runs(hidden, targets, weight.shape[0], kept)
+        for rows, chosen, cut in _runs(hidden, targets, weight.shape[0], sampling_mask)
     ]
     return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
 
 def _runs(
-    hidden: Tensor, targets: Tensor, vocabulary: int, kept: KeptSets | None
+    hidden: Tensor, targets: Tensor, vocabulary: int, sampling_mask: SamplingMasks | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Runs of rows whose tables stay below the limit, with `_outside` of each; at least one, maybe empty."""
     step, start = max(1, TABLE_ELEMENTS // vocabulary), 0
     for rows, chosen in zip(hidden.split(step), targets.split(step), strict=True):
-        yield rows, chosen, _outside(kept, start, start + len(chosen), vocabulary, hidden.device)
+        yield rows, chosen, _outside(sampling_mask, start, start + len(chosen), vocabulary, hidden.device)
         start += len(chosen)
 
 
-def _outside(kept: KeptSets | None, start: int, stop: int, vocabulary: int, device: torch.device) -> Tensor | None:
+def _outside(
+    sampling_mask: SamplingMasks | None, start: int, stop: int, vocabulary: int, device: torch.device
+) -> Tensor | None:
     """bool [stop - start, V]: what these targets could not be; None when none of them has a set."""
-    if kept is None:
+    if sampling_mask is None:
         return None
-    which = kept.which[start:stop]
+    which = sampling_mask.which[start:stop]
     cut = np.flatnonzero(which >= 0)
     if not cut.size:
         return None
     numbers, place = np.unique(which[cut], return_inverse=True)
     table = torch.ones(len(numbers), vocabulary, dtype=torch.bool)
     for row, number in zip(table.unbind(), numbers.tolist(), strict=True):
-        row[torch.from_numpy(kept.set(number)).long()] = False
+        row[torch.from_numpy(sampling_mask.set(number)).long()] = False
     outside = torch.zeros(len(which), vocabulary, dtype=torch.bool)
     outside[torch.from_numpy(cut)] = table[torch.from_numpy(place)]
     return outside.to(device)
@@ -139,10 +146,10 @@ class _TargetLogprobs(torch.autograd.Function):
         targets: Tensor,
         scale: float,
         kind: torch.dtype,
-        kept: KeptSets | None,
+        sampling_mask: SamplingMasks | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, normalizers = [], [], []
-        for rows, chosen, outside in _runs(hidden, targets, weight.shape[0], kept):
+        for rows, chosen, outside in _runs(hidden, targets, weight.shape[0], sampling_mask):
             logits = _wide_logits(rows, weight, kind).mul_(scale)
             if outside is not None:
                 logits.masked_fill_(outside, -torch.inf)
@@ -154,7 +161,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 logits.masked_fill_(outside, 0.0)
             entropies.append(normalizer - torch.linalg.vecdot(p, logits))
         ctx.save_for_backward(hidden, weight, targets, torch.cat(normalizers))
-        ctx.scale, ctx.kind, ctx.kept = scale, kind, kept
+        ctx.scale, ctx.kind, ctx.sampling_mask = scale, kind, sampling_mask
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
         return torch.cat(logprobs), entropy
@@ -172,7 +179,7 @@ class _TargetLogprobs(torch.autograd.Function):
             here = slice(start, start + step)
             rows = hidden[here]
             d = _wide_logits(rows, weight, kind).mul_(ctx.scale).sub_(normalizers[here, None]).exp_()
-            outside = _outside(ctx.kept, start, start + len(rows), vocabulary, hidden.device)
+            outside = _outside(ctx.sampling_mask, start, start + len(rows), vocabulary, hidden.device)
             if outside is not None:
                 d.masked_fill_(outside, 0.0)
             each = grad[here].to(kind) * ctx.scale

@@ -224,8 +224,8 @@ def exact_hidden(
             commit = len(x) == BLOCK
             out, chosen = _block(model, _padded(x).contiguous(), cache, past + start, commit, replay)
             hidden.append(out[: len(x)])
-            kept = torch.stack(chosen, 1) if chosen else torch.empty(BLOCK, *shape, device=out.device)
-            used.append(kept[: len(x)].to(torch.int16))
+            sampling_mask = torch.stack(chosen, 1) if chosen else torch.empty(BLOCK, *shape, device=out.device)
+            used.append(sampling_mask[: len(x)].to(torch.int16))
             if commit:
                 cache.advance(torch.tensor([BLOCK]))
     return torch.cat(hidden), torch.cat(used)
@@ -242,17 +242,17 @@ def exact_logits(model: K3ForCausalLM, hidden: Tensor, start: int) -> Tensor:
 
 
 @torch.no_grad()
-def exact_logprob(logits: Tensor, token: int, temperature: float = 1.0, kept: Tensor | None = None) -> float:
+def exact_logprob(logits: Tensor, token: int, temperature: float = 1.0, sampling_mask: Tensor | None = None) -> float:
     """The logprob of one token under one row of logits [V], computed in float64; at temperature 0 that at 1.
 
-    kept: ids int64, or a mask bool [V], of the set that was sampled from; None for all.
+    sampling_mask: ids int64, or a mask bool [V], of the set that was sampled from; None for all.
     """
     z = logits.to("cpu", torch.float64, copy=True)
     with fixed_arithmetic():
-        if kept is not None:
-            if kept.dtype != torch.bool:
-                kept = torch.zeros(z.shape, dtype=torch.bool).index_fill_(0, kept, True)
-            z.masked_fill_(~kept, float("-inf"))
+        if sampling_mask is not None:
+            if sampling_mask.dtype != torch.bool:
+                sampling_mask = torch.zeros(z.shape, dtype=torch.bool).index_fill_(0, sampling_mask, True)
+            z.masked_fill_(~sampling_mask, float("-inf"))
         z -= z.amax()
         if temperature not in (0.0, 1.0):
             z /= temperature
@@ -267,16 +267,16 @@ def exact_logprobs(
     tokens: Sequence[int],
     *,
     temperature: float = 1.0,
-    kept: Sequence[Tensor | None] | None = None,
+    sampling_mask: Sequence[Tensor | None] | None = None,
     routes: Tensor | None = None,
     images: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Logprobs float64 [P] of tokens [P] that follow the rows `places` int64 [P] of one sequence ids int64 [T].
 
-    kept: the set that each token was sampled from. The rest as in `exact_hidden`.
+    sampling_mask: the set that each token was sampled from. The rest as in `exact_hidden`.
     """
     hidden, _ = exact_hidden(model, ids, model.new_cache(1), routes=routes, images=images)
     logits = exact_logits(model, hidden, 0)
-    sets = [None] * len(tokens) if kept is None else kept
+    sets = [None] * len(tokens) if sampling_mask is None else sampling_mask
     given = zip(places.tolist(), tokens, sets, strict=True)
     return torch.tensor([exact_logprob(logits[p], t, temperature, own) for p, t, own in given], dtype=torch.float64)

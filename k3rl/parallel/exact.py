@@ -11,7 +11,7 @@ from k3rl.data.batch import TrainBatch
 from k3rl.data.images import ImagePatches, stack
 from k3rl.model import K3ForCausalLM
 from k3rl.model.exact import exact_logprobs, fixed_arithmetic
-from k3rl.types import KeptSets
+from k3rl.types import SamplingMasks
 
 
 class ValueOf(torch.autograd.Function):
@@ -42,7 +42,7 @@ def exact_target_logprobs(model: K3ForCausalLM, batch: TrainBatch, temperature: 
         shown = (ids == model.config.media_placeholder_token_id) & ~mask
         pictures = () if batch.images is None else batch.images[number]
         routes = None if batch.routes is None else batch.routes[bounds[number] : bounds[number + 1]]
-        kept = None if batch.kept is None else _sets(batch.kept, start + targets)
+        sampling_mask = None if batch.sampling_mask is None else _sets(batch.sampling_mask, start + targets)
         found.append(
             exact_logprobs(
                 model,
@@ -50,7 +50,7 @@ def exact_target_logprobs(model: K3ForCausalLM, batch: TrainBatch, temperature: 
                 torch.from_numpy((own.cumsum() - 1)[targets - 1]),
                 ids[targets].tolist(),
                 temperature=temperature,
-                kept=kept,
+                sampling_mask=sampling_mask,
                 routes=None if routes is None else torch.from_numpy(routes).to(model.device),
                 images=_images(model, pictures, np.repeat(shown, own)),
             )
@@ -58,10 +58,10 @@ def exact_target_logprobs(model: K3ForCausalLM, batch: TrainBatch, temperature: 
     return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
 
 
-def _sets(kept: KeptSets, places: np.ndarray) -> list[torch.Tensor | None]:
+def _sets(sampling_mask: SamplingMasks, places: np.ndarray) -> list[torch.Tensor | None]:
     """The set that each of these tokens was drawn from, int64, None where nothing was cut."""
-    numbers = kept.which[places].tolist()
-    return [None if number < 0 else torch.from_numpy(kept.set(number)).long() for number in numbers]
+    numbers = sampling_mask.which[places].tolist()
+    return [None if number < 0 else torch.from_numpy(sampling_mask.set(number)).long() for number in numbers]
 
 
 def _images(

@@ -321,7 +321,7 @@ class Passes:
                 return reason
         if micro.images is not None:
             return "micro-batches with images are not captured"
-        if micro.kept is not None:
+        if micro.sampling_mask is not None:
             return "micro-batches whose targets were drawn from cut sets (top-p, top-k, min-p) are not captured"
         if not all(isinstance(holder.unit, SiTU | SwiGLU) for holder in self._units):
             return "micro-batches whose activations are watched are not captured"

@@ -32,8 +32,8 @@ def loss_inputs(
     )
     before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
     head = frozen.need(model.language_model.lm_head).weight
-    kept = None if batch.kept is None else batch.kept.take(share.targets)
-    logprobs, entropy = target_logprobs(before, head, ids[targets], temperature, kept)
+    sampling_mask = None if batch.sampling_mask is None else batch.sampling_mask.take(share.targets)
+    logprobs, entropy = target_logprobs(before, head, ids[targets], temperature, sampling_mask)
 
     def at_targets(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values[share.targets]).to(device, logprobs.dtype)

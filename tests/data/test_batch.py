@@ -17,7 +17,7 @@ from k3rl.data import (
     token_weights,
 )
 from k3rl.data.batch import branch_routes
-from k3rl.types import Branch, Episode, Failed, KeptSets, Scored, StopReason, Turn
+from k3rl.types import Branch, Episode, Failed, SamplingMasks, Scored, StopReason, Turn
 
 
 def turn(prompt, sampled, *, routes=None, version=0):
@@ -57,14 +57,17 @@ def batches(draw):
     return TrainBatch.pack(parts, draw(st.sampled_from(["token", "sequence"])))
 
 
-def listed(kept: KeptSets) -> list[list[int] | None]:
+def listed(sampling_mask: SamplingMasks) -> list[list[int] | None]:
     """What each token was drawn from, read without the methods of the class."""
-    starts = [0, *kept.ends[:-1].tolist()]
-    return [None if n < 0 else kept.ids[starts[n] : kept.ends[n]].tolist() for n in kept.which.tolist()]
+    starts = [0, *sampling_mask.ends[:-1].tolist()]
+    return [
+        None if n < 0 else sampling_mask.ids[starts[n] : sampling_mask.ends[n]].tolist()
+        for n in sampling_mask.which.tolist()
+    ]
 
 
 @given(st.data())
-def test_kept_sets_follow_their_tokens_through_packing_and_splitting(data):
+def test_sampling_masks_follow_their_tokens_through_packing_and_splitting(data):
     one_set = st.sets(st.integers(0, 9), min_size=1).map(lambda ids: np.array(sorted(ids), np.int32))
     sets = data.draw(st.lists(one_set, min_size=1, max_size=4))
     parts, wanted = [], {}
@@ -73,40 +76,42 @@ def test_kept_sets_follow_their_tokens_through_packing_and_splitting(data):
         own = [sets[data.draw(st.integers(0, len(sets) - 1))] if target else None for target in part.loss_mask]
         if data.draw(st.booleans()):
             own = [None] * 6
-        pieces = [1 if ids is None else KeptSets.of([ids]) for ids in own]
-        kept = None if all(ids is None for ids in own) else KeptSets.join(pieces)
-        parts.append(dataclasses.replace(part, kept=kept))
+        pieces = [1 if ids is None else SamplingMasks.of([ids]) for ids in own]
+        sampling_mask = None if all(ids is None for ids in own) else SamplingMasks.join(pieces)
+        parts.append(dataclasses.replace(part, sampling_mask=sampling_mask))
         wanted[part.id] = [None if ids is None else ids.tolist() for ids in own]
     batch = TrainBatch.pack(parts)
-    assert (batch.kept is None) == all(part.kept is None for part in parts)
+    assert (batch.sampling_mask is None) == all(part.sampling_mask is None for part in parts)
     for micro in batch.split(data.draw(st.integers(6, 20))):
         micro.validate()
-        got = [None] * micro.tokens if micro.kept is None else listed(micro.kept)
+        got = [None] * micro.tokens if micro.sampling_mask is None else listed(micro.sampling_mask)
         assert got == [ids for name in micro.sequence_ids for ids in wanted[name]]
-        if micro.kept is not None:
-            assert len(micro.kept.ids) <= sum(len(ids) for ids in got if ids), "sets that nobody uses stay behind"
+        if micro.sampling_mask is not None:
+            assert len(micro.sampling_mask.ids) <= sum(len(ids) for ids in got if ids), (
+                "sets that nobody uses stay behind"
+            )
 
 
 def test_sets_that_fit_no_token_are_refused():
     good = dataclasses.replace(sequence("a", 6, 3), routes=None, teacher_logprobs=None)
     ids = np.array([1, 2], np.int32)
-    for kept, says in (
-        (KeptSets.of([ids] * 6), "no targets"),
-        (KeptSets.of([ids] * 5), "5 kept"),
-        (KeptSets(np.where(good.loss_mask, 1, -1).astype(np.int32), np.array([2]), ids), "does not hold"),
+    for sampling_mask, says in (
+        (SamplingMasks.of([ids] * 6), "no targets"),
+        (SamplingMasks.of([ids] * 5), "5 sampling_mask"),
+        (SamplingMasks(np.where(good.loss_mask, 1, -1).astype(np.int32), np.array([2]), ids), "does not hold"),
     ):
         with pytest.raises(BatchError, match=says):
-            TrainBatch.pack([dataclasses.replace(good, kept=kept)])
+            TrainBatch.pack([dataclasses.replace(good, sampling_mask=sampling_mask)])
 
 
 def test_a_branch_gives_the_sets_of_its_own_turns_alone():
     sets = [np.array([4, 9], np.int32), np.array([5], np.int32), np.array([8], np.int32)]
-    first = dataclasses.replace(turn([1, 2, 3], [4, 5]), kept=KeptSets.of(sets[:2]))
-    second = dataclasses.replace(turn([1, 2, 3, 4, 5, 6], [8]), kept=KeptSets.of(sets[2:]))
+    first = dataclasses.replace(turn([1, 2, 3], [4, 5]), sampling_mask=SamplingMasks.of(sets[:2]))
+    second = dataclasses.replace(turn([1, 2, 3, 4, 5, 6], [8]), sampling_mask=SamplingMasks.of(sets[2:]))
     whole, child = Branch("a", (first,)), Branch("b", (first, second), "a")
     batch = from_episodes([episode("e", whole, child)], {"e": 1.0})
     assert batch.sequence_ids == ("e/a", "e/b")
-    assert listed(batch.kept) == [None] * 3 + [[4, 9], [5]] + [None] * 6 + [[8]]
+    assert listed(batch.sampling_mask) == [None] * 3 + [[4, 9], [5]] + [None] * 6 + [[8]]
 
 
 def test_exactly_the_sampled_tokens_of_every_turn_are_targets():

@@ -27,8 +27,8 @@ from k3rl.types import (
     Failed,
     Group,
     Invalid,
-    KeptSets,
     Message,
+    SamplingMasks,
     Scored,
     StopReason,
     ToolCall,
@@ -36,10 +36,19 @@ from k3rl.types import (
 )
 
 
-def turn(prompt, sampled, version, routes=None, kept=None):
+def turn(prompt, sampled, version, routes=None, sampling_mask=None):
     logprobs = tuple(float(np.float32(-0.1 * value)) for value in sampled)
     return Turn(
-        tuple(prompt), tuple(sampled), logprobs, StopReason.STOP, version, version + 1, routes, 0.25, 0.5, kept=kept
+        tuple(prompt),
+        tuple(sampled),
+        logprobs,
+        StopReason.STOP,
+        version,
+        version + 1,
+        routes,
+        0.25,
+        0.5,
+        sampling_mask=sampling_mask,
     )
 
 
@@ -48,7 +57,7 @@ SCORES = [Scored(0.0, {"tests": 0.5}), Invalid("reads the answer", "open('/answe
 
 
 def episode(name, score=SCORES[0], branches=None):
-    first = turn([1, 2, 3], [4, 5], 7, ROUTES, KeptSets.of([np.array([2, 4]), np.array([5])]))
+    first = turn([1, 2, 3], [4, 5], 7, ROUTES, SamplingMasks.of([np.array([2, 4]), np.array([5])]))
     if branches is None:
         branches = (
             Branch("0", (first, turn([1, 2, 3, 4, 5, 6], [7], 8))),

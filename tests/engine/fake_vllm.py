@@ -146,7 +146,9 @@ class FakeVLLM:
             ending["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         if self.config["model_config"]["return_sampling_mask"]:
             whole = range(self.driver.engine.model.config.vocab_size)
-            ending["sampling_mask"] = [list(map(int, ids)) for ids in done.kept or [whole] * len(done.token_ids)]
+            ending["sampling_mask"] = [
+                list(map(int, ids)) for ids in done.sampling_mask or [whole] * len(done.token_ids)
+            ]
         assert stream.number is not None
         starts = self.switches.pop(stream.number, [])
         first = self.labels.get(done.first_version, self.label)

@@ -50,7 +50,7 @@ class Subject:
     update: dict[str, torch.Tensor]
     tolerance: float
     routes: Callable[[list[int]], np.ndarray] | None
-    kept: bool
+    sampling_mask: bool
 
 
 def load_fake() -> Any:
@@ -121,7 +121,9 @@ def subject(request, tiny, run_teacher_forced) -> Iterator[Subject]:
         else:
             url, _ = stack.enter_context(load_fake().serving(lambda: Engine(tiny[0], max_running=8)))
             engine = stack.enter_context(
-                VLLMEngine.for_config(url, tiny[0].config, seed=3, max_running=6, require=("kept", "routes", "weights"))
+                VLLMEngine.for_config(
+                    url, tiny[0].config, seed=3, max_running=6, require=("sampling_masks", "routes", "weights")
+                )
             )
             yield tiny_subject(engine, tiny, run_teacher_forced)
 
@@ -151,8 +153,8 @@ def check_logprobs(
     logprobs = distribution(subject.logits(ids, updated)[len(prompt) - 1 : -1], params)
     wanted = logprobs.gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
     np.testing.assert_allclose(done.logprobs, wanted, rtol=0, atol=subject.tolerance)
-    if done.kept is not None:
-        assert [set(ids.tolist()) for ids in done.kept] == [
+    if done.sampling_mask is not None:
+        assert [set(ids.tolist()) for ids in done.sampling_mask] == [
             set(row.isfinite().nonzero()[:, 0].tolist()) for row in logprobs
         ]
 
@@ -184,7 +186,7 @@ def test_every_request_ends_once_with_logprobs_of_its_sampling_distribution(subj
         SamplingParams(min_p=0.2, top_p=0.9, top_k=8, max_tokens=6, seed=3),
         SamplingParams(logit_bias=((5, 3.0), (6, -80.0)), top_k=4, max_tokens=6),
     ]
-    asked = [*plain, *(cut if subject.kept else []), SamplingParams(logit_bias=((5, 2.5),), max_tokens=6)]
+    asked = [*plain, *(cut if subject.sampling_mask else []), SamplingParams(logit_bias=((5, 2.5),), max_tokens=6)]
     prompts = [PROMPT[: 1 + i % 8] for i in range(len(asked))]
     numbers = [engine.submit(prompt, params) for prompt, params in zip(prompts, asked, strict=True)]
     assert len(set(numbers)) == len(asked)
@@ -198,7 +200,7 @@ def test_every_request_ends_once_with_logprobs_of_its_sampling_distribution(subj
         assert len(done.token_ids) == 6
         assert done.stop_reason is StopReason.LENGTH
         assert (done.first_version, done.weight_version) == (0, 0)
-        assert (done.kept is not None) == (params in cut)
+        assert (done.sampling_mask is not None) == (params in cut)
         check_logprobs(subject, prompt, done, params)
         if params.temperature == 0:
             assert done.token_ids[0] == int(subject.logits(prompt, False)[-1].argmax())

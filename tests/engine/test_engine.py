@@ -126,13 +126,15 @@ def test_the_recorded_kept_set_lets_the_learner_recompute_the_logprob(
     own = params(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=12)
     (completion,) = Engine(model).generate([PROMPTS[1]], own)
     logits, _ = run_teacher_forced(model, [*PROMPTS[1], *completion.token_ids])
-    assert (completion.kept is None) == (top_p == 1 and top_k == 0)
+    assert (completion.sampling_mask is None) == (top_p == 1 and top_k == 0)
     for step, token in enumerate(completion.token_ids):
         scaled = logits[len(PROMPTS[1]) - 1 + step] / temperature
-        kept = completion.kept[step] if completion.kept is not None else np.arange(len(scaled))
-        assert token in kept
-        assert not top_k or len(kept) <= top_k
-        expected = scaled[token] - torch.logsumexp(scaled[torch.from_numpy(kept).long()], 0)
+        sampling_mask = (
+            completion.sampling_mask[step] if completion.sampling_mask is not None else np.arange(len(scaled))
+        )
+        assert token in sampling_mask
+        assert not top_k or len(sampling_mask) <= top_k
+        expected = scaled[token] - torch.logsumexp(scaled[torch.from_numpy(sampling_mask).long()], 0)
         assert completion.logprobs[step] == pytest.approx(float(expected), abs=TOLERANCE)
 
 

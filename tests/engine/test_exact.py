@@ -19,7 +19,7 @@ from k3rl.model import AblationConfig, VisionConfig
 from k3rl.model.exact import ExactError, exact_hidden, exact_logits, exact_logprobs
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.parallel.exact import exact_target_logprobs
-from k3rl.types import Completion, KeptSets, SamplingParams, StopReason
+from k3rl.types import Completion, SamplingMasks, SamplingParams, StopReason
 
 PROMPTS = [[1], [7, 7, 7, 7, 3, 30, 11, 2, 18], list(range(1, 24)), [5, 9] * 16, [5, 9] * 16 + [4]]
 
@@ -38,10 +38,12 @@ def bounded(model, pages: int, **options) -> Engine:
 
 def recomputed(model, prompt: list[int], own: SamplingParams, done: Completion) -> list[float]:
     """The learner's logprobs, by one pass over prompt and answer."""
-    kept = None if done.kept is None else [torch.from_numpy(ids).long() for ids in done.kept]
+    sampling_mask = None if done.sampling_mask is None else [torch.from_numpy(ids).long() for ids in done.sampling_mask]
     places = torch.arange(len(prompt) - 1, len(prompt) - 1 + len(done.token_ids))
     ids = torch.tensor([*prompt, *done.token_ids])
-    return exact_logprobs(model, ids, places, done.token_ids, temperature=own.temperature, kept=kept).tolist()
+    return exact_logprobs(
+        model, ids, places, done.token_ids, temperature=own.temperature, sampling_mask=sampling_mask
+    ).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +121,16 @@ def packed(prompts, done, images=((), (), (), (), ())) -> TrainBatch:
         logprobs, advantages = np.zeros((2, len(ids)), np.float32)
         logprobs[mask], advantages[mask] = answer.logprobs, 1.0 - number
         routes = None if answer.routes is None else np.concatenate([answer.routes, answer.routes[-1:]])  # last unread
-        kept = None if answer.kept is None else KeptSets.join([len(prompt), KeptSets.of(answer.kept)])
-        sequences.append(TrainSequence(str(number), ids, mask, logprobs, advantages, routes, images=shown, kept=kept))
+        sampling_mask = (
+            None
+            if answer.sampling_mask is None
+            else SamplingMasks.join([len(prompt), SamplingMasks.of(answer.sampling_mask)])
+        )
+        sequences.append(
+            TrainSequence(
+                str(number), ids, mask, logprobs, advantages, routes, images=shown, sampling_mask=sampling_mask
+            )
+        )
     return TrainBatch.pack(sequences)
 
 
@@ -132,7 +142,7 @@ def test_the_learner_scores_what_every_way_of_sampling_drew_as_the_engine_did(bu
     model, temperature = build_model(), 0.7
     done = Engine(model, max_running=3).generate(PROMPTS, params(max_tokens=20, temperature=temperature, **cut))
     batch = packed(PROMPTS, done)
-    assert (batch.kept is None) == (not cut)
+    assert (batch.sampling_mask is None) == (not cut)
     trainer = Trainer(model, TrainerConfig(micro_batch_tokens=64))  # several micro-batches: the sets are cut with them
     found = {
         name: trainer.target_inputs(micro, temperature).logprobs.tolist()
@@ -251,7 +261,7 @@ def test_drawing_row_by_row_is_drawing_together_with_biases_and_constraints():
         sampler.Allowed(np.array([1, 3]), mask),
     )
     together, apart = sampler.sample(logits, *given), exact.sample(logits, *given)
-    for name in ("ids", "finite", "cut_rows", "kept"):
+    for name in ("ids", "finite", "cut_rows", "sampling_mask"):
         assert np.array_equal(getattr(apart, name), getattr(together, name)), name
     np.testing.assert_allclose(apart.logprobs, together.logprobs, rtol=0, atol=1e-12)  # float64 sums in another order
 
@@ -269,4 +279,4 @@ def test_an_exact_engine_samples_with_biases_as_the_usual_one(model):
     (mine,) = Engine(model, exact=True).generate([PROMPTS[1]], own)
     assert mine.token_ids == usual.token_ids
     np.testing.assert_allclose(mine.logprobs, usual.logprobs, rtol=0, atol=1e-9)  # order of sums only
-    assert all(np.array_equal(a, b) for a, b in zip(mine.kept, usual.kept, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(mine.sampling_mask, usual.sampling_mask, strict=True))

@@ -124,17 +124,17 @@ def test_what_the_engine_samples_matches_and_its_logprobs_are_those_of_the_allow
     plain = SamplingParams(max_tokens=9, seed=4)
     *got, free = engine.generate([PROMPT] * 4, [*own, plain])
     (alone,) = Engine(model).generate([PROMPT], plain)
-    assert (free.token_ids, free.kept) == (alone.token_ids, None), "who has no constraint is not touched"
+    assert (free.token_ids, free.sampling_mask) == (alone.token_ids, None), "who has no constraint is not touched"
     assert kind != "regex" or all(completion.stop_reason is StopReason.STOP for completion in got)
     for completion in got:
         if completion.stop_reason is StopReason.STOP:
             assert matches(text_of(completion))
         logits, _ = run_teacher_forced(model, [*PROMPT, *completion.token_ids])
         rows = logits[len(PROMPT) - 1 : -1] / (temperature or 1.0)
-        for row, token, logprob, kept in zip(
-            rows, completion.token_ids, completion.logprobs, completion.kept, strict=True
+        for row, token, logprob, sampling_mask in zip(
+            rows, completion.token_ids, completion.logprobs, completion.sampling_mask, strict=True
         ):
-            expected = row[token] - torch.logsumexp(row[torch.from_numpy(kept).long()], 0)
+            expected = row[token] - torch.logsumexp(row[torch.from_numpy(sampling_mask).long()], 0)
             assert logprob == pytest.approx(float(expected), abs=TOLERANCE)
 
 
@@ -145,8 +145,10 @@ def test_top_p_top_k_and_biases_cut_within_the_allowed_set(model):
     (got,) = engine.generate([PROMPT], own)
     assert re.fullmatch("[02-9]{20}", text_of(got))
     digits = {token for token in range(500) if re.fullmatch(rb"[02-9]+", TOKENIZER.decode_bytes([token]))}
-    assert all(0 < len(kept) <= 4 and {*kept.tolist()} <= digits for kept in got.kept[:-1])
-    assert got.kept[-1].tolist() == [STOP]
+    assert all(
+        0 < len(sampling_mask) <= 4 and {*sampling_mask.tolist()} <= digits for sampling_mask in got.sampling_mask[:-1]
+    )
+    assert got.sampling_mask[-1].tolist() == [STOP]
 
 
 def test_a_whole_turn_is_valid_xtml_with_the_text_in_its_response(model):
@@ -221,7 +223,9 @@ def test_preemption_and_batches_change_nothing(model, plan):
         (expected,) = alone.generate([PROMPT], own)
         assert outcomes[number].token_ids == expected.token_ids
         np.testing.assert_allclose(outcomes[number].logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
-        assert all(np.array_equal(a, b) for a, b in zip(outcomes[number].kept, expected.kept, strict=True))
+        assert all(
+            np.array_equal(a, b) for a, b in zip(outcomes[number].sampling_mask, expected.sampling_mask, strict=True)
+        )
 
 
 def test_a_preempted_request_goes_on_in_its_grammar(model):

@@ -108,8 +108,10 @@ def test_any_schedule_in_little_memory_gives_what_there_is_in_much(model, rows, 
         assert number in aborted if got.stop_reason is StopReason.ABORTED else count == len(expected.token_ids)
         assert got.token_ids == expected.token_ids[:count]
         np.testing.assert_allclose(got.logprobs, expected.logprobs[:count], atol=TOLERANCE, rtol=0)
-        if expected.kept is not None and count:
-            assert all(np.array_equal(a, b) for a, b in zip(got.kept, expected.kept[:count], strict=True))
+        if expected.sampling_mask is not None and count:
+            assert all(
+                np.array_equal(a, b) for a, b in zip(got.sampling_mask, expected.sampling_mask[:count], strict=True)
+            )
         if own.return_routes and count:
             wanted = expected.routes[: len(prompt) + count - 1]
             assert np.array_equal(np.sort(got.routes, -1), np.sort(wanted, -1))

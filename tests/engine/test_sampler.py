@@ -26,20 +26,20 @@ def reference(row: list[float], temperature: float, top_p: float, top_k: int, u:
     least = max(scaled) + math.log(min_p) if min_p else -math.inf
     ranked = sorted((i for i in allowed if scaled[i] >= least), key=lambda i: (-row[i], i))[: top_k or size]
     norm = _logsumexp([scaled[i] for i in ranked])
-    kept, mass = [], 0.0
+    sampling_mask, mass = [], 0.0
     for i in ranked:
         if top_p < 1 and mass >= top_p:
             break
-        kept.append(i)
+        sampling_mask.append(i)
         mass += math.exp(scaled[i] - norm)
-    kept.sort()
-    norm = _logsumexp([scaled[i] for i in kept])
+    sampling_mask.sort()
+    norm = _logsumexp([scaled[i] for i in sampling_mask])
     cumulative = 0.0
-    for i in kept:
+    for i in sampling_mask:
         cumulative += math.exp(scaled[i] - norm)
         if cumulative > u:
             break
-    return i, scaled[i] - norm, kept
+    return i, scaled[i] - norm, sampling_mask
 
 
 def _logsumexp(values):
@@ -66,13 +66,13 @@ row_params = st.tuples(
 def test_rows_with_mixed_parameters_equal_the_definition(seed, params):
     logits = np.random.default_rng(seed).normal(size=(len(params), 9)).astype(np.float32) * 3
     draws = draw(logits, *zip(*params, strict=True))
-    kept = dict(zip(draws.cut_rows.tolist(), draws.kept, strict=True))
+    sampling_mask = dict(zip(draws.cut_rows.tolist(), draws.sampling_mask, strict=True))
     for index, (row, own) in enumerate(zip(logits.astype(float).tolist(), params, strict=True)):
         expected_id, expected_logprob, expected_kept = reference(row, *own)
         assert draws.ids[index] == expected_id
         assert draws.logprobs[index] == pytest.approx(expected_logprob, abs=1e-12)  # float64 sums of 9 terms
-        if index in kept:
-            assert np.flatnonzero(kept[index]).tolist() == expected_kept
+        if index in sampling_mask:
+            assert np.flatnonzero(sampling_mask[index]).tolist() == expected_kept
         else:
             assert len(expected_kept) == 9
 
@@ -106,13 +106,13 @@ def test_min_p_and_biases_in_a_mixed_batch_equal_the_definition(seed, params):
         np.array([share for _, share, _ in params]),
         biases,
     )
-    kept = dict(zip(draws.cut_rows.tolist(), draws.kept, strict=True))
+    sampling_mask = dict(zip(draws.cut_rows.tolist(), draws.sampling_mask, strict=True))
     for index, ((own, share, _), row) in enumerate(zip(params, logits.astype(float).tolist(), strict=True)):
         expected_id, expected_logprob, expected_kept = reference(row, *own, share, bias[index])
         assert draws.ids[index] == expected_id
         assert draws.logprobs[index] == pytest.approx(expected_logprob, abs=1e-12)  # float64 sums of 9 terms
-        if index in kept:
-            assert np.flatnonzero(kept[index]).tolist() == expected_kept
+        if index in sampling_mask:
+            assert np.flatnonzero(sampling_mask[index]).tolist() == expected_kept
         else:
             assert len(expected_kept) == 9
 
@@ -145,8 +145,8 @@ def test_impossible_options_are_refused(changes, says):
 def test_equal_logits_are_cut_and_chosen_by_lowest_id():
     rows = [[1.0, 3.0, 3.0, 3.0, 0.0]]
     assert draw(rows, [0.0], [1.0], [0], [0.9]).ids.tolist() == [1]
-    assert draw(rows, [1.0], [1.0], [2], [0.9]).kept.tolist() == [[False, True, True, False, False]]
-    assert draw(rows, [1.0], [0.5], [0], [0.9]).kept.tolist() == [[False, True, True, False, False]]
+    assert draw(rows, [1.0], [1.0], [2], [0.9]).sampling_mask.tolist() == [[False, True, True, False, False]]
+    assert draw(rows, [1.0], [0.5], [0], [0.9]).sampling_mask.tolist() == [[False, True, True, False, False]]
 
 
 def test_the_most_likely_token_stays_however_small_top_p_is():
@@ -178,15 +178,15 @@ def test_frequencies_and_logprobs_follow_the_distribution(temperature, top_p, to
     count, row = 20_000, np.random.default_rng(7).normal(size=12) * 1.5
     uniform = sampler.uniforms(np.full(count, 42, np.uint64), np.arange(count))
     draws = draw(np.tile(row, (count, 1)), *(np.full(count, x) for x in (temperature, top_p, top_k)), uniform)
-    _, _, kept = reference(row.tolist(), temperature, top_p, top_k, 0.5)
+    _, _, sampling_mask = reference(row.tolist(), temperature, top_p, top_k, 0.5)
     probability = np.zeros(12)
-    probability[kept] = np.exp(row[kept] / temperature)
+    probability[sampling_mask] = np.exp(row[sampling_mask] / temperature)
     probability /= probability.sum()
     observed = np.bincount(draws.ids, minlength=12)
     assert observed[probability == 0].sum() == 0
-    expected = count * probability[kept]
-    chi2 = float(((observed[kept] - expected) ** 2 / expected).sum())
-    freedom = len(kept) - 1
+    expected = count * probability[sampling_mask]
+    chi2 = float(((observed[sampling_mask] - expected) ** 2 / expected).sum())
+    freedom = len(sampling_mask) - 1
     assert chi2 < freedom + 4 * math.sqrt(2 * freedom), "4 sigma of a chi-square; the seed is fixed"
     np.testing.assert_allclose(np.exp(draws.logprobs), probability[draws.ids], rtol=1e-12)
 

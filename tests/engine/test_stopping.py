@@ -84,14 +84,14 @@ def test_min_p_and_biases_leave_a_logprob_that_the_learner_can_recompute(model, 
     own = SamplingParams(temperature=temperature, min_p=0.05, top_p=0.9, logit_bias=bias, max_tokens=12, seed=4)
     completion, plain = Engine(model).generate([PROMPT] * 2, [own, SamplingParams(max_tokens=12, seed=4)])
     (alone,) = Engine(model).generate([PROMPT], SamplingParams(max_tokens=12, seed=4))
-    assert (plain.token_ids, plain.kept) == (alone.token_ids, None), "its neighbour's options do not touch it"
+    assert (plain.token_ids, plain.sampling_mask) == (alone.token_ids, None), "its neighbour's options do not touch it"
     logits, _ = run_teacher_forced(model, [*PROMPT, *completion.token_ids])
     for step, token in enumerate(completion.token_ids):
         row = logits[len(PROMPT) - 1 + step].clone()
         for place, value in bias:
             row[place] += value
         row /= temperature or 1.0
-        kept = torch.from_numpy(completion.kept[step]).long()
+        kept = torch.from_numpy(completion.sampling_mask[step]).long()
         assert token in kept
         assert 7 not in kept
         if temperature:
@@ -113,7 +113,7 @@ def test_top_logprobs_are_the_likeliest_of_what_a_token_was_drawn_from(model, ru
         z = logits[len(PROMPT) - 1 + place].clone()
         z[7] += 1.5
         kept = torch.zeros(len(z), dtype=torch.bool)
-        kept[torch.from_numpy(completion.kept[place]).long()] = True
+        kept[torch.from_numpy(completion.sampling_mask[place]).long()] = True
         want = (z / (temperature or 1.0)).masked_fill(~kept, -math.inf).log_softmax(0)
         found = completion.top_logprobs[place]
         assert len(found) == min(4, int(kept.sum()))

@@ -77,7 +77,7 @@ def test_a_handshake_names_everything_that_is_missing(server, model) -> None:
     fake.config["aux_output_config"] = {}
     fake.config["weight_transfer_config"] = {"backend": "nccl"}
     with pytest.raises(IncompatibleServer) as caught:
-        VLLMEngine.for_config(url, model.config, require=("kept", "routes", "weights"))
+        VLLMEngine.for_config(url, model.config, require=("sampling_masks", "routes", "weights"))
     flags = (
         "0.30.2",
         "--logprobs-mode",
@@ -155,7 +155,7 @@ def test_what_vllm_would_change_without_a_word_is_refused(server, model) -> None
             with pytest.raises(InvalidRequest, match=message):
                 engine.submit(PROMPT, SamplingParams(max_tokens=2, **options))
         (greedy,) = engine.generate([PROMPT], SamplingParams(temperature=0, top_p=0.5, top_k=2, max_tokens=2))
-        assert greedy.kept is None
+        assert greedy.sampling_mask is None
 
 
 def test_a_request_says_all_that_was_asked_for(server, engine) -> None:

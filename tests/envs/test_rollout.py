@@ -66,7 +66,7 @@ class Script:
         logprobs = tuple(-0.5 - number / 8 for number in range(len(kept)))
         stop = self.stop if len(kept) == len(ids) else StopReason.LENGTH
         drawn = tuple(np.array([token, token + 1], np.int32) for token in kept) if params.top_k else None
-        return Completion(kept, logprobs, stop, weight_version=4, first_version=3, kept=drawn)
+        return Completion(kept, logprobs, stop, weight_version=4, first_version=3, sampling_mask=drawn)
 
 
 def play(
@@ -117,7 +117,7 @@ def test_a_single_turn_is_recorded_as_it_was_sampled() -> None:
 def test_what_each_token_was_drawn_from_is_recorded_with_its_turn() -> None:
     said = answer("def f(a):\n return a")
     (branch,) = play(Script(said), sampling=SamplingParams(top_k=2, max_tokens=200)).branches
-    kept = branch.kept
+    kept = branch.sampling_mask
     assert kept is not None
     prompt = len(kept) - len(said)
     assert (kept.which[:prompt] == -1).all()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from k3rl.losses import logprob
 from k3rl.losses.logprob import target_logprobs
-from k3rl.types import KeptSets
+from k3rl.types import SamplingMasks
 
 
 def case(targets: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,24 +48,28 @@ def test_runs_of_any_size_give_the_values_and_gradients_of_the_table(targets, vo
 
 
 @given(st.data(), st.integers(1, 12), st.integers(2, 20), st.sampled_from([0.3, 1.0]), st.integers(1, 200))
-def test_a_target_with_a_kept_set_is_scored_by_the_softmax_over_that_set(data, targets, vocabulary, temperature, limit):
+def test_a_target_with_a_sampling_mask_is_scored_by_the_softmax_over_that_set(
+    data, targets, vocabulary, temperature, limit
+):
     hidden, weight, chosen = case(targets, vocabulary, torch.float64)
     parts, sets = [], []
     for target in chosen.tolist():
         others = data.draw(st.none() | st.sets(st.integers(0, vocabulary - 1), max_size=6))
         sets.append(list(range(vocabulary)) if others is None else sorted(others | {target}))
-        parts.append(1 if others is None else KeptSets.of([np.array(sets[-1])]))
+        parts.append(1 if others is None else SamplingMasks.of([np.array(sets[-1])]))
     before, logprob.TABLE_ELEMENTS = logprob.TABLE_ELEMENTS, limit
     try:
-        got, entropy = target_logprobs(hidden, weight, chosen, temperature, KeptSets.join(parts))
+        got, entropy = target_logprobs(hidden, weight, chosen, temperature, SamplingMasks.join(parts))
         coefficients = torch.arange(targets, dtype=torch.float64) - 3
         found = torch.autograd.grad((got * coefficients).sum(), [hidden, weight])
     finally:
         logprob.TABLE_ELEMENTS = before
     want, spread = [], []
-    for row, target, kept in zip(hidden, chosen.tolist(), sets, strict=True):  # the table of the kept columns alone
-        small = torch.distributions.Categorical(logits=weight[kept] @ row / temperature)
-        want.append(small.log_prob(torch.tensor(kept.index(target))))
+    for row, target, sampling_mask in zip(
+        hidden, chosen.tolist(), sets, strict=True
+    ):  # the table of the kept columns alone
+        small = torch.distributions.Categorical(logits=weight[sampling_mask] @ row / temperature)
+        want.append(small.log_prob(torch.tensor(sampling_mask.index(target))))
         spread.append(small.entropy())
     wanted = torch.autograd.grad((torch.stack(want) * coefficients).sum(), [hidden, weight])
     torch.testing.assert_close(got, torch.stack(want), rtol=1e-10, atol=1e-11)  # float64 sums in another order

@@ -182,5 +182,9 @@ class Decoder:
         if routes is not None:
             self._table.add_routes(run.rows, routes[run.places])
         return Draws(
-            draws.ids[run.places], draws.logprobs[run.places], draws.finite[run.places], draws.cut_rows, draws.kept
+            draws.ids[run.places],
+            draws.logprobs[run.places],
+            draws.finite[run.places],
+            draws.cut_rows,
+            draws.sampling_mask,
         )

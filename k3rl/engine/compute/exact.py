@@ -87,8 +87,8 @@ def sample(
             z = scores[row].to("cpu", torch.float64, copy=True)
             if bias is not None:
                 z.index_add_(0, torch.from_numpy(bias.ids), torch.from_numpy(bias.values))
-            kept = torch.from_numpy(drawn.kept[0]) if len(drawn.kept) else None
-            value = exact_logprob(z, int(drawn.ids[0]), float(temperature[row]), kept)
+            sampling_mask = torch.from_numpy(drawn.sampling_mask[0]) if len(drawn.sampling_mask) else None
+            value = exact_logprob(z, int(drawn.ids[0]), float(temperature[row]), sampling_mask)
             drawn = dataclasses.replace(drawn, logprobs=np.array([value]))
         draws.append(dataclasses.replace(drawn, cut_rows=drawn.cut_rows + row))
     columns = [[getattr(drawn, field.name) for drawn in draws] for field in dataclasses.fields(Draws)]

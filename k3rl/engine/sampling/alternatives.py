@@ -21,16 +21,18 @@ def record(table: RowTable, free: Constrained, biases: Biases | None, draws: Dra
             mine = biases.rows == place
             z.index_add_(0, torch.from_numpy(biases.ids[mine]), torch.from_numpy(biases.values[mine]))
         cut = np.flatnonzero(draws.cut_rows == place)  # what a constraint forbids is cut, too
-        kept = torch.from_numpy(draws.kept[cut[0]]) if cut.size else None
+        sampling_mask = torch.from_numpy(draws.sampling_mask[cut[0]]) if cut.size else None
         sampled = int(draws.ids[place]), float(draws.logprobs[place])
-        found = likeliest(z, float(table.temperature[row]), kept, int(table.top_logprobs[row]))
+        found = likeliest(z, float(table.temperature[row]), sampling_mask, int(table.top_logprobs[row]))
         table.alternatives[row].append(tuple(sampled if one[0] == sampled[0] else one for one in found))
 
 
-def likeliest(z: Tensor, temperature: float, kept: Tensor | None, count: int) -> Alternatives:
-    """The `count` likeliest ids of logits z [V] (float64), with logprobs; fewer where fewer are kept (bool [V])."""
-    if kept is not None:
-        z = z.masked_fill(~kept, -torch.inf)
+def likeliest(z: Tensor, temperature: float, sampling_mask: Tensor | None, count: int) -> Alternatives:
+    """The `count` likeliest ids of logits z [V] (float64), with logprobs; fewer where the sampling mask (bool [V])
+    has fewer.
+    """
+    if sampling_mask is not None:
+        z = z.masked_fill(~sampling_mask, -torch.inf)
     z = z - z.max()
     values, ids = torch.log_softmax(z if temperature == 0 else z / temperature, 0).topk(min(count, len(z)))
     return tuple((i, value) for i, value in zip(ids.tolist(), values.tolist(), strict=True) if value > -np.inf)

@@ -7,7 +7,7 @@ Rules: biases are added to the logits first; -inf takes a token out, and so does
 largest logit (the lowest id among equals), ignores min-p, top-k and top-p, and reports logprobs at temperature 1.
 Otherwise min-p keeps what has at least that share of the largest probability, top-k the k largest logits of those, then
 top-p the smallest set of the rest whose renormalized mass reaches p; among equal logits the lower id goes first. The
-logprob is that of the renormalized kept set at the request's temperature.
+logprob is that of the renormalized sampling mask at the request's temperature.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class Draws:
     """One token per row.
 
     ids int64 [B]; logprobs float64 [B]; finite bool [B]: False where a logit was NaN or infinite (that row's id
-    and logprob mean nothing). cut_rows int64 [C] are the rows whose kept set is recorded, kept bool [C, V] the sets.
+    and logprob mean nothing). cut_rows int64 [C] are the rows whose sampling_mask bool [C, V] is recorded.
     """
 
     ids: np.ndarray
     logprobs: np.ndarray
     finite: np.ndarray
     cut_rows: np.ndarray
-    kept: np.ndarray
+    sampling_mask: np.ndarray
 
 
 def sample(
@@ -136,12 +136,12 @@ def sample(
     if allowed is not None:
         cuts[allowed.rows] = True
     cut_rows = np.flatnonzero(cuts)
-    kept = np.empty((0, z.shape[-1]), bool)
+    sampling_mask = np.empty((0, z.shape[-1]), bool)
     if cut_rows.size:
         rows = slice(None) if cut_rows.size == len(z) else torch.from_numpy(cut_rows)
         keep = _keep(z[rows], *_limits(cut_rows, greedy, top_p, top_k, min_p))
         mass[rows] *= keep
-        kept = keep.numpy()
+        sampling_mask = keep.numpy()
 
     cumulative = torch.cumsum(mass, -1, out=mass)
     total = cumulative[:, -1:]
@@ -150,7 +150,7 @@ def sample(
     if greedy.any():
         ids = torch.where(torch.from_numpy(greedy)[:, None], z.argmax(-1, keepdim=True), ids)
     logprobs = z.gather(-1, ids) - total.log()
-    return Draws(ids[:, 0].numpy(), logprobs[:, 0].numpy(), finite.numpy(), cut_rows, kept)
+    return Draws(ids[:, 0].numpy(), logprobs[:, 0].numpy(), finite.numpy(), cut_rows, sampling_mask)
 
 
 def _limits(

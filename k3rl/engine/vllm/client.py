@@ -258,7 +258,8 @@ def _json_or_text(answer: Any) -> Any:
 def handshake(client: Client, model: str | None, require: Collection[str], backend: str) -> Served:
     """Asks a server for everything that rollouts need. Raises IncompatibleServer that lists all that is missing.
 
-    require: of "kept", "routes" and "weights", what has to be there; without it the first two are only looked for.
+    require: of "sampling_masks", "routes" and "weights", what has to be there; without it the first two are only looked
+    for.
     backend: of the weight transfer.
     """
     return client.wait(_handshake(client, model, require, backend), 20 * client.deadlines.call)
@@ -286,8 +287,8 @@ async def _handshake(client: Client, model: str | None, require: Collection[str]
         missing.append("a check of token ids: leave out --skip-tokenizer-init and --tokens-only")
     mask = bool(settings.get("return_sampling_mask"))
     routes = bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts"))
-    if "kept" in require and not mask:
-        missing.append("kept sets of top-p, top-k and min-p: --return-sampling-mask")
+    if "sampling_masks" in require and not mask:
+        missing.append("sampling masks of top-p, top-k and min-p: --return-sampling-mask")
     if "routes" in require and not routes:
         missing.append("routed experts: --enable-return-routed-experts")
     transfer = (config.get("weight_transfer_config") or {}).get("backend")

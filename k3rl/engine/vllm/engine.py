@@ -76,10 +76,10 @@ class VLLMEngine:
     url: of the server. vocab_size, moe_layers (depth indexes of the M MoE layers) and experts_per_token k are those of
     the model being trained (`for_config` takes them from its config). model: the served name, needed when there are
     several. token: the server's API key. max_running: requests in flight; more wait here. version: number of the
-    weights that the server holds now. require: of "kept" (top-p, top-k, min-p), "routes" and "weights" (updates), what
-    the handshake insists on. transfer_dir: a folder that both sides see, through which weights go as safetensors
-    files; None sends them inside the HTTP messages, `chunk_bytes` at most in each. in_flight: what running requests do
-    when the weights change.
+    weights that the server holds now. require: of "sampling_masks" (top-p, top-k, min-p), "routes" and "weights"
+    (updates), what the handshake insists on. transfer_dir: a folder that both sides see, through which weights go as
+    safetensors files; None sends them inside the HTTP messages, `chunk_bytes` at most in each. in_flight: what running
+    requests do when the weights change.
 
     Drive it from one thread, as `Engine`; use it as a context manager or call `close`.
     """
@@ -96,14 +96,14 @@ class VLLMEngine:
         max_running: int = 256,
         seed: int = 0,
         version: int = 0,
-        require: Collection[str] = ("kept", "weights"),
+        require: Collection[str] = ("sampling_masks", "weights"),
         transfer_dir: str | os.PathLike[str] | None = None,
         chunk_bytes: int = 64 << 20,
         deadlines: Deadlines | None = None,
         in_flight: Literal["recompute", "carry"] = "recompute",
     ) -> None:
-        if unknown := set(require) - {"kept", "routes", "weights"}:
-            raise ValueError(f"require names {sorted(unknown)}; it may hold 'kept', 'routes' and 'weights'")
+        if unknown := set(require) - {"sampling_masks", "routes", "weights"}:
+            raise ValueError(f"require names {sorted(unknown)}; it may hold 'sampling_masks', 'routes' and 'weights'")
         if max_running < 1:
             raise ValueError(f"max_running is {max_running}; it must be at least 1")
         self.vocab_size, self.seed = vocab_size, seed
@@ -198,7 +198,7 @@ class VLLMEngine:
     def _probe(self) -> None:
         """Samples two tokens and looks at everything that an answer must carry. Raises EngineError."""
         params = SamplingParams(top_k=1, max_tokens=2, return_routes="routes" in self._require)
-        answer = self._ask_alone([self.vocab_size - 1], params, kept=self.served.sampling_mask)
+        answer = self._ask_alone([self.vocab_size - 1], params, sampling_mask=self.served.sampling_mask)
         if not answer.spans or answer.spans[-1][0] != self._labelled(self._version):
             raise EngineError(f"vLLM answered with weight versions {answer.spans} right after one was set")
         if len(answer.ids) != 2 or max(map(abs, answer.logprobs)) > 1e-3:
@@ -207,13 +207,13 @@ class VLLMEngine:
                 "were wanted, so these are not the logprobs of the sampling distribution"
             )
 
-    def _ask_alone(self, prompt: list[int], params: SamplingParams, *, kept: bool = True) -> wire.Answer:
+    def _ask_alone(self, prompt: list[int], params: SamplingParams, *, sampling_mask: bool = True) -> wire.Answer:
         """One request past the queue, checked as all are."""
         answer = wire.Answer(len(prompt), params)
         name = f"{self._run}-probe-{uuid.uuid4().hex[:8]}"
         body = wire.generate_body(name, self.served.model, prompt, params, 0, name)
         self._client.wait(self._client.stream(body, answer.feed, lambda: True), self._deadlines.stall)
-        if kept:
+        if sampling_mask:
             answer.completion([self._version], self._moe_layers, self._experts_per_token)
         return answer
 
@@ -349,7 +349,7 @@ class VLLMEngine:
         return self._pause is None
 
     def _taken_back(self, live: _Live) -> Completion:
-        """What an aborted request had, where the server said no more about it: no routes and no kept sets."""
+        """What an aborted request had, where the server said no more about it: no routes and no sampling masks."""
         answer = live.answer
         version = live.version if answer.ids else self._version
         return Completion(tuple(answer.ids), tuple(answer.logprobs), StopReason.ABORTED, version, version)
@@ -454,7 +454,7 @@ class VLLMEngine:
 
     def _greedy(self) -> wire.Answer:
         params = SamplingParams(temperature=0.0, max_tokens=_CANARY_TOKENS)
-        return self._ask_alone([self.vocab_size - 1], params, kept=False)
+        return self._ask_alone([self.vocab_size - 1], params, sampling_mask=False)
 
     def _gate(self) -> None:
         """Lets requests go to the server, or holds them."""

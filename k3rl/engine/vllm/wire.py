@@ -1,7 +1,7 @@
 """What goes over the wire to a vLLM server and back: request bodies, streamed chunks, errors. No sockets here.
 
 The door is `POST /inference/v1/generate`, vLLM's own token-in-token-out dialect (not OpenAI's), because it alone gives
-the kept sets of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, routed experts and weight versions.
+the sampling masks of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, routed experts and weight versions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def engine_id(request_id: str) -> str:
 
 
 def cuts(params: SamplingParams) -> bool:
-    """Whether some tokens cannot be drawn, so that a learner needs the kept set."""
+    """Whether some tokens cannot be drawn, so that a learner needs the sampling mask."""
     return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
@@ -59,7 +59,7 @@ def check_options(params: SamplingParams, served: Served, vocabulary: int) -> No
         raise InvalidRequest("top_logprobs are not taken from vLLM; use the k3rl engine, or leave them at 0")
     if cuts(params) and not served.sampling_mask:
         raise InvalidRequest(
-            "top_p, top_k and min_p need the kept sets, which this vLLM does not return; "
+            "top_p, top_k and min_p need the sampling masks, which this vLLM does not return; "
             "start it with --return-sampling-mask, or sample without them"
         )
     if params.return_routes and not served.routed_experts:
@@ -150,11 +150,11 @@ class Answer:
         """The finished completion. versions: of each of `spans`, or the served one when nothing was sampled."""
         if self.finish not in _REASONS:
             raise EngineError(f"vLLM ended the request with finish_reason {self.finish!r}")
-        kept = None
+        sampling_mask = None
         if cuts(self._params) and self.ids:
             if len(self._mask) != len(self.ids):
-                raise EngineError(f"vLLM sent {len(self._mask)} kept sets for {len(self.ids)} tokens")
-            kept = tuple(np.sort(np.asarray(ids, np.int64)) for ids in self._mask)
+                raise EngineError(f"vLLM sent {len(self._mask)} sampling masks for {len(self.ids)} tokens")
+            sampling_mask = tuple(np.sort(np.asarray(ids, np.int64)) for ids in self._mask)
         return Completion(
             token_ids=tuple(self.ids),
             logprobs=tuple(self.logprobs),
@@ -162,7 +162,7 @@ class Answer:
             weight_version=versions[-1],
             first_version=versions[0],
             routes=self._decoded_routes(moe_layers, top_k) if self._params.return_routes else None,
-            kept=kept,
+            sampling_mask=sampling_mask,
             stop_string=self._stop if isinstance(self._stop, str) else None,
             cached_tokens=self._cached,
         )
