@@ -7,10 +7,10 @@
 The learner's weights lie on its device; two processes at least, without Ray. Checks first: after each publication every
 digest of the engine equals the learner's, and both agree on a canary: the median difference of the sampled tokens'
 logprobs, in nats, with the experts that the engine recorded (`own_experts_nats` is without them: bf16 sums of
-another batch shape may choose others). The same for a delta; a message with a flipped byte is refused, the old version
-serves on, and the next one arrives. Rows time a whole version: `sent` from the first message packed until every engine
+another batch shape may choose others). The same for a delta; a bucket with a flipped byte is refused, the old version
+serves on, and the next one arrives. Rows time a whole version: `sent` from the first bucket packed until every engine
 has the last, `proved` until every engine has compared its digests and built the second model. The peer is the object
-store's way: messages packed on the host and put into shared host memory, then copied out, one after the other, by the
+store's way: buckets packed on the host and put into shared host memory, then copied out, one after the other, by the
 engine. Common to all and apart: `gathered` (stored tensors to the host) and `digested` (the learner's manifest).
 A last row is a delta in which nearly every tensor changed a little, as after a step of RL, against the whole version by
 the same way: from the first record made until it is proved; `sent_s` of it until the engine has all, `proof_s` after.
@@ -37,7 +37,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from k3rl.actors.weight_sync.messages import BytesMessage, content_of, tensor_messages, tensors_in
+from k3rl.actors.weight_sync.buckets import BytesBucket, content_of, tensor_buckets, tensors_in
 from k3rl.actors.weight_sync.transfer import Link, Receiver, Sender
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
@@ -89,13 +89,13 @@ class Peer:
         else:
             self.engine.start_weight_update(version, manifest)
 
-    def _take(self, message: Tensor, header: bytes, flip: bool) -> None:
+    def _take(self, bucket: Tensor, header: bytes, flip: bool) -> None:
         if flip:
-            message[-1] ^= 1
+            bucket[-1] ^= 1
         if header:
-            self.engine.update_weights_by_delta(content_of(message))
+            self.engine.update_weights_by_delta(content_of(bucket))
         else:
-            self.engine.update_weights(tensors_in(message))
+            self.engine.update_weights(tensors_in(bucket))
 
     def copied(self, version: int, manifest: dict[str, str], names: list[tuple[str, int]]) -> float:
         """The same from buckets in shared host memory."""
@@ -232,7 +232,7 @@ class Publisher:
         self.version += 1
         began = time.perf_counter()
         self.engines.start("stream", self.version, self.manifest, b"", flip)
-        source = tensor_messages(official_tensors(self.model), BUCKET_BYTES)
+        source = tensor_buckets(official_tensors(self.model), BUCKET_BYTES)
         size = self.sender.send(f"{self.version}", source)
         sent = time.perf_counter() - began
         answers = self.engines.answers()
@@ -246,7 +246,7 @@ class Publisher:
         header, buckets = encode(base[0], self.stored, (base[1], self.manifest), (served, self.version))
         began = time.perf_counter()
         self.engines.start("stream", self.version, {}, header.to_bytes(base[1]), False)
-        size = self.sender.send(f"{self.version}", map(BytesMessage, buckets))
+        size = self.sender.send(f"{self.version}", map(BytesBucket, buckets))
         sent = time.perf_counter() - began
         answers = self.engines.answers()
         return sent, time.perf_counter() - began, size, answers
