@@ -2,8 +2,8 @@
 
 `cluster.py` configures a cluster and starts or joins Ray, `placement.py` reserves resources or says what is missing,
 `fleet.py` holds all actors of a run. A file for each kind: `learner.py` (all ranks as one: `learner_group.py`, with
-`teachers.py`), `rollout.py`, `environment.py`, `reward.py`. `dispatcher.py` gets `jobs.py` done by a `worker_pool.py`
-of each role; `calls.py` types what goes wrong between actors; `weight_sync/` brings weights to the engines.
+`teachers.py`), `rollout.py`, `environment.py`, `reward.py`. `rollout_workers.py` gets `jobs.py` done by a
+`worker_pool.py` of each role; `calls.py` types what goes wrong between actors; `weight_sync/` brings weights to engines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 if TYPE_CHECKING:
     from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost
     from k3rl.actors.cluster import ClusterConfig, EngineConfig, RolloutConfig, start_ray
-    from k3rl.actors.dispatcher import Dispatched, Dispatcher
     from k3rl.actors.environment import EnvironmentWorker
     from k3rl.actors.fleet import Fleet, FleetConfig, start_fleet
     from k3rl.actors.jobs import EnvSettings, EpisodeJob, TaskRef
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from k3rl.actors.placement import reserve, shortage
     from k3rl.actors.reward import RewardWorker
     from k3rl.actors.rollout import RolloutActor
+    from k3rl.actors.rollout_workers import Dispatched, RolloutWorkers
     from k3rl.actors.worker_pool import WorkerPool
 
 _HOMES = {
@@ -45,8 +45,7 @@ _HOMES = {
     "ActorHung": "calls",
     "ActorLost": "calls",
     "ClusterConfig": "cluster",
-    "Dispatched": "dispatcher",
-    "Dispatcher": "dispatcher",
+    "Dispatched": "rollout_workers",
     "EngineConfig": "cluster",
     "EnvSettings": "jobs",
     "EnvironmentWorker": "environment",
@@ -58,6 +57,7 @@ _HOMES = {
     "RewardWorker": "reward",
     "RolloutActor": "rollout",
     "RolloutConfig": "cluster",
+    "RolloutWorkers": "rollout_workers",
     "TaskRef": "jobs",
     "WorkerPool": "worker_pool",
     "reserve": "placement",
@@ -80,7 +80,6 @@ __all__ = [
     "ActorLost",
     "ClusterConfig",
     "Dispatched",
-    "Dispatcher",
     "EngineConfig",
     "EnvSettings",
     "EnvironmentWorker",
@@ -92,6 +91,7 @@ __all__ = [
     "RewardWorker",
     "RolloutActor",
     "RolloutConfig",
+    "RolloutWorkers",
     "TaskRef",
     "WorkerPool",
     "reserve",

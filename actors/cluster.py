@@ -99,7 +99,7 @@ class ClusterConfig(Config):
     each has a GPU of its own, gloo on CPUs), or through GPU memory that both open. `auto` takes `ipc` where all engines
     share the learner's GPU, `broadcast` between GPUs, `object_store` otherwise."""
     transfer_timeout_s: float = Field(60.0, gt=0, json_schema_extra=NOT_HASHED)
-    """How long learner and engines wait for each other at each message of a broadcast or of `ipc`. A transport
+    """How long learner and engines wait for each other at each bucket of a broadcast or of `ipc`. A transport
     that broke is left for the object store."""
     restarts: int = Field(2, ge=0)
     """How often a run may start its actors again, from its last training state, after one died or hung."""

@@ -13,7 +13,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from k3rl.actors.calls import ActorLost, wait
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.dispatcher import Dispatcher
 from k3rl.actors.environment import EnvironmentWorker
 from k3rl.actors.jobs import EnvSettings
 from k3rl.actors.learner import LearnerActor
@@ -21,6 +20,7 @@ from k3rl.actors.learner_group import LearnerGroup
 from k3rl.actors.placement import Bundle, reserve
 from k3rl.actors.reward import RewardWorker
 from k3rl.actors.rollout import RolloutActor
+from k3rl.actors.rollout_workers import RolloutWorkers
 from k3rl.actors.weight_sync import Canary, WeightPublisher
 from k3rl.actors.worker_pool import WorkerPool
 from k3rl.config import K3Error
@@ -70,7 +70,7 @@ class Fleet:
 
     def __init__(self, config: FleetConfig, group: PlacementGroup) -> None:
         self.learner: LearnerGroup
-        self.dispatcher: Dispatcher
+        self.rollouts: RolloutWorkers
         self.restarts_left = config.cluster.restarts
         self._config = config
         self._group = group
@@ -97,7 +97,7 @@ class Fleet:
             self._publisher = (
                 ray.remote(WeightPublisher)
                 .options(num_cpus=0)
-                .remote(self.learner.actors, self.dispatcher.engines, self._config.canary, self._config.cluster)
+                .remote(self.learner.actors, self.rollouts.engines, self._config.canary, self._config.cluster)
             )
             self._started.append(self._publisher)
 
@@ -128,7 +128,7 @@ class Fleet:
         for role, count in ((environment, cluster.environment_actors), (reward, cluster.reward_actors)):
             self._pools.append(WorkerPool([role(i) for i in range(count)], role))
         name = make(env.name, **env.args).name
-        self.dispatcher = Dispatcher(
+        self.rollouts = RolloutWorkers(
             engines, *self._pools, env=name, faults=env.faults, timeout_s=cluster.call_timeout_s
         )
 

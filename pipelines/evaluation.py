@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.actors import Dispatcher, EpisodeJob, TaskRef
+from k3rl.actors import EpisodeJob, RolloutWorkers, TaskRef
 from k3rl.config import ConfigError
 from k3rl.envs import make
 from k3rl.pipelines.configs import EnvConfig, EvalConfig
@@ -80,18 +80,18 @@ def held_out(env: EnvConfig, config: EvalConfig, *, required: bool = True) -> di
     return tasks
 
 
-def evaluate(dispatcher: Dispatcher, checkpoint: str, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
+def evaluate(rollouts: RolloutWorkers, checkpoint: str, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
     """Loads the checkpoint into the engines and measures it on `held_out` tasks. Raises TooManyFailures when rewards
     are missing."""
-    dispatcher.load(checkpoint)
-    return measure(dispatcher, config, tasks)
+    rollouts.load(checkpoint)
+    return measure(rollouts, config, tasks)
 
 
-def measure(dispatcher: Dispatcher, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
+def measure(rollouts: RolloutWorkers, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
     """Measures whatever the engines serve now."""
-    sampled, greedy = (_run(dispatcher, config, "heldout", tasks["heldout"], heat) for heat in (1.0, 0.0))
+    sampled, greedy = (_run(rollouts, config, "heldout", tasks["heldout"], heat) for heat in (1.0, 0.0))
     few = tasks.get("heldout_family", 0)
-    family, family_greedy = (_run(dispatcher, config, "heldout_family", few, heat) for heat in (1.0, 0.0))
+    family, family_greedy = (_run(rollouts, config, "heldout_family", few, heat) for heat in (1.0, 0.0))
     rewards = _rewards(sampled)
     return Evaluation(
         pass_at_1=_mean(rewards),
@@ -107,7 +107,7 @@ def measure(dispatcher: Dispatcher, config: EvalConfig, tasks: Mapping[str, int]
     )
 
 
-def _run(dispatcher: Dispatcher, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
+def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
     if n == 0:
         return []
     seeds = np.random.default_rng([config.seed, int(temperature > 0)]).integers(2**62, size=n)
@@ -116,7 +116,7 @@ def _run(dispatcher: Dispatcher, config: EvalConfig, split: str, n: int, tempera
         for i, seed in enumerate(seeds)
     ]
     params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens)
-    groups = dispatcher.run(jobs, params)
+    groups = rollouts.run(jobs, params)
     check_failures(groups, _FAILURE_LIMIT)
     return [episode for group in groups for episode in group.episodes]
 

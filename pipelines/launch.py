@@ -80,7 +80,7 @@ def _measured(job: Session, config: StageConfig, checkpoint: str, tasks: dict[st
         job.progress.note(f"{config.env.name} has no split heldout, so the policy is not measured")
         return {"reward": None, "evaluation": None}
     job.progress.note(f"measuring on {', '.join(f'{n} tasks of {split}' for split, n in tasks.items())}")
-    measured = evaluate_on(job.fleet.dispatcher, checkpoint, config.evaluation, tasks)
+    measured = evaluate_on(job.fleet.rollouts, checkpoint, config.evaluation, tasks)
     add_to_card(checkpoint, measured.facts(config.env.name))
     return {"reward": measured.pass_at_1, "evaluation": measured.to_json()}
 
@@ -111,5 +111,5 @@ def evaluate(
     provider_named(chosen.sandbox).check()
     actors = FleetConfig(cluster_config, chosen, evaluation.max_running, learner=False)
     with start_ray(cluster_config), start_fleet(actors) as members:
-        measured = evaluate_on(members.dispatcher, str(Path(checkpoint).resolve()), evaluation, tasks)
+        measured = evaluate_on(members.rollouts, str(Path(checkpoint).resolve()), evaluation, tasks)
     return {"checkpoint": checkpoint, "env": env, **measured.to_json()}

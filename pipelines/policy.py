@@ -60,39 +60,39 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
     stage = Stage(session, algorithm.name, config, config.steps)
     if (result := stage.finished()) is not None:
         return result
-    learner, dispatcher = session.fleet.learner, session.fleet.dispatcher
+    learner, workers = session.fleet.learner, session.fleet.rollouts
     start_policy(session.fleet, config)
     algorithm.prepare(learner)
     curriculum = Curriculum(config.env, config.seed)
     if (state := stage.restore()) is not None:
         curriculum.restore(state)
-    rollouts = RolloutBuffer(stage, config, curriculum)
+    buffer = RolloutBuffer(stage, config, curriculum)
     schedule, temperature = config.schedule.build(config.steps), config.sampling.temperature
 
     for step in stage.steps():
-        if rollouts.empty:
-            rollouts.fill(step, off_policy_steps=0)
+        if buffer.empty:
+            buffer.fill(step, off_policy_steps=0)
         with stage.clock("wait_for_batch"):
-            batch = rollouts.take()
+            batch = buffer.take()
         more = stage.more()
         check_failures(batch.groups, config.failure_limit)
-        metrics = rollout_metrics(batch.groups, dispatcher.env, batch.version + batch.off_policy_steps)
-        metrics.merge(dispatcher.take_metrics())
+        metrics = rollout_metrics(batch.groups, workers.env, batch.version + batch.off_policy_steps)
+        metrics.merge(workers.take_metrics())
         groups = algorithm.regraded(batch.groups, step)
         curriculum.update(groups)
         session.record(groups, step)
         if more and config.max_staleness:  # sampled while the learner trains on this batch
-            rollouts.fill(step + 1, off_policy_steps=config.max_staleness)
+            buffer.fill(step + 1, off_policy_steps=config.max_staleness)
         batches = algorithm.batches(groups, stage)
         with stage.clock("wait_for_policy"):
             started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
             metrics.merge(learner.trained(started))
         if more and not config.max_staleness:
-            rollouts.fill(step + 1, off_policy_steps=0)
-        metrics.merge(rollouts.take_metrics())
+            buffer.fill(step + 1, off_policy_steps=0)
+        metrics.merge(buffer.take_metrics())
         values = metrics.values()
-        reward = values[f"reward/{dispatcher.env}/mean"]
-        stage.done(metrics, curriculum.state(), rollouts=rollouts, reward=reward, shown=algorithm.shown(values))
+        reward = values[f"reward/{workers.env}/mean"]
+        stage.done(metrics, curriculum.state(), rollouts=buffer, reward=reward, shown=algorithm.shown(values))
         if not more:
             break
     return stage.finish(curriculum.state(), algorithm.notes(curriculum))

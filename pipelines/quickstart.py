@@ -70,7 +70,7 @@ def _measured(job: Session, config: QuickstartConfig, result: StageResult, tasks
     if path.is_file() and (kept := json.loads(path.read_text()))["of"] == asked:
         return Evaluation.from_json(kept["found"])
     job.progress.note(f"{result.name}: measuring on {tasks['heldout']} held-out tasks")
-    found = evaluate(job.fleet.dispatcher, result.checkpoint, config.evaluation, tasks)
+    found = evaluate(job.fleet.rollouts, result.checkpoint, config.evaluation, tasks)
     add_to_card(result.checkpoint, found.facts(config.rl.env.name))
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, json.dumps({"of": asked, "found": found.to_json()}, indent=1) + "\n")

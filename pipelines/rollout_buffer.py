@@ -1,6 +1,6 @@
 """The rollout buffer: groups that are sampled ahead of the learner, which takes them a batch at a time.
 
-Filling it publishes the weights so far and hands the curriculum's jobs to the dispatcher; taking from it waits for the
+Filling it publishes the weights so far and has the curriculum's jobs run; taking from it waits for the
 graded groups. A training state holds what is in it, so that no episode is run twice. It holds one batch at most.
 """
 
@@ -74,12 +74,12 @@ class RolloutBuffer:
         """
         with self._stage.clock("publish"):
             self._published = self._fleet.publish()
-        dispatcher, config = self._fleet.dispatcher, self._config
-        self._curriculum.skip(dispatcher.skipped_families)
+        workers, config = self._fleet.rollouts, self._config
+        self._curriculum.skip(workers.skipped_families)
         groups = config.batch_size // config.group_size
         jobs = self._curriculum.jobs(step, groups, config.group_size, self._stage.name)
-        started = dispatcher.start(jobs, self._sampling)
-        self._rollouts = _Rollouts(lambda: dispatcher.result(started), self._published, off_policy_steps)
+        started = workers.start(jobs, self._sampling)
+        self._rollouts = _Rollouts(lambda: workers.result(started), self._published, off_policy_steps)
 
     def take(self) -> RolloutBatch:
         """Waits for the groups and empties the buffer."""

@@ -116,7 +116,7 @@ def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
     """The checkpoint that a rollout stage starts from, in the learner and in every engine."""
     fleet.learner.load(config.model.start, config.trainer, config.learner)
     fleet.learner.set_version(0)
-    fleet.dispatcher.load(str(weights_of(config.model.start)) if config.trainer.lora else config.model.start)
+    fleet.rollouts.load(str(weights_of(config.model.start)) if config.trainer.lora else config.model.start)
 
 
 def policy_sampling(config: RolloutStageConfig) -> SamplingParams:

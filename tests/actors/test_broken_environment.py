@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import ray
 
-from k3rl.actors import Dispatcher, EnvironmentWorker, EpisodeJob, RewardWorker, TaskRef, WorkerPool
+from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
 from k3rl.envs.faults import EnvironmentTripped, FaultConfig
 from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures
@@ -182,8 +182,8 @@ def group(ray_cluster, tmp_path_factory):
     worker = ray.remote(EnvironmentWorker).options(num_cpus=0).remote(env, engine)
     grader = ray.remote(RewardWorker).options(num_cpus=0).remote(env)
     timeout_s = ray_cluster.call_timeout_s
-    dispatcher = Dispatcher([engine], WorkerPool([worker]), WorkerPool([grader]), timeout_s=timeout_s)
-    [graded] = dispatcher.run(jobs, SamplingParams())
+    rollouts = RolloutWorkers([engine], WorkerPool([worker]), WorkerPool([grader]), timeout_s=timeout_s)
+    [graded] = rollouts.run(jobs, SamplingParams())
     for actor in (engine, worker, grader):
         ray.kill(actor)
     return graded
@@ -211,23 +211,23 @@ def test_hostile_episodes_are_typed_retried_counted_and_trip_the_breaker(ray_clu
     engine = ray.remote(Echo).options(num_cpus=0).remote()
 
     environments, rewards = pools(EnvConfig(name=f"{module}:environment", faults=faults), engine)
-    dispatcher = Dispatcher(
+    rollouts = RolloutWorkers(
         [engine], environments, rewards, faults=faults, env="hostile", timeout_s=ray_cluster.call_timeout_s
     )
     jobs = [EpisodeJob(f"e{i}", f"g{i}", TaskRef("train", i, 0), i) for i in range(4)]
-    scores = [group.episodes[0].score for group in dispatcher.run(jobs, SamplingParams())]
+    scores = [group.episodes[0].score for group in rollouts.run(jobs, SamplingParams())]
     assert [score.kind if isinstance(score, Failed) else score.reward for score in scores] == [
         1.0,  # run again in a fresh process
         FailureKind.BAD_REWARD,
         1.0,  # the second attempt
         1.0,  # graded again by a fresh worker
     ]
-    counted = {key.removeprefix("env/hostile/"): value for key, (value, _) in dispatcher.take_metrics().pairs().items()}
+    counted = {key.removeprefix("env/hostile/"): value for key, (value, _) in rollouts.take_metrics().pairs().items()}
     assert counted["retried_attempts"] == 2
     assert counted["failed_bad_reward_attempts"] == 2
     assert counted["replaced_actors"] == 2
     with pytest.raises(EnvironmentTripped, match="gave no reward"):
-        dispatcher.run([EpisodeJob(f"n{i}", "n", TaskRef("train", 1, 0), i) for i in range(6)], SamplingParams())
+        rollouts.run([EpisodeJob(f"n{i}", "n", TaskRef("train", 1, 0), i) for i in range(6)], SamplingParams())
     for pool in (environments, rewards):
         pool.end()
     ray.kill(engine)
@@ -240,11 +240,11 @@ def test_what_hangs_blocks_floods_forks_or_lies_is_typed_and_the_others_are_paid
     engine = ray.remote(Echo).options(num_cpus=0).remote()
 
     environments, rewards = pools(EnvConfig(name=f"{module}:environment", faults=faults), engine)
-    dispatcher = Dispatcher(
+    rollouts = RolloutWorkers(
         [engine], environments, rewards, faults=faults, env="worse", timeout_s=ray_cluster.call_timeout_s
     )
     jobs = [EpisodeJob(f"e{i}", f"g{i}", TaskRef("train", i, 0), i) for i in range(8)]
-    scores = [group.episodes[0].score for group in dispatcher.run(jobs, SamplingParams())]
+    scores = [group.episodes[0].score for group in rollouts.run(jobs, SamplingParams())]
     assert [score.kind if isinstance(score, Failed) else score.reward for score in scores] == [
         FailureKind.HUNG,
         FailureKind.HUNG,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import ray
 
-from k3rl.actors import Dispatcher, EnvironmentWorker, EpisodeJob, RewardWorker, TaskRef, WorkerPool
+from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
 from k3rl.envs import make
 from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.presets import rl
@@ -63,7 +63,7 @@ def good() -> str:
 
 
 @pytest.fixture(scope="module")
-def dispatcher(ray_cluster, good):
+def rollouts(ray_cluster, good):
     """One engine, environment worker and reward worker; the engine gives the good program at a place of its group."""
     groups = {place: [*BAD[:place], good, *BAD[place:]] for place in PLACES}
     answers = {_seed(place, i): text for place, texts in groups.items() for i, text in enumerate(texts)}
@@ -71,15 +71,15 @@ def dispatcher(ray_cluster, good):
     worker = ray.remote(EnvironmentWorker).options(num_cpus=0).remote(EnvConfig(name=ENV), engine)
     grader = ray.remote(RewardWorker).options(num_cpus=0).remote(EnvConfig(name=ENV))
     timeout_s = ray_cluster.call_timeout_s
-    yield Dispatcher([engine], WorkerPool([worker]), WorkerPool([grader]), timeout_s=timeout_s)
+    yield RolloutWorkers([engine], WorkerPool([worker]), WorkerPool([grader]), timeout_s=timeout_s)
     for actor in (engine, worker, grader):
         ray.kill(actor)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(dispatcher, good, place):
+def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(rollouts, good, place):
     jobs = [EpisodeJob(f"g{place}-{i}", f"g{place}", TASK, _seed(place, i)) for i in range(8)]
-    [group] = dispatcher.run(jobs, SamplingParams(max_tokens=48))
+    [group] = rollouts.run(jobs, SamplingParams(max_tokens=48))
 
     assert [episode.id for episode in group.episodes] == [job.episode_id for job in jobs]
     assert [episode.score for episode in group.episodes if not isinstance(episode.score, Scored)] == []

@@ -26,7 +26,7 @@ def environment():
 
 
 class Recording:
-    """Stands where the dispatcher stands; keeps what was asked for."""
+    """Stands where the rollout workers stand; keeps what was asked for."""
 
     def __init__(self):
         self.asked = []
@@ -50,10 +50,10 @@ class Recording:
 )
 def test_only_splits_and_tasks_that_are_there_are_run(env, wanted, tasks):
     assert held_out(EnvConfig(name=env), wanted) == tasks
-    dispatcher = Recording()
-    found = measure(dispatcher, wanted, tasks)
-    assert {split for split, _ in dispatcher.asked} == set(tasks)
-    assert len(dispatcher.asked) == 2 * sum(tasks.values())
+    rollouts = Recording()
+    found = measure(rollouts, wanted, tasks)
+    assert {split for split, _ in rollouts.asked} == set(tasks)
+    assert len(rollouts.asked) == 2 * sum(tasks.values())
     assert (found.n, found.splits, found.missing) == (tasks["heldout"], tasks, 0)
     assert set(found.by_family) == set(tasks)
 

@@ -48,7 +48,7 @@ def test_a_promised_step_comes_though_the_time_ends_before_it(tmp_path):
 
 
 class Idle:
-    """Stands where a learner or a dispatcher stands: takes every call and does nothing."""
+    """Stands where a learner or rollout workers stand: takes every call and does nothing."""
 
     def __getattr__(self, name):
         return lambda *_: None
@@ -76,7 +76,7 @@ def test_no_rollouts_are_begun_when_no_step_is_left(tmp_path, name, config):
     session = session_of(tmp_path)
     session.resume, session.restarts = True, 0
     # no fleet.publish: publishing, and so sampling, would fail
-    session.fleet = SimpleNamespace(learner=Restored(config.steps), dispatcher=Idle())
+    session.fleet = SimpleNamespace(learner=Restored(config.steps), rollouts=Idle())
     assert policy.train(session, config).steps == config.steps
 
 

@@ -1,4 +1,4 @@
-"""The dispatcher: episode jobs in, graded groups out, over environments and graders that may misbehave."""
+"""Environment, rollout and reward actors as one: jobs in, graded groups out, with patience for what misbehaves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Dispatched:
     skipped: Mapping[str, Episode]
 
 
-class Dispatcher:
+class RolloutWorkers:
     """`start` and `result`, or `run` for both.
 
     An episode that gets no reward is run again within `faults.retries`; a worker that hangs or dies is replaced, and
