@@ -43,18 +43,14 @@ class RolloutActor:
         self._pump: asyncio.Task[None] | None = None
         self.weights = WeightSink(config.rollout_device, direct=config.rollout.backend == "k3rl")
 
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def load(self, checkpoint: str, dtype: str | None = None) -> int:
-        """A fresh engine over a checkpoint directory; returns its weight version (0). dtype: that of the device."""
+    async def load(self, checkpoint: str) -> int:
+        """A fresh engine over a checkpoint directory; returns its weight version (0)."""
         if self._futures:
             raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
         if self._config.rollout.backend == "vllm":
             return self._load_into_server(Path(checkpoint))
-        device, kind = place_of(self._config.rollout_device)
-        kind, config = getattr(torch, dtype) if dtype else kind, self._config.engine
-        model = load_checkpoint(checkpoint, kind, device, packed=not config.exact and "served")
+        (device, dtype), config = place_of(self._config.rollout_device), self._config.engine
+        model = load_checkpoint(checkpoint, dtype, device, packed=not config.exact and "served")
         self._engine = Engine(
             model,
             max_running=self._max_running,
