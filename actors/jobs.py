@@ -1,12 +1,39 @@
-"""What a driver asks an environment actor to play."""
+"""What a driver asks an environment worker to run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Protocol
 
 from k3rl.envs import TaskSource
-from k3rl.types import Task
+from k3rl.envs.faults import FaultConfig
+from k3rl.types import Episode, Failed, StopReason, Task
+
+
+class EnvSettings(Protocol):
+    """What a worker needs to know of an environment: the fields of `EnvConfig` that are read here."""
+
+    @property
+    def name(self) -> str:
+        """A registered name, `pkg.module:Object`, a .py file or a directory."""
+        ...
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """Keyword arguments of the environment's factory."""
+        ...
+
+    @property
+    def sandbox(self) -> str:
+        """Where programs of the policy run."""
+        ...
+
+    @property
+    def faults(self) -> FaultConfig:
+        """What becomes of episodes whose environment misbehaves."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +63,22 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeJob:
-    """One episode to play: which task, under which ids, with which sampling seed."""
+    """One episode to run: which task, under which ids, with which sampling seed."""
 
     episode_id: str
     group_id: str
     task: TaskRef
     sampling_seed: int
+
+    def failed(self, env: str, score: Failed) -> Episode:
+        """The episode of this job that the infrastructure broke, or that was not run."""
+        return Episode(
+            id=self.episode_id,
+            task_id=f"{self.task.split}/{self.task.index}",
+            env=env,
+            family=self.task.family or "unknown",
+            level=self.task.level or 0,
+            branches=(),
+            stop_reason=StopReason.INFRA_ERROR,
+            score=score,
+        )

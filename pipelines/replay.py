@@ -16,7 +16,7 @@ from k3rl.config import NO_CHECKPOINT, ConfigError, K3Error, MissingResource
 from k3rl.data import from_episodes
 from k3rl.data.trajectories import Entry, TrajectoryError, manifest, read
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.pipelines.stage import resolve_start
+from k3rl.pipelines.start import resolve_start
 from k3rl.run import RunDirectory
 from k3rl.run.files import read_lines
 from k3rl.types import Branch, Episode, Scored, Turn
@@ -66,7 +66,7 @@ class Rescored:
 
 
 def find_episode(root: Path, name: str) -> Stored:
-    """The episode `name` of the run at `root`, of the last attempt that played it.
+    """The episode `name` of the run at `root`, of the last attempt that ran it.
 
     Raises MissingResource where there is no run, ConfigError where the run has no such episode, K3Error for a file of
     it that is damaged or gone.

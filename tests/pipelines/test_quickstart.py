@@ -11,7 +11,7 @@ import pytest
 from k3rl.checkpoint import load_checkpoint, official_tensors, weights_of
 from k3rl.cli import main
 from k3rl.data.trajectories import read_all
-from k3rl.pipelines.batches import reward_of
+from k3rl.pipelines.rollout_metrics import reward_of
 from k3rl.run.metrics import read_metrics, series
 
 pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command

@@ -1,6 +1,6 @@
-"""Stored tensors as messages of bounded size, written where they are to travel from: on the host or on a device.
+"""Buckets: stored tensors in pieces of bounded size, written where they are to travel from, on the host or on a device.
 
-A message of tensors has the layout of a safetensors file, so that a copy of its bytes is one. Its checksum finds every
+A bucket of tensors has the layout of a safetensors file, so that a copy of its bytes is one. Its checksum finds every
 change within one word of eight bytes and nearly every other; the digests of the manifest are what proves the tensors.
 """
 
@@ -24,15 +24,15 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _WORD = 8
-_STRETCH = 1 << 20  # words that are weighed at a time
+_STRETCH = 1 << 20  # words that are added at a time
 _MODULUS = 1 << 64
 
 
-class MessageDamaged(K3Error):
-    """A message is not what was sent; its version is refused."""
+class BucketDamaged(K3Error):
+    """A bucket is not what was sent; its version is refused."""
 
 
-class Message(Protocol):
+class Bucket(Protocol):
     """Bytes that can be written into a buffer: `size` of them."""
 
     size: int
@@ -41,8 +41,12 @@ class Message(Protocol):
         """Fills uint8 [size], on any device."""
         ...
 
+    def to_bytes(self) -> bytes:
+        """The same in host memory."""
+        ...
 
-class TensorMessage:
+
+class TensorBucket:
     """Whole tensors, which may lie anywhere; they are copied once, by `write`."""
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -70,8 +74,13 @@ class TensorMessage:
             into[at : at + len(flat)].copy_(flat)
             at += len(flat)
 
+    def to_bytes(self) -> bytes:
+        buffer = torch.empty(self.size, dtype=torch.uint8)
+        self.write(buffer)
+        return content_of(buffer)
 
-class BytesMessage:
+
+class BytesBucket:
     """Bytes as they are, such as a bucket of a delta."""
 
     def __init__(self, content: bytes) -> None:
@@ -80,58 +89,61 @@ class BytesMessage:
     def write(self, into: Tensor) -> None:
         _put(into, self._content)
 
+    def to_bytes(self) -> bytes:
+        return self._content
+
 
 def _put(into: Tensor, content: bytes) -> None:
     into[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
-def tensor_messages(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Message]:
-    """Messages of whole tensors, each of about `limit` bytes unless one tensor is larger."""
+def tensor_buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
+    """Buckets of whole tensors, each of about `limit` bytes unless one tensor is larger."""
     pending: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
         own = tensor.numel() * tensor.element_size()
         if pending and size + own > limit:
-            yield TensorMessage(pending)
+            yield TensorBucket(pending)
             pending, size = [], 0
         pending.append((name, tensor))
         size += own
     if pending:
-        yield TensorMessage(pending)
+        yield TensorBucket(pending)
 
 
-def tensors_in(message: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensors of a uint8 message, as views of it on its device. Raises MessageDamaged."""
+def tensors_in(bucket: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors of a uint8 bucket, as views of it on its device. Raises BucketDamaged."""
     try:
-        length = int.from_bytes(content_of(message[:_WORD]), "little")
-        if length > message.numel() - _WORD:
+        length = int.from_bytes(content_of(bucket[:_WORD]), "little")
+        if length > bucket.numel() - _WORD:
             raise ValueError(f"a header of {length} bytes")
-        header = json.loads(content_of(message[_WORD : _WORD + length]))
-        data = message[_WORD + length :]
+        header = json.loads(content_of(bucket[_WORD : _WORD + length]))
+        data = bucket[_WORD + length :]
         found = []
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             found.append((name, data[begin:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise MessageDamaged(f"a message of {message.numel()} bytes has no readable header ({error})") from error
+        raise BucketDamaged(f"a bucket of {bucket.numel()} bytes has no readable header ({error})") from error
     return found
 
 
-def content_of(message: Tensor) -> bytes:
+def content_of(bucket: Tensor) -> bytes:
     """The bytes of a uint8 tensor."""
-    return message.cpu().numpy().tobytes()
+    return bucket.cpu().numpy().tobytes()
 
 
-def checksum(message: Tensor) -> int:
+def checksum(bucket: Tensor) -> int:
     """Of uint8 [n], computed where it lies: the sum of its words times 1, 3, 5, ... and of its size, modulo 2^64.
 
     Odd factors have inverses there, so no change within a single word leaves the sum as it was.
     """
-    whole = message.numel() // _WORD * _WORD
-    words = message[:whole].view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=message.device)
+    whole = bucket.numel() // _WORD * _WORD
+    words = bucket[:whole].view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=bucket.device)
     for start in range(0, words.numel(), _STRETCH):
         part = words[start : start + _STRETCH]
-        total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=message.device)).sum()
-    rest = int.from_bytes(content_of(message[whole:]), "little") * (2 * words.numel() + 1)
-    return (int(total) + rest + message.numel()) % _MODULUS
+        total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=bucket.device)).sum()
+    rest = int.from_bytes(content_of(bucket[whole:]), "little") * (2 * words.numel() + 1)
+    return (int(total) + rest + bucket.numel()) % _MODULUS

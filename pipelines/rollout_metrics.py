@@ -1,16 +1,10 @@
-"""From graded groups to packed batches: masking first, then baselines, then weights over the whole batch."""
+"""What a batch of rollouts says before anything is trained on it: rewards, failures, and metrics as sums and counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from k3rl.config import K3Error
-from k3rl.data.batch import TrainBatch, from_episodes
-from k3rl.losses import group_advantages
-from k3rl.pipelines.configs import DistillConfig, RLConfig
 from k3rl.run.metrics import Accumulator
 from k3rl.types import Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason
 
@@ -33,9 +27,9 @@ def reward_of(episode: Episode) -> float | None:
 def check_failures(groups: Sequence[Group], limit: float) -> None:
     """Raises TooManyFailures, naming the most frequent reasons, when the share of failed episodes exceeds `limit`.
 
-    Episodes that a circuit breaker leaves out do not count; it has spoken for them.
+    Episodes that a circuit breaker skipped do not count; it has spoken for them.
     """
-    episodes = [e for group in groups for e in group.episodes if not _left_out(e)]
+    episodes = [e for group in groups for e in group.episodes if not _skipped(e)]
     reasons: dict[str, int] = {}
     for episode in episodes:
         if isinstance(episode.score, Failed):
@@ -51,50 +45,12 @@ def check_failures(groups: Sequence[Group], limit: float) -> None:
         )
 
 
-def _left_out(episode: Episode) -> bool:
+def _skipped(episode: Episode) -> bool:
     return isinstance(episode.score, Failed) and episode.score.kind is FailureKind.TRIPPED
 
 
-def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
-    """The groups with all scores of the batch permuted: the control in which rewards mean nothing."""
-    scores = [episode.score for group in groups for episode in group.episodes]
-    order = iter(np.random.default_rng([seed, step, 1]).permutation(len(scores)))
-    return [replace(g, episodes=tuple(replace(e, score=scores[next(order)]) for e in g.episodes)) for g in groups]
-
-
-def policy_batches(groups: Sequence[Group], config: RLConfig) -> list[TrainBatch]:
-    """One batch for each optimizer step, groups dealt round; groups whose rewards are all equal carry no signal.
-
-    Fewer batches than asked for, or none, when too few groups have a signal.
-    """
-    live: list[dict[str, float]] = []
-    episodes = {episode.id: episode for group in groups for episode in group.episodes}
-    for group in groups:
-        advantages = group_advantages([reward_of(e) for e in group.episodes], normalise=config.objective.normalise)
-        known = {e.id: a for e, a in zip(group.episodes, advantages, strict=True) if a is not None and e.branches}
-        if any(known.values()):
-            live.append(known)
-    batches = []
-    for i in range(config.optimizer_steps):
-        share = {name: advantage for known in live[i :: config.optimizer_steps] for name, advantage in known.items()}
-        if share:
-            batches.append(
-                from_episodes([episodes[name] for name in share], share, mode=config.objective.token_weights)
-            )
-    return batches
-
-
-def distill_batches(groups: Sequence[Group], config: DistillConfig) -> tuple[list[TrainBatch], list[list[str]]]:
-    """Batches over all sampled tokens of whole episodes, and for each batch the task family of every sequence."""
-    episodes = [e for group in groups for e in group.episodes if e.branches and not isinstance(e.score, Failed)]
-    families = {f"{e.id}/{branch.id}": e.family for e in episodes for branch in e.branches}
-    shares = [share for i in range(config.optimizer_steps) if (share := episodes[i :: config.optimizer_steps])]
-    batches = [from_episodes(share, {episode.id: 0.0 for episode in share}) for share in shares]
-    return batches, [[families[name] for name in batch.sequence_ids] for batch in batches]
-
-
 def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumulator:
-    """What the rollouts themselves say, as sums and counts; `version` is the learner's, for staleness."""
+    """Of the rollouts themselves. version: the learner's when it takes them, for staleness."""
     metrics = Accumulator()
     for group in groups:
         rewards = [r for r in map(reward_of, group.episodes) if r is not None]
@@ -105,16 +61,14 @@ def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumu
     return metrics
 
 
-def add_published(metrics: Accumulator, published: dict[str, float]) -> None:
-    """What the publication since the last step cost, and whether engines agree after it; nothing without one.
-
-    Takes those figures out of `published`, so that no step reports another one's.
-    """
-    if "canary" in published:
-        metrics.add("mismatch/canary", published.pop("canary"))
+def publication_metrics(published: Mapping[str, float]) -> Accumulator:
+    """What a publication cost, and whether engines agree after it; nothing without one. See `Fleet.publish`."""
+    metrics = Accumulator()
+    if published:
+        metrics.add("mismatch/canary", published["canary"])
         for name in ("bytes", "bytes_full", "deltas", "refused", "seconds", "transfer_seconds", "fell_back"):
-            if name in published:  # a state written by an earlier version has fewer
-                metrics.add(f"publish/{name}", published.pop(name))
+            metrics.add(f"publish/{name}", published[name])
+    return metrics
 
 
 def sampled_tokens(groups: Sequence[Group]) -> int:

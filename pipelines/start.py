@@ -1,10 +1,11 @@
-"""How a stage's learner gets its first weights."""
+"""How a stage starts: which weights and teachers it takes, and what refuses it before any actor does."""
 
 from __future__ import annotations
 
-from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.fleet import Fleet, Learner
-from k3rl.actors.weight_sync.publication import POLICY
+from pathlib import Path
+
+from k3rl.actors import ClusterConfig, Fleet, LearnerGroup
+from k3rl.actors.weight_sync import POLICY
 from k3rl.checkpoint import is_adapter, weights_of
 from k3rl.checkpoint.adapter import read_adapter_config
 from k3rl.config import ConfigError
@@ -12,11 +13,16 @@ from k3rl.model import K3Config
 from k3rl.parallel import check_slices, data_degree
 from k3rl.parallel.mesh import expert_run
 from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
-from k3rl.pipelines.stage import resolve_start
 from k3rl.types import SamplingParams
 
 
-def start_learner(learner: Learner, config: StageConfig) -> None:
+def resolve_start(start: str) -> Path | None:
+    """The directory of a checkpoint or an adapter that `model.start` names, or None for a named size."""
+    path = Path(start)
+    return path if (path / "config.json").is_file() or is_adapter(path) else None
+
+
+def start_learner(learner: LearnerGroup, config: StageConfig) -> None:
     """Fresh weights of a named size, or a checkpoint's, with fresh optimizer state."""
     directory = resolve_start(config.model.start)
     if directory is not None:
