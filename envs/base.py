@@ -97,7 +97,7 @@ class NoOracle(ConfigError):
 
 
 class NoSnapshot(RuntimeError):
-    """This environment cannot be put aside and taken up again."""
+    """This environment cannot be paused and resumed."""
 
 
 def tighter(one: Budgets, other: Budgets) -> Budgets:
@@ -126,11 +126,11 @@ class Env(ABC):
 
     async def snapshot(self) -> bytes:
         """Everything that `restore` needs to go on from this turn. Raises NoSnapshot where that is not possible."""
-        raise NoSnapshot(f"{type(self).__name__} cannot be put aside; episodes of it start again")
+        raise NoSnapshot(f"{type(self).__name__} cannot be paused; episodes of it start again")
 
     async def restore(self, task: Task, context: EpisodeContext, snapshot: bytes) -> None:
         """In place of `reset`: go on where an episode of the same task was when `snapshot` was taken."""
-        raise NoSnapshot(f"{type(self).__name__} cannot be taken up again; episodes of it start again")
+        raise NoSnapshot(f"{type(self).__name__} cannot be resumed; episodes of it start again")
 
     async def close(self) -> None:
         """Give back whatever the episode holds. Called once or more, also after an error."""

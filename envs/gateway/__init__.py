@@ -10,7 +10,7 @@ program   Harness, ProgramHarness, and `run_program`: one episode of a program
 
 from k3rl.envs.gateway.dialect import Answer, answer
 from k3rl.envs.gateway.program import Harness, HarnessResult, ProgramHarness, run_program
-from k3rl.envs.gateway.session import GatewaySession, Refused
+from k3rl.envs.gateway.session import GatewaySession
 
 __all__ = [
     "Answer",
@@ -18,7 +18,6 @@ __all__ = [
     "Harness",
     "HarnessResult",
     "ProgramHarness",
-    "Refused",
     "answer",
     "run_program",
 ]

@@ -231,5 +231,5 @@ class EngineDriver:
         self._open.clear()
         self._live.clear()
         for call in list(self._calls):
-            if not call.done():  # one that was given up a moment ago is still among them
+            if not call.done():  # one that was cancelled a moment ago is still among them
                 call.set_exception(error)

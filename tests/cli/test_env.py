@@ -336,7 +336,7 @@ def test_a_file_that_does_not_fit_is_refused(capsys, tmp_path, words, content, s
     assert state.exists()
 
 
-def test_an_episode_that_cannot_be_put_aside_says_so(capsys, monkeypatch, tmp_path):
+def test_an_episode_that_cannot_be_paused_says_so(capsys, monkeypatch, tmp_path):
     probe = next(t for t in make("coding-lists").tasks("heldout") if t.family == "probe")
     monkeypatch.setattr("sys.stdin", io.StringIO('/run {"code": ""}\nx\n.\n'))
     index = probe.id.rpartition("/")[2]

@@ -19,15 +19,16 @@ from k3rl.envs import Action, Env, EpisodeContext, Observation, StepResult
 from k3rl.envs.faults import EngineFailed
 from k3rl.envs.gateway import Answer, GatewaySession, ProgramHarness, answer, run_program
 from k3rl.envs.harness import WorkspaceSpec, files_from
-from k3rl.envs.rollout import NOT_GRADED, ContextOutgrown, run_episode
+from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, TurnSettings
+from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import provider_named
-from k3rl.serve.gateway import Gateway, GatewayServer
+from k3rl.serve import Gateway, GatewayServer
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Budgets, Completion, Episode, Failed, Message, SamplingParams, StopReason, Task, ToolCall
 
 TOKENIZER = Tokenizer.builtin()
 TASK = Task("t/0", "t", (Message("system", "be brief"), Message("user", "work")), "f", hidden={"answer": "secret"})
-SAMPLING = SamplingParams(max_tokens=4000, seed=5)
+SETTINGS = TurnSettings(TOKENIZER, SamplingParams(max_tokens=4000, seed=5))
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -61,8 +62,8 @@ class Script:
         return Completion(ids, (-1.0 - number,) * len(ids), stop, weight_version=number, first_version=number)
 
 
-def session(policy: Any, budgets: Budgets | None = None, **options: Any) -> GatewaySession:
-    return GatewaySession(TASK, policy, TOKENIZER, sampling=SAMPLING, budgets=budgets or Budgets(), **options)
+def session(policy: Any, budgets: Budgets | None = None) -> GatewaySession:
+    return GatewaySession(TASK, policy, SETTINGS, budgets=budgets or Budgets())
 
 
 async def ask(door: GatewaySession, messages: list[dict[str, Any]], **fields: Any) -> Answer:
@@ -156,11 +157,8 @@ def test_both_doors_give_the_same_branches(turns: list[Any], last: str) -> None:
     messages = [message_of(words, calls) for words, calls, _, _ in turns] + [message_of(last, [])]
 
     async def both() -> tuple[Episode, Episode]:
-        loop = await run_episode(
-            *(Scripted(turns), dataclasses.replace(TASK, tools=(TOOL,)), Script(*messages), TOKENIZER),
-            episode_id="e",
-            sampling=SAMPLING,
-        )
+        task = dataclasses.replace(TASK, tools=(TOOL,))
+        loop = await run_episode(Scripted(turns), task, Script(*messages), SETTINGS, episode_id="e")
         door = session(Script(*messages))
         await as_program(door, turns)
         return loop, door.episode("e", StopReason.COMPLETED)
@@ -199,14 +197,14 @@ def contains(ids: Sequence[int], piece: tuple[int, ...]) -> bool:
 
 
 def test_parallel_calls_from_one_point_are_branches_that_share_its_tokens() -> None:
-    async def play() -> tuple[Episode, int]:
+    async def play() -> Episode:
         door = session(Script(*(Message("assistant", word) for word in "abcd"), delay_s=0.01))
         first = said(await ask(door, USER))
         asks = [[*USER, first, {"role": "user", "content": word}] for word in ("left", "right", "up")]
         await asyncio.gather(*(ask(door, one) for one in asks))
-        return door.episode("e", StopReason.COMPLETED), len(door._branches)
+        return door.episode("e", StopReason.COMPLETED)
 
-    episode, _ = asyncio.run(play())
+    episode = asyncio.run(play())
     assert [branch.parent for branch in episode.branches] == [None, "e/0", "e/0"]
     root = episode.branches[0].turns[0]
     shared = (*root.prompt_ids, *root.sampled_ids)
@@ -372,9 +370,7 @@ def program(turns: int, end: str = "") -> ProgramHarness:
 
 def run(harness: ProgramHarness, policy: Any, budgets: Budgets | None = None, provider: str = "bwrap") -> Episode:
     context = EpisodeContext(budgets=budgets or Budgets(), sandboxes=provider_named(provider))
-    return asyncio.run(
-        run_program(harness, TASK, policy, TOKENIZER, episode_id="e", sampling=SAMPLING, context=context)
-    )
+    return asyncio.run(run_program(harness, TASK, policy, SETTINGS, episode_id="e", context=context))
 
 
 @pytest.mark.filterwarnings("ignore:the `subprocess` sandbox")

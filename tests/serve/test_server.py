@@ -21,7 +21,7 @@ from PIL import Image
 from k3rl.data.images import preprocess_files
 from k3rl.engine import Engine
 from k3rl.model import VisionConfig
-from k3rl.serve.server import ServerLimits, create_app, serve
+from k3rl.serve import ServerLimits, create_app, serve
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.images import data_url, encode_image, image_prompts
 from k3rl.types import Message, SamplingParams, ToolCall
