@@ -70,7 +70,9 @@ class Answer:
         """(media type, body) as they are sent."""
         if self.chunks is None:
             return "application/json", json.dumps(self.body, ensure_ascii=False)
-        return "text/event-stream", "".join(map(openai.event, [*self.chunks, openai.DONE]))
+        return "text/event-stream", "".join(
+            [*(openai.event(chunk) for chunk in self.chunks), openai.event(openai.DONE)]
+        )
 
 
 async def answer(session: GatewaySession, body: bytes, model: str = MODEL) -> Answer:

@@ -145,8 +145,9 @@ class Job:
         return self.chunk({**openai.delta_choice(choice.index, said, finish), **extras})
 
     def _chunk_head(self) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return openai.head(self.id, kind, self.created, self.model)
+        return openai.head(
+            self.id, "chat.completion.chunk" if self.chat else "text_completion", self.created, self.model
+        )
 
     # ---- parts of both
 

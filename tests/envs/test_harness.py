@@ -399,12 +399,12 @@ def test_a_paused_episode_goes_on_as_if_nothing_had_been(pause: int, context: An
     whole = play(harness(config), Script(*turns))
     states: list[EpisodeState] = []
 
-    def pause(state: EpisodeState) -> bool:
+    def pause_here(state: EpisodeState) -> bool:
         states.append(state)
         return len(states) == pause
 
     first = Script(*turns)
-    paused = play(harness(config), first, before_turn=pause)
+    paused = play(harness(config), first, before_turn=pause_here)
     assert (paused.stop_reason, paused.budgets_used["turns"]) == (StopReason.PAUSED, pause)
     state = EpisodeState.from_bytes(states[-1].to_bytes())
     assert state == states[-1]
@@ -419,7 +419,7 @@ def test_a_paused_episode_goes_on_as_if_nothing_had_been(pause: int, context: An
     assert resumed.metrics["cuts"] == whole.metrics["cuts"]
 
 
-def test_what_cannot_be_taken_up_again_is_refused() -> None:
+def test_what_cannot_be_resumed_is_refused() -> None:
     with pytest.raises(BrokenState, match="no episode"):
         EpisodeState.from_bytes(b"nonsense")
     states: list[EpisodeState] = []
@@ -491,12 +491,12 @@ def test_an_episode_can_be_paused_inside_a_sub_agent(pause: int) -> None:
     whole = play(harness(DELEGATING), Script(*WORK))
     states: list[EpisodeState] = []
 
-    def pause(state: EpisodeState) -> bool:
+    def pause_here(state: EpisodeState) -> bool:
         states.append(state)
         return len(states) == pause
 
     first, second = Script(*WORK), Script(*WORK)
-    play(harness(DELEGATING), first, before_turn=pause)
+    play(harness(DELEGATING), first, before_turn=pause_here)
     second.prompts = list(first.prompts)
     resumed = play(harness(DELEGATING), second, resume=EpisodeState.from_bytes(states[-1].to_bytes()))
     assert [branch.tokens()[0].tolist() for branch in resumed.branches] == [

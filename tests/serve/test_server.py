@@ -7,78 +7,21 @@ import io
 import json
 import math
 import threading
-import time
-from contextlib import contextmanager
 
 import httpx
 import numpy as np
 import openai
 import pytest
-import torch
-import uvicorn
 from PIL import Image
+from serving import CALLS, HEADERS, MESSAGES, TOKEN, TOKENIZER, TOOLS, TURN, Scripted, running, turn_ids, wait_until
 
 from k3rl.data.images import preprocess_files
 from k3rl.engine import Engine
 from k3rl.model import VisionConfig
 from k3rl.serve import ServerLimits, create_app, serve
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import xtml
 from k3rl.tokens.images import data_url, encode_image, image_prompts
-from k3rl.types import Message, SamplingParams, ToolCall
-
-TOKENIZER = Tokenizer.builtin()
-TOKEN = "a-token"
-HEADERS = {"authorization": f"Bearer {TOKEN}"}
-CALLS = (ToolCall("add", {"a": 1, "b": "x\u00e9"}), ToolCall("now", {}))
-TURN = Message("assistant", "It is \u00e9 and done.", reasoning="Let me think.", tool_calls=CALLS)
-
-
-class Scripted(Engine):
-    """An engine whose every request samples `script` (then end_of_msg): the logits are replaced, nothing else."""
-
-    script: list[int] = []
-
-    def _sample(self, parts, drawn):
-        super()._sample([(rows, self._forced(rows, logits)) for rows, logits in parts], drawn)
-
-    def _forced(self, rows, logits):
-        counts = self._table.count[rows]
-        wanted = [self.script[count] if count < len(self.script) else 502 for count in counts.tolist()]
-        forced = torch.zeros_like(logits)
-        forced[range(len(rows)), wanted] = 100.0
-        return forced
-
-
-def turn_ids(message: Message) -> list[int]:
-    """What a policy samples for this turn."""
-    whole = TOKENIZER.encode_segments(xtml.render([message], add_generation_prompt=False))
-    prefix = TOKENIZER.encode_segments(xtml.render([]))
-    assert whole[: len(prefix)] == prefix
-    return whole[len(prefix) :]
-
-
-@contextmanager
-def running(load, **options):
-    """The base URL and the `Server` of an application that serves on a free port."""
-    app = create_app(load, TOKENIZER, model_name="tiny", token=TOKEN, **options)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}", app.state.server
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.01)
+from k3rl.types import Message, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +42,6 @@ def scripted(model):
     with running(lambda: Scripted(model, tokenizer=TOKENIZER)) as (url, _):
         wait_until(lambda: httpx.get(url + "/ready").status_code == 200)
         yield openai.OpenAI(base_url=url + "/v1", api_key=TOKEN, max_retries=0)
-
-
-MESSAGES = [{"role": "user", "content": "What is it?"}]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
 def check_turn(content, reasoning, calls) -> None:
