@@ -78,14 +78,10 @@ def ask(endpoint, **fields):
 
 
 def check_turn(message) -> None:
-    assert (message["role"], message["content"], message["reasoning_content"]) == (
-        "assistant",
-        TURN.content,
-        TURN.reasoning,
-    )
-    assert [
-        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]
-    ] == [(call.name, call.arguments) for call in CALLS]
+    said = (message["role"], message["content"], message["reasoning_content"])
+    assert said == ("assistant", TURN.content, TURN.reasoning)
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert [(one["name"], json.loads(one["arguments"])) for one in functions] == [(c.name, c.arguments) for c in CALLS]
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 

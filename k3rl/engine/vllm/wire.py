@@ -1,7 +1,8 @@
 """What goes over the wire to a vLLM server and back: request bodies, streamed chunks, errors. No sockets here.
 
-The door is `POST /inference/v1/generate`, vLLM's own token-in-token-out dialect, because it alone gives
-the sampling masks of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, routed experts and weight versions.
+The endpoint is `POST /inference/v1/generate`, vLLM's own token-in-token-out dialect, because it alone gives the
+sampling masks of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, routed experts and weight versions. Its
+usage, finish reasons, errors and events are those of the OpenAI dialect (`k3rl.tokens.openai`).
 """
 
 from __future__ import annotations
