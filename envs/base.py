@@ -1,4 +1,4 @@
-"""What an environment is: tasks, an episode's rules, and a judge. No torch and no ray here.
+"""What an environment is: tasks, an episode's rules, and a rubric. No torch and no ray here.
 
 Task source   -> Task with its hidden part (deterministic in split, index and seed, so a run can resume)
 Env           -> what a policy sees and may do; single use, made by a factory, given `task.public()` only
@@ -53,7 +53,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the environment answers. When `done`, `answer` is what the rubric will judge.
+    """What the environment answers. When `done`, `answer` is what the rubric will score.
 
     `metrics` are of the whole episode so far; those of the last step are kept.
     """
@@ -157,7 +157,7 @@ class TaskSource(Protocol):
 
 
 class Rubric(ABC):
-    """Judges answers. Wrong is Scored(0.0), cheating is Invalid, a broken judge is Failed; never mixed up.
+    """Scores answers. Wrong is Scored(0.0), cheating is Invalid, a broken grader is Failed; never mixed up.
 
     `Rubric.of(function, ...)` makes the grader of an environment from plain functions; see `k3rl.envs.rubric`.
     """

@@ -1,4 +1,4 @@
-"""Episodes that a script plays, by the way of a run: an answer, acted out under an environment's rules.
+"""Episodes that a script plays, as a run plays them: an answer, acted out under an environment's rules.
 
 What a script says reaches the environment as the tokens that a model would have sampled for it.
 """
@@ -44,7 +44,7 @@ def acted(answer: str) -> Says:
 
 
 async def play(environment: Environment, task: Task, says: Says, context: EpisodeContext) -> Episode:
-    """One ungraded episode, through the door that the environment has; it is closed twice, which must not matter.
+    """One ungraded episode, by `run_episode` or `run_program`. An `Env` is closed twice, which must not matter.
 
     Budgets of tokens and of task time depend on a model and do not bind a script.
     """

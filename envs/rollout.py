@@ -1,4 +1,4 @@
-"""The loop door: one policy acts once in one environment, and every token is kept exactly as it was sampled.
+"""The episode loop: one policy acts once in one environment, and every token is recorded exactly as it was sampled.
 
 The first prompt is rendered; after that the prompt is what was there, the sampled ids, and the tokens of what the
 environment said. An image of the conversation (a `data:` URL) is one placeholder among them, and its file goes along

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HarnessResult:
-    """How a program ended. returncode is None when it was killed; answer is what the rubric will judge."""
+    """How a program ended. returncode is None when it was killed; answer is what the rubric will score."""
 
     answer: str
     returncode: int | None
@@ -100,7 +100,7 @@ async def run_program(
     episode_id: str,
     context: EpisodeContext | None = None,
 ) -> Episode:
-    """One episode of a program: the gateway door's `run_episode`, with the same record and the same budgets.
+    """One episode of a program: what `run_episode` is for an `Env`, with the same record and the same budgets.
 
     A program that ends with status 0 is COMPLETED. One that a budget refused, a cut turn ended or its deadline killed
     has that reason, and what it left is its answer. One that fails by itself is INFRA_ERROR and gets no reward.

@@ -1,4 +1,4 @@
-"""One episode through the loop door: exact tokens, typed ends, budgets, and environments that misbehave."""
+"""One episode through the loop: exact tokens, typed ends, budgets, and environments that misbehave."""
 
 from __future__ import annotations
 
