@@ -8,16 +8,19 @@ program   Harness, ProgramHarness, and `run_program`: one episode of a program
 `k3rl.serve` serves sessions over HTTP, for programs that run elsewhere. The dialect itself is `k3rl.tokens.openai`.
 """
 
-from k3rl.envs.gateway.dialect import Answer, answer
+from k3rl.envs.gateway.dialect import MAX_BODY_BYTES, Answer, answer, models, not_found
 from k3rl.envs.gateway.program import Harness, HarnessResult, ProgramHarness, run_program
 from k3rl.envs.gateway.session import GatewaySession
 
 __all__ = [
+    "MAX_BODY_BYTES",
     "Answer",
     "GatewaySession",
     "Harness",
     "HarnessResult",
     "ProgramHarness",
     "answer",
+    "models",
+    "not_found",
     "run_program",
 ]

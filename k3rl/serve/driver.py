@@ -127,7 +127,7 @@ class EngineDriver:
         return stream
 
     def abort(self, stream: Stream) -> None:
-        """Takes a request back if it has not ended; its slot is free at the next step."""
+        """Aborts a request that has not ended; its slot is free at the next step."""
 
         def command() -> None:
             if stream.number is not None and stream.number in self._live:

@@ -20,9 +20,8 @@ from starlette.routing import Route
 
 from k3rl.data.images import preprocess_files
 from k3rl.engine.protocol import ContextExceeded, InvalidRequest
-from k3rl.envs.gateway import Answer, GatewaySession, answer
-from k3rl.envs.gateway.dialect import MAX_BODY_BYTES, models, not_found
-from k3rl.envs.recording import ContextOutgrown
+from k3rl.envs import ContextOutgrown
+from k3rl.envs.gateway import MAX_BODY_BYTES, Answer, GatewaySession, answer, models, not_found
 from k3rl.serve.driver import EngineDriver
 from k3rl.serve.events import disconnected
 from k3rl.tokens.openai import RequestError
@@ -38,7 +37,7 @@ class EnginePolicy:
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
     ) -> Completion:
-        """Sample one completion; a caller that is cancelled takes its request back.
+        """Sample one completion; cancelling it aborts the request.
 
         Raises ContextOutgrown, and RequestError for another request that no engine could serve.
         """

@@ -342,7 +342,7 @@ class Server:
             raise RequestError(message, status=429, code="rate_limit_exceeded")
 
     def _end(self, job: Job) -> None:
-        """Counts a request that is over, and takes back what its client did not wait for."""
+        """Counts a request that is over, and aborts what its client did not wait for."""
         left = [stream for stream in job.streams if not stream.ended]
         for stream in left:
             self.driver.abort(stream)

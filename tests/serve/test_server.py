@@ -260,7 +260,7 @@ def test_a_client_that_leaves_frees_its_slots(served, stream):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url + "/v1/completions", headers=HEADERS, json=body, timeout=0.3)
     wait_until(lambda: server.driver.engine.num_running == 0)
-    wait_until(lambda: server._in_flight == 0)
+    wait_until(lambda: "k3rl_in_flight_samples 0\n" in httpx.get(url + "/metrics", headers=HEADERS).text)
     assert server.metrics.cancelled == before + 1
     assert server.driver.engine.counters.sampled_tokens < 4000
     assert httpx.post(url + "/v1/completions", headers=HEADERS, json={"prompt": "a"}).status_code == 200
