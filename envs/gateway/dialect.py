@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from k3rl.envs.gateway.session import GatewaySession, Reply, Request
+from k3rl.envs.gateway.session import GatewaySession, Reply, TurnRequest
 from k3rl.envs.recording import prompt_rows
 from k3rl.tokens import openai
 from k3rl.tokens.openai import MALFORMED, NO_TOKENS, RequestError
@@ -38,7 +38,7 @@ class ProgramRequest(openai.Conversation):
 
     stream_options: _StreamOptions | None = None
 
-    def request(self) -> Request:
+    def request(self) -> TurnRequest:
         """What the session is asked. Raises RequestError for what it cannot record, XTMLError."""
         if self.n not in (None, 1):
             raise RequestError(f"n is {self.n}; one answer is recorded per request", code=_INVALID, param="n")
@@ -50,7 +50,7 @@ class ProgramRequest(openai.Conversation):
             raise RequestError(
                 "response_format is not served here; only text is", code=_INVALID, param="response_format"
             )
-        return Request(
+        return TurnRequest(
             messages=self.as_messages(),
             tools=tuple(self.tools or ()),
             tool_choice=None if self.tool_choice == "auto" else self.tool_choice,

@@ -26,7 +26,7 @@ CONTEXT_EXCEEDED = "context_length_exceeded"  # the code of a conversation that 
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnRequest:
     """What a program asks: the conversation, and what stands at its head and its end.
 
     max_tokens: of this answer, None for the session's. A field that sampling depends on is the session's alone.
@@ -108,7 +108,7 @@ class GatewaySession:
 
     # -------------------------------------------------------------------------------------------------- a request
 
-    async def complete(self, request: Request) -> Reply:
+    async def complete(self, request: TurnRequest) -> Reply:
         """The next turn of a conversation. One that is cut or malformed is its plain text.
 
         Raises RequestError, XTMLError, TokenizerError or ImageError for a conversation that has no form, and whatever
@@ -135,7 +135,7 @@ class GatewaySession:
             await self._release(limit)
         return Reply(self._record(request, number, turn), turn, completion.cached_tokens)
 
-    def _record(self, request: Request, number: int, turn: Turn) -> Message:
+    def _record(self, request: TurnRequest, number: int, turn: Turn) -> Message:
         """Keep a turn; its message with ids for its calls."""
         parsed = self._settings.message(turn)
         if parsed is None:
@@ -157,7 +157,7 @@ class GatewaySession:
 
     # ------------------------------------------------------------------------------------------- which branch
 
-    def _destination(self, request: Request) -> _Destination:
+    def _destination(self, request: TurnRequest) -> _Destination:
         known = [
             exchange
             for branch in self._branches
@@ -195,7 +195,7 @@ class GatewaySession:
         self._branches[number].busy = True
         return number
 
-    def _after(self, request: Request, said_at: int, said: Message) -> Rendered:
+    def _after(self, request: TurnRequest, said_at: int, said: Message) -> Rendered:
         """What follows the assistant message at `said_at`, through the generation prefix."""
         messages = request.messages
         following = said_at + 1
@@ -210,7 +210,7 @@ class GatewaySession:
         last, shown = self._settings.continuation([said], messages[following:], request.tool_choice)
         return ids + last, images + shown
 
-    def _rendered(self, request: Request) -> Rendered:
+    def _rendered(self, request: TurnRequest) -> Rendered:
         """The prompt of a conversation that extends none; what was sampled in it keeps its ids."""
         messages = request.messages
         first = next((n for n, message in enumerate(messages) if message.role == "assistant"), len(messages))
@@ -247,7 +247,7 @@ class GatewaySession:
             message = f"the budget of this episode is used up ({reason})"
             raise RequestError(message, status=403, code="budget_exhausted")
 
-    async def _reserve(self, request: Request) -> int:
+    async def _reserve(self, request: TurnRequest) -> int:
         """Tokens that this turn may sample; waits while turns under way hold what is left of the budget."""
         wanted = self._recorder.turn_limit(request.max_tokens)
         budget = self._recorder.budgets.tokens
