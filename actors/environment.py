@@ -12,6 +12,7 @@ from k3rl.envs import EpisodeContext, make
 from k3rl.envs.faults import EngineFailed
 from k3rl.envs.gateway import run_program
 from k3rl.envs.guard import BlockWatch, GuardedEnv, GuardedHarness
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import ContextOutgrown, run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
@@ -110,18 +111,16 @@ class EnvironmentWorker:
     async def _run(self, policy: LockstepPolicy, order: int, job: EpisodeJob, sampling: SamplingParams) -> Episode:
         try:
             task = self._tasks.get(job.task).public()
-            settings: dict[str, Any] = {
-                "episode_id": job.episode_id,
-                "sampling": replace(sampling, seed=job.sampling_seed),
-                "context": EpisodeContext(
-                    seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
-                ),
-            }
+            seat = _Seat(policy, order)
+            settings = TurnSettings(self._tokenizer, replace(sampling, seed=job.sampling_seed))
+            context = EpisodeContext(
+                seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
+            )
             if self._environment.make_harness is not None:
                 program = GuardedHarness(self._environment.make_harness(), self._watched())
-                return await run_program(program, task, _Seat(policy, order), self._tokenizer, **settings)
+                return await run_program(program, task, seat, settings, episode_id=job.episode_id, context=context)
             env = GuardedEnv(self._environment.make_env(), self._faults, self._watched())
-            return await run_episode(env, task, _Seat(policy, order), self._tokenizer, **settings)
+            return await run_episode(env, task, seat, settings, episode_id=job.episode_id, context=context)
         except (EngineFailed, ContextOutgrown) as error:
             return job.failed(self._environment.name, Failed(f"engine: {error}"[:500], FailureKind.ENGINE))
         except Exception as error:  # the last line of defence: user code must not end the run

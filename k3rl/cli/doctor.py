@@ -96,8 +96,7 @@ def _ray_authentication() -> Check:
 
 def _sandbox() -> Check:
     """Whether the sandbox that a run uses starts, not only whether its program is there: a kernel may forbid it."""
-    from k3rl.envs.sandbox.base import SandboxUnavailable
-    from k3rl.envs.sandbox.providers import provider_named
+    from k3rl.envs.sandbox import SandboxUnavailable, provider_named
 
     try:
         provider_named("bwrap").check()
@@ -109,20 +108,20 @@ def _sandbox() -> Check:
 
 def _sandbox_limits() -> Check:
     """What holds a sandbox to its memory, processes and processors. Both ways are good for a run."""
-    from k3rl.envs.sandbox.cgroups import VARIABLE, available
+    from k3rl.envs.sandbox import cgroups
 
-    groups = available()
+    groups = cgroups.available()
     if groups is not None:
         return Check("sandbox limits", True, groups.describe())
-    found = f"rlimits and a watch over memory (no writable cgroup; {VARIABLE} may name an empty, delegated one)"
+    found = f"rlimits and a watch over memory (no writable cgroup; {cgroups.VARIABLE} may name an empty, delegated one)"
     return Check("sandbox limits", True, found)
 
 
 def _reap() -> list[Check]:
     """Clear up after sandboxes whose owner is dead."""
-    from k3rl.envs.sandbox.leases import reap
+    from k3rl.envs.sandbox import leases
 
-    removed = reap()
+    removed = leases.reap()
     return [Check("reaped", True, thing) for thing in removed] or [Check("reaped", True, "nothing was left behind")]
 
 

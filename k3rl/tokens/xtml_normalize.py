@@ -22,7 +22,7 @@ class XTMLError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContentPart:
     """Text, or an image when `text` is None."""
 
     text: str | None
@@ -43,7 +43,7 @@ class Said:
     """One message in the renderer's form. `name` is the tool's name on a tool result."""
 
     role: str
-    parts: tuple[Part, ...]
+    parts: tuple[ContentPart, ...]
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     name: str | None = None
@@ -176,20 +176,20 @@ def _first(message: Mapping[str, Any], *keys: str) -> Any:
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
-def _parts(content: Any, where: str) -> tuple[Part, ...]:
+def _parts(content: Any, where: str) -> tuple[ContentPart, ...]:
     if content is None:
         return ()
     if isinstance(content, str):
-        return (Part(content),)
+        return (ContentPart(content),)
     if not isinstance(content, list | tuple):
         raise XTMLError(f"{where} has content of type {type(content).__name__}; wanted text or a list of parts")
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("image", "image_url"):
-            parts.append(Part(None))
+            parts.append(ContentPart(None))
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            parts.append(Part(part["text"]))
+            parts.append(ContentPart(part["text"]))
         else:
             raise XTMLError(f"{where} has the content part {part!r:.80}; wanted a text, image or image_url part")
     return tuple(parts)

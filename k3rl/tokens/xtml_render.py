@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from k3rl.tokens.segments import Segment, Special, Text
-from k3rl.tokens.xtml_normalize import Call, Part, Said, XTMLError, dump_json, normalize, order_results, plain
+from k3rl.tokens.xtml_normalize import Call, ContentPart, Said, XTMLError, dump_json, normalize, order_results, plain
 from k3rl.types import Message
 
 Messages: TypeAlias = Sequence[Message | Mapping[str, Any]]
@@ -208,7 +208,7 @@ class _Writer:
         self._learn = learn
         self._images_used += 1
 
-    def parts(self, parts: Sequence[Part]) -> None:
+    def parts(self, parts: Sequence[ContentPart]) -> None:
         for part in parts:
             if part.text is None:
                 self.image()

@@ -19,6 +19,7 @@ from k3rl.data.sft import chat_sequence
 from k3rl.data.trajectories import TrajectoryWriter, read
 from k3rl.engine import Engine, PrefixCache
 from k3rl.envs import Env, Observation, StepResult
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
 from k3rl.losses import CrossEntropy, K3Policy
 from k3rl.model import K3Config, K3ForCausalLM, VisionConfig
@@ -150,7 +151,7 @@ class InProcess:
 def played(model: K3ForCausalLM, name: str, **sampling) -> Episode:
     task = Task("t", "gallery", (), "colours")
     params = SamplingParams(max_tokens=24, return_routes=True, **sampling)
-    return asyncio.run(run_episode(Gallery(), task, InProcess(model), TOKENIZER, episode_id=name, sampling=params))
+    return asyncio.run(run_episode(Gallery(), task, InProcess(model), TurnSettings(TOKENIZER, params), episode_id=name))
 
 
 def test_an_episode_with_images_is_sampled_stored_and_trained_on(taught, tmp_path) -> None:

@@ -8,9 +8,9 @@ import json
 import numpy as np
 
 from k3rl.engine import Engine
+from k3rl.envs import TurnSettings
 from k3rl.envs.gateway import GatewaySession, answer
-from k3rl.serve.driver import EngineDriver
-from k3rl.serve.gateway import EnginePolicy
+from k3rl.serve import EngineDriver, EnginePolicy
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Budgets, Message, SamplingParams, StopReason, Task
 
@@ -25,13 +25,13 @@ async def test_turns_hold_the_tokens_logprobs_and_version_of_the_engine(build_mo
     driver.start()
     while driver.state == "starting":
         await asyncio.sleep(0.01)
-    sampling = SamplingParams(max_tokens=8, seed=3)
-    session = GatewaySession(TASK, EnginePolicy(driver), TOKENIZER, sampling=sampling, budgets=Budgets(turns=3))
+    settings = TurnSettings(TOKENIZER, SamplingParams(max_tokens=8, seed=3))
+    session = GatewaySession(TASK, EnginePolicy(driver), settings, budgets=Budgets(turns=3))
     asked = [[{"role": "user", "content": word}] for word in ("one", "two", "three")]
     answers = await asyncio.gather(*(answer(session, json.dumps({"messages": one}).encode()) for one in asked))
     assert [given.status for given in answers] == [200, 200, 200]
     assert (await answer(session, json.dumps({"messages": asked[0]}).encode())).status == 403
-    other = GatewaySession(TASK, EnginePolicy(driver), TOKENIZER, sampling=sampling)
+    other = GatewaySession(TASK, EnginePolicy(driver), settings)
     long = {"messages": [{"role": "user", "content": "word " * 300}]}
     refused = await answer(other, json.dumps(long).encode())
     assert (refused.status, refused.body["error"]["code"]) == (400, "context_length_exceeded")

@@ -1,4 +1,4 @@
-"""What the server makes of tokens and of fields, without a server."""
+"""What the dialect makes of tokens and of fields, without a server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from k3rl.serve.events import EventStream
 from k3rl.serve.metrics import ServerMetrics
-from k3rl.serve.openai import Channels, ChatRequest, PlainText, TextCutter
 from k3rl.tokens import Tokenizer
+from k3rl.tokens.openai import Channels, ChatRequest, PlainText, TextCutter
 from k3rl.types import SamplingParams
 
 TOKENIZER = Tokenizer.builtin()
