@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from k3rl.actors.cluster import ClusterConfig, EngineConfig, RolloutConfig, start_ray
     from k3rl.actors.environment import EnvironmentWorker
     from k3rl.actors.fleet import Fleet, FleetConfig, start_fleet
-    from k3rl.actors.jobs import EnvSettings, EpisodeJob, TaskRef
+    from k3rl.actors.jobs import EpisodeJob, TaskRef
     from k3rl.actors.learner import LearnerActor
     from k3rl.actors.learner_group import LearnerGroup
     from k3rl.actors.placement import reserve, shortage
@@ -48,7 +48,6 @@ _HOMES = {
     "ClusterConfig": "cluster",
     "Dispatched": "rollout_workers",
     "EngineConfig": "cluster",
-    "EnvSettings": "jobs",
     "EnvironmentWorker": "environment",
     "EpisodeJob": "jobs",
     "Fleet": "fleet",
@@ -82,7 +81,6 @@ __all__ = [
     "ClusterConfig",
     "Dispatched",
     "EngineConfig",
-    "EnvSettings",
     "EnvironmentWorker",
     "EpisodeJob",
     "Fleet",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from k3rl.actors.jobs import EnvSettings, EpisodeJob, Tasks
-from k3rl.envs import EpisodeContext, make
+from k3rl.actors.jobs import EpisodeJob, Tasks
+from k3rl.envs import EnvConfig, EpisodeContext, make
 from k3rl.envs.faults import EngineFailed
 from k3rl.envs.gateway import run_program
 from k3rl.envs.guard import BlockWatch, GuardedEnv, GuardedHarness
@@ -87,7 +87,7 @@ class _Seat:
 class EnvironmentWorker:
     """An asyncio Ray actor without torch. Rewards are given elsewhere; episodes leave here ungraded."""
 
-    def __init__(self, env: EnvSettings, rollout: Any) -> None:
+    def __init__(self, env: EnvConfig, rollout: Any) -> None:
         """rollout: the actor whose engine samples."""
         self._faults = env.faults
         self._watch: BlockWatch | None = None

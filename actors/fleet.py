@@ -14,7 +14,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from k3rl.actors.calls import ActorLost, wait
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.actors.environment import EnvironmentWorker
-from k3rl.actors.jobs import EnvSettings
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.learner_group import LearnerGroup
 from k3rl.actors.placement import Bundle, reserve
@@ -24,7 +23,7 @@ from k3rl.actors.rollout_workers import RolloutWorkers
 from k3rl.actors.weight_sync import Canary, WeightPublisher
 from k3rl.actors.worker_pool import WorkerPool
 from k3rl.config import K3Error
-from k3rl.envs import make
+from k3rl.envs import EnvConfig, make
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -40,7 +39,7 @@ class FleetConfig:
     """
 
     cluster: ClusterConfig
-    env: EnvSettings | None = None
+    env: EnvConfig | None = None
     max_running: int = 64
     seed: int = 0
     canary: Canary | None = None
@@ -110,7 +109,7 @@ class Fleet:
         self._started += ranks
         self.learner = LearnerGroup(ranks, cluster.call_timeout_s)
 
-    def _start_rollouts(self, env: EnvSettings) -> None:
+    def _start_rollouts(self, env: EnvConfig) -> None:
         config, cluster = self._config, self._config.cluster
         engines = [
             self._place(f"rollout {i}", RolloutActor, cluster, i, config.max_running, config.seed + i)

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
 
 from k3rl.envs import TaskSource
-from k3rl.envs.faults import FaultConfig
 from k3rl.types import Episode, Failed, StopReason, Task
-
-
-class EnvSettings(Protocol):
-    """What a worker needs to know of an environment: the fields of `EnvConfig` that are read here."""
-
-    @property
-    def name(self) -> str:
-        """A registered name, `pkg.module:Object`, a .py file or a directory."""
-        ...
-
-    @property
-    def args(self) -> Mapping[str, Any]:
-        """Keyword arguments of the environment's factory."""
-        ...
-
-    @property
-    def sandbox(self) -> str:
-        """Where programs of the policy run."""
-        ...
-
-    @property
-    def faults(self) -> FaultConfig:
-        """What becomes of episodes whose environment misbehaves."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from k3rl.actors.jobs import EnvSettings, EpisodeJob, Tasks
-from k3rl.envs import make
+from k3rl.actors.jobs import EpisodeJob, Tasks
+from k3rl.envs import EnvConfig, make
 from k3rl.envs.faults import grade
 from k3rl.envs.rollout import NOT_GRADED, gradable
 from k3rl.types import Episode, Failed
@@ -15,7 +15,7 @@ from k3rl.types import Episode, Failed
 class RewardWorker:
     """A synchronous Ray actor without torch, owning one grader and its sandbox."""
 
-    def __init__(self, env: EnvSettings) -> None:
+    def __init__(self, env: EnvConfig) -> None:
         self._environment = make(env.name, **env.args)
         self._tasks = Tasks(self._environment.source)
         self._grader = self._environment.grader(provider=env.sandbox)
