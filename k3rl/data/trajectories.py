@@ -2,7 +2,7 @@
 
 One file per `write`, whole or absent: written beside its name, synced, renamed, then announced by one line in the
 writer's manifest. Readers trust the manifest alone. Recorded experts weigh two hundred times the tokens, so they
-go into a file of their own, which is dropped once the learner has used it. Images too are in a file of their own, each
+go into a file of their own, which can be deleted without the rest. Images too are in a file of their own, each
 distinct one once, as the bytes that the environment gave; episodes and messages name them by their SHA-256.
 """
 
@@ -114,11 +114,6 @@ class TrajectoryWriter:
         sizes = [len(data) for data in columns[heavy]]
         return name, _write_table(self._folder / name, columns, schema, metadata, sizes, ROW_GROUP_BYTES)
 
-    def drop_routes(self, entry: Entry) -> None:
-        """Delete the recorded experts of a file, after the learner has used them. Twice is as good as once."""
-        if entry.routes_file is not None:
-            (self._folder / entry.routes_file).unlink(missing_ok=True)
-
 
 def manifest(folder: str | os.PathLike[str]) -> list[Entry]:
     """Every whole file in `folder`, by actor and in the order of writing. Raises TrajectoryError."""
@@ -136,14 +131,14 @@ def read(folder: str | os.PathLike[str], entry: Entry, *, routes: bool = False) 
     """The groups in one file as they were written, logprobs rounded to float32; without experts unless `routes`.
 
     Raises TrajectoryError when the file, or that of its images, is missing, differs from its manifest line, or is of
-    another schema, and when `routes` are asked for but were not recorded or are dropped.
+    another schema, and when `routes` are asked for but were not recorded or are deleted.
     """
     file = Path(folder) / entry.file
     table = _read_table(_whole(file, entry.sha256), file, rows.EPISODE_SCHEMA)
     experts: Mapping[tuple[str, str, int], np.ndarray] = {}
     if routes:
         if entry.routes_file is None or entry.routes_sha256 is None or not (Path(folder) / entry.routes_file).is_file():
-            state = "were not recorded" if entry.routes_file is None else f"are dropped ({entry.routes_file} is gone)"
+            state = "were not recorded" if entry.routes_file is None else f"are deleted ({entry.routes_file} is gone)"
             raise TrajectoryError(f"the experts of {file} {state}; read with routes=False or roll out again")
         path = Path(folder) / entry.routes_file
         experts = rows.routes_by_turn(
@@ -158,12 +153,6 @@ def read(folder: str | os.PathLike[str], entry: Entry, *, routes: bool = False) 
         return rows.groups(table.to_pylist(), experts, images)
     except KeyError as error:
         raise TrajectoryError(f"{file} shows the image {error}, which is not stored beside it") from error
-
-
-def read_all(folder: str | os.PathLike[str]) -> Iterator[Group]:
-    """Every group in `folder`, file by file, without recorded experts. Raises TrajectoryError as `read` does."""
-    for entry in manifest(folder):
-        yield from read(folder, entry)
 
 
 def _whole(file: Path, sha256: str) -> bytes:
