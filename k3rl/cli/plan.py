@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3rl.cli.common import Parser, print_json
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser
 from k3rl.config import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from k3rl import cli, cli_ablate
+from k3rl import cli
+from k3rl.cli import ablate as ablate_command
 from k3rl.engine import Engine, SamplingParams
 from k3rl.model import ABLATION_CHOICES, AblationConfig, K3Config, K3ForCausalLM
 from k3rl.pipelines import ablate as study
@@ -17,7 +18,7 @@ EVERY = [variant for variants in study.PARTS.values() for variant in variants]
 
 
 def test_the_command_line_names_the_parts_of_the_study() -> None:
-    assert tuple(study.PARTS) == cli_ablate.PARTS
+    assert tuple(study.PARTS) == ablate_command.PARTS
 
 
 def test_every_choice_of_a_model_and_a_trainer_is_tried() -> None:
