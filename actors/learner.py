@@ -17,12 +17,11 @@ from k3rl.actors.weight_sync.messages import BytesMessage, Message, tensor_messa
 from k3rl.actors.weight_sync.publication import POLICY, Form, Publication, Served
 from k3rl.actors.weight_sync.transfer import Link, Place, Route, Sender, place_here
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_adapter, save_checkpoint, weights_of
-from k3rl.checkpoint.belonging import refuse_foreign
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
 from k3rl.checkpoint.fingerprint import weights_fingerprint
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
-from k3rl.checkpoint.sharded import collected_tensors
-from k3rl.checkpoint.state_writer import StateWriter, restore
+from k3rl.checkpoint.official import collected_tensors
+from k3rl.checkpoint.state_writer import StateWriter, refuse_foreign, restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
 from k3rl.data.batch import TrainBatch
 from k3rl.engine.adapters import AdapterHeader

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from k3rl.checkpoint.adapter import check_base, load_adapter, save_adapter, weights_of
-from k3rl.checkpoint.belonging import refuse_foreign
+from k3rl.checkpoint.card import read_card
 from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.hf import load_checkpoint, official_tensors, read_card, save_checkpoint
-from k3rl.checkpoint.state_writer import restore
+from k3rl.checkpoint.hf import load_checkpoint, save_checkpoint
+from k3rl.checkpoint.official import official_tensors
+from k3rl.checkpoint.state_writer import refuse_foreign, restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
 from k3rl.config import K3Error
 from k3rl.model import K3Config, K3ForCausalLM

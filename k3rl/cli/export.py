@@ -33,8 +33,7 @@ def export(words: Sequence[str]) -> int:
     source = find_checkpoint(arguments.source, arguments.stage)
     if arguments.target.resolve() == source.resolve():
         raise ConfigError(f"{arguments.target} is the checkpoint itself; name another folder", key="target")
-    from k3rl.checkpoint import is_adapter
-    from k3rl.checkpoint.export import copy_adapter, copy_checkpoint, merge_adapter
+    from k3rl.checkpoint import copy_adapter, copy_checkpoint, is_adapter, merge_adapter
 
     merged: dict[str, Any] = {}
     if arguments.merge:
@@ -55,8 +54,7 @@ def export(words: Sequence[str]) -> int:
 
 
 def _export_state(state: Path, arguments: Namespace) -> int:
-    from k3rl.checkpoint.export import export_state
-    from k3rl.checkpoint.train_state import TrainState
+    from k3rl.checkpoint import TrainState, export_state
 
     tensors, size = export_state(TrainState(state), arguments.target, merged=arguments.merge)
     if arguments.json:
@@ -75,7 +73,7 @@ def find_state(place: Path, stage: str | None, step: str | None) -> Path | None:
         return place
     if step is None:
         return None
-    from k3rl.checkpoint.train_state import chosen_train_state
+    from k3rl.checkpoint import chosen_train_state
 
     stages = sorted(path.name for path in (place / "checkpoints").glob("*") if path.is_dir())
     if not stages:

@@ -16,9 +16,9 @@ def inspect(words: Sequence[str]) -> int:
     arguments = parser.read(words)
     if arguments is None:
         return 0
-    from k3rl.checkpoint.inspect import inspect as look
+    from k3rl.checkpoint import inspect_model
 
-    result = look(arguments.model)
+    result = inspect_model(arguments.model)
     if arguments.json:
         print_json(result)
         return 0

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader, _deflated, encode
+from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader, deflated, encode
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 
 KINDS = {torch.uint8: np.uint8, torch.bfloat16: np.uint16, torch.float32: np.uint32}
@@ -78,7 +78,7 @@ def threads():
 
 
 def test_any_number_of_threads_makes_the_same_bytes_and_takes_them(threads, monkeypatch):
-    monkeypatch.setattr("k3rl.checkpoint.delta._PROVED", 5000)  # digests go to threads too
+    monkeypatch.setattr("k3rl.checkpoint.delta.DIGEST_BYTES", 5000)  # digests go to threads too
     sizes = [(kind, size) for size in (1, 9000, 40, 7000, 3) for kind in KINDS]
     base, new = some_tensors(2, sizes, 0.1, 2)
     made = []
@@ -106,7 +106,7 @@ def test_any_number_of_threads_makes_the_same_bytes_and_takes_them(threads, monk
 )
 def test_what_is_deflated_without_a_search_is_plain_zlib_and_hardly_longer_than_it_was(values, repeats, zeros):
     data = bytes(values) * repeats + b"\0" * zeros
-    packed = _deflated(data)
+    packed = deflated(data)
     assert zlib.decompress(packed) == data
     assert len(packed) <= len(data) + 5 * (len(data) // 16384 + 1) + 11  # the bound that buckets are cut by
 
@@ -130,8 +130,8 @@ def test_few_changes_cost_few_bytes():
 
 
 def test_buckets_of_few_changes_do_not_wait_until_they_are_full(monkeypatch):
-    monkeypatch.setattr("k3rl.checkpoint.delta._WORDS", 10_000)
-    monkeypatch.setattr("k3rl.checkpoint.delta._COVERED", 40_000)
+    monkeypatch.setattr("k3rl.checkpoint.delta.RECORD_WORDS", 10_000)
+    monkeypatch.setattr("k3rl.checkpoint.delta.COVERED_BYTES", 40_000)
     base, new = some_tensors(0, [(torch.uint8, 200_000), (torch.bfloat16, 100_000)], 0.001, 1)
     header, buckets, (before, after) = delta(base, new, 1 << 20)
     assert len(buckets) == 200_000 / 40_000 + 2 * 100_000 / 40_000
