@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from k3rl.data.trajectories import Entry, TrajectoryWriter, read
+from k3rl.data.trajectories import ManifestEntry, TrajectoryWriter, read
 from k3rl.types import Group
 
 
@@ -28,12 +28,12 @@ class InFlight:
         """Writes the groups into `folder`, durable; what `load` needs, as JSON."""
         writer = TrajectoryWriter(folder, actor="in-flight", tokenizer_hash=tokenizer_hash)
         entry = writer.write(self.groups(), generation=step)
-        fields = {name: getattr(entry, name) for name in Entry.__slots__}
+        fields = {name: getattr(entry, name) for name in ManifestEntry.__slots__}
         return {"folder": folder.name, "entry": fields, "published": self.published}
 
     @classmethod
     def load(cls, parent: Path, saved: Mapping[str, Any]) -> InFlight:
         """The inverse of `save`. Raises TrajectoryError for files that are not those that were written."""
-        entry = Entry(**saved["entry"])
+        entry = ManifestEntry(**saved["entry"])
         groups = read(parent / saved["folder"], entry, routes=entry.routes_file is not None)
         return cls(lambda: groups, saved["published"])

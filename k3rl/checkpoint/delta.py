@@ -421,8 +421,8 @@ class DeltaDecoder:
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one element size, each when the records that cover it are decoded."""
         held: deque[_OpenTensor] = deque()
-        for stretch in map_in_order(_RecordTarget.decode, self._targets(size, names, records, held)):
-            for part, words in stretch.covers:
+        for target in map_in_order(_RecordTarget.decode, self._targets(size, names, records, held)):
+            for part, words in target.covers:
                 part.filled += words
             while held and held[0].filled == len(held[0].old):
                 part = held.popleft()
@@ -437,19 +437,19 @@ class DeltaDecoder:
     ) -> Iterator[_RecordTarget]:
         """Each record, taken out of `records`, with the words it covers; the tensors of these are put into `held`."""
         open_tensors: deque[_OpenTensor] = deque()  # whose words have no record yet, some of them
-        place = ahead = 0  # words that have records; words of open parts behind them
+        place = behind = 0  # words that have records; words of open tensors behind them
         for name in names:
             part = _OpenTensor(name, self._base(name))
             if part.old.itemsize != size:
                 raise DeltaError(f"{name} has elements of {part.old.itemsize} bytes here, and {size} in the delta")
             held.append(part)
             open_tensors.append(part)
-            ahead += len(part.old)
-            while place in records and records[place][1] <= ahead:
+            behind += len(part.old)
+            while place in records and records[place][1] <= behind:
                 coding, words, body = records.pop(place)
-                stretch = _RecordTarget(coding, body, words, open_tensors)
-                place, ahead = place + words, ahead - words
-                yield stretch
+                target = _RecordTarget(coding, body, words, open_tensors)
+                place, behind = place + words, behind - words
+                yield target
 
     def check_result(self, base: Mapping[str, str]) -> dict[str, str]:
         """The manifest after, of the one before and the tensors that were given. Raises DeltaError."""

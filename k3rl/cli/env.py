@@ -210,7 +210,7 @@ def _print_paused(state: Path, about: dict[str, Any], *, as_json: bool) -> int:
     if as_json:
         print_json({"status": "paused", "reward": None, "state": str(state)} | about)
     else:
-        print(f"{about['task']}: put aside in {state} after {about['turns']:g} turns; the same command goes on with it")
+        print(f"{about['task']}: paused in {state} after {about['turns']:g} turns; the same command goes on with it")
     return 0
 
 

@@ -28,7 +28,7 @@ Type your turn and end it with a line that holds a single dot. Instead of text:
   /TOOL                     the same, its text on the lines up to the dot
   /file PATH                the text of a file is your answer
   /quit                     gives up"""
-LATER = "  /later                    puts the episode aside in %s; so does the end of the input"
+LATER = "  /later                    pauses the episode in %s; so does the end of the input"
 
 
 def play(
@@ -48,7 +48,7 @@ def play(
     state: a file that is written before each turn and holds the episode and its workspace. Where it exists the episode
     goes on from there, also after this process was killed. It is removed when the episode is over; the end of `source`
     leaves it, and the episode is PAUSED. Raises ConfigError for a file of another task or of no episode, and for an
-    environment whose episodes cannot be put aside or are played by a program.
+    environment whose episodes cannot be paused or are played by a program.
     """
     if environment.make_harness is not None:
         raise ConfigError(f"{environment.name} is played by an agent program of its own, not turn by turn", key="env")
@@ -58,11 +58,11 @@ def play(
     provider = provider_named("bwrap")
     programs = ProgramRunner(provider) if environment.needs_programs else None
     person = _Person(source, shown)
-    kept = None if state is None else _Kept(state, task, person)
+    file = None if state is None else _EpisodeFile(state, task, person)
     print(HELP if state is None else f"{HELP}\n{LATER % state}", file=shown)
     try:
-        resume = None if kept is None else kept.read()
-        env = _Put(environment.make_env(), person)
+        resume = None if file is None else file.read()
+        env = _Watched(environment.make_env(), person)
         episode = asyncio.run(
             run_episode(
                 env,
@@ -73,22 +73,22 @@ def play(
                 sampling=SamplingParams(max_tokens=MAX_TURN_TOKENS),
                 context=EpisodeContext(seed=task.seed, budgets=Budgets(), programs=programs, sandboxes=provider),
                 resume=resume,
-                keep=None if kept is None else kept.keep,
+                keep=None if file is None else file.write,
             )
         )
     finally:
         if programs is not None:
             programs.close()
-    if kept is None:
+    if file is None:
         return episode
-    if episode.stop_reason is StopReason.CANCELLED and not person.gave_up and kept.path.exists():
+    if episode.stop_reason is StopReason.CANCELLED and not person.gave_up and file.path.exists():
         used = {**episode.budgets_used, "turns": episode.budgets_used["turns"] - 1}  # the last one said nothing
         return dataclasses.replace(episode, stop_reason=StopReason.PAUSED, budgets_used=used)
-    kept.path.unlink(missing_ok=True)
+    file.path.unlink(missing_ok=True)
     return episode
 
 
-class _Kept:
+class _EpisodeFile:
     """The file of an episode: a line of JSON, the tools that were declared last, and the episode's own bytes."""
 
     def __init__(self, path: Path, task: Task, person: _Person) -> None:
@@ -116,7 +116,7 @@ class _Kept:
         self._person.show([*state.messages[:1], *state.messages[last:]] if last > 0 else state.messages)
         return state
 
-    def keep(self, state: EpisodeState) -> bool:
+    def write(self, state: EpisodeState) -> bool:
         """Write it; the file is whole or as it was."""
         head = json.dumps({"tools": self._person.tools}, default=dict).encode()
         fresh = self.path.with_name(f"{self.path.name}.new")
@@ -127,8 +127,8 @@ class _Kept:
         return False
 
 
-class _Put(Seen):
-    """What a person sees; an environment that cannot be put aside says so in the words of the command."""
+class _Watched(Seen):
+    """What a person sees; an environment that cannot be paused says so in the words of the command."""
 
     def __init__(self, env: Env, person: _Person) -> None:
         super().__init__(env, person.see)

@@ -21,11 +21,11 @@ def tail(words: Sequence[str]) -> int:
         return 0
     if arguments.last is not None and arguments.last < 0:
         raise ConfigError(f"--last wants a number from 0, got {arguments.last}", key="--last")
-    from k3rl.run.tail import tail as follow
+    from k3rl.run import follow_run
 
     def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    follow(arguments.run, write, follow=not arguments.no_follow, last=arguments.last)
+    follow_run(arguments.run, write, follow=not arguments.no_follow, last=arguments.last)
     return 0

@@ -25,16 +25,16 @@ from k3rl.data.sft import (
     load_chat_dataset,
     sft_sequence,
 )
-from k3rl.data.trajectories import Entry, TrajectoryError, TrajectoryWriter, manifest, read
+from k3rl.data.trajectories import ManifestEntry, TrajectoryError, TrajectoryWriter, manifest, read
 
 __all__ = [
     "BatchError",
     "ChatDataset",
     "DatasetError",
-    "Entry",
     "ImageConfig",
     "ImageError",
     "ImagePatches",
+    "ManifestEntry",
     "SequenceTooLong",
     "TrainBatch",
     "TrainSequence",

@@ -33,7 +33,7 @@ class TrajectoryError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ManifestEntry:
     """One manifest line: a file that is whole, of one rollout step (`generation`).
 
     `routes_file` and `routes_sha256` are None when no experts were recorded, `images_file` and `images_sha256` when no
@@ -69,7 +69,7 @@ class TrajectoryWriter:
         self._manifest = self._folder / f"{actor}.manifest.jsonl"
         self._sequence = len(_manifest_lines(self._manifest, repair=True))
 
-    def write(self, groups: Sequence[Group], *, generation: int, seed: int = 0) -> Entry:
+    def write(self, groups: Sequence[Group], *, generation: int, seed: int = 0) -> ManifestEntry:
         """Store these groups as one file. generation: the rollout step they belong to; seed: the run's seed."""
         stem = f"{self._actor}-{generation:06d}-{self._sequence:06d}"
         table = rows.episode_rows(groups, seed)
@@ -80,7 +80,7 @@ class TrajectoryWriter:
         experts, images = rows.route_rows(groups), image_files.image_rows(groups)
         routes_file, routes_digest = self._beside(stem, "routes", experts, "routes", rows.ROUTE_SCHEMA, metadata)
         images_file, images_digest = self._beside(stem, "images", images, "data", image_files.IMAGE_SCHEMA, metadata)
-        entry = Entry(
+        entry = ManifestEntry(
             file=file.name,
             generation=generation,
             episodes=sum(len(group.episodes) for group in groups),
@@ -94,7 +94,7 @@ class TrajectoryWriter:
             images_file=images_file,
             images_sha256=images_digest,
         )
-        _append_line(self._manifest, json.dumps({name: getattr(entry, name) for name in Entry.__slots__}))
+        _append_line(self._manifest, json.dumps({name: getattr(entry, name) for name in ManifestEntry.__slots__}))
         self._sequence += 1
         return entry
 
@@ -115,19 +115,19 @@ class TrajectoryWriter:
         return name, _write_table(self._folder / name, columns, schema, metadata, sizes, ROW_GROUP_BYTES)
 
 
-def manifest(folder: str | os.PathLike[str]) -> list[Entry]:
+def manifest(folder: str | os.PathLike[str]) -> list[ManifestEntry]:
     """Every whole file in `folder`, by actor and in the order of writing. Raises TrajectoryError."""
     entries = []
     for path in sorted(Path(folder).glob("*.manifest.jsonl")):
         for number, line in enumerate(_manifest_lines(path, repair=False), start=1):
             try:
-                entries.append(Entry(**json.loads(line)))
+                entries.append(ManifestEntry(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 raise TrajectoryError(f"{path}, line {number} is no manifest entry: {error}") from error
     return entries
 
 
-def read(folder: str | os.PathLike[str], entry: Entry, *, routes: bool = False) -> list[Group]:
+def read(folder: str | os.PathLike[str], entry: ManifestEntry, *, routes: bool = False) -> list[Group]:
     """The groups in one file as they were written, logprobs rounded to float32; without experts unless `routes`.
 
     Raises TrajectoryError when the file, or that of its images, is missing, differs from its manifest line, or is of

@@ -12,7 +12,7 @@ from k3rl.run.files import number, read_lines
 from k3rl.run.terminal import framed, visible
 
 
-def tail(
+def follow_run(
     root: Path,
     write: Callable[[str], object],
     *,
