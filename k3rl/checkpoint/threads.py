@@ -40,7 +40,7 @@ def map_in_order(work: Callable[[Item], Result], items: Iterable[Item], threads:
 
 
 def in_batches(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors on the host, in lists of at least `size` bytes, the last one aside: what is worth handing over."""
+    """Tensors on the host, in lists of at least `size` bytes, but the last one: what is worth handing over."""
     batch: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in tensors:

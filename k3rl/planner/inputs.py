@@ -131,7 +131,7 @@ class Method:
     """How weights are trained. Bytes are of one number.
 
     lora_rank 0 trains everything; adapters train with AdamW beside packed experts. momentum_bytes: of Muon. offload:
-    masters and momentum live in host memory and visit the device in the step. recompute "layer" keeps the residual
+    masters and momentum lie in host memory and are fetched for the step. recompute "layer" keeps the residual
     stream only and runs a layer's forward again before its backward. shard_frozen: neighbouring ranks that share the
     frozen weights beside the experts (LoRA only). kernels: devices run the kernels of `k3rl.kernels` in bf16, which
     keep less for a backward (`has_kernels`). capture: forward-backward and step are CUDA graphs where one rank holds

@@ -36,7 +36,7 @@ def follow_run(
             if text := format_row(row):
                 write(text)
             shown += row.get("kind") == "episode"
-        if not (follow and alive):  # read once more after the end was seen, so nothing is left out
+        if not (follow and alive):  # read once more after the end was seen, so nothing is missed
             break
         time.sleep(poll_s)
     if follow:

@@ -45,7 +45,7 @@ def saved_and_flops(model: K3ForCausalLM, tokens: int, length: int, targets: int
 
 
 def training_peak(model: K3ForCausalLM, tokens: int, length: int, targets: int) -> int:
-    """Bytes alive at the worst moment of the second of two passes, besides the parameters."""
+    """Bytes alive at the worst moment of the second of two forward-backwards, besides the parameters."""
     live = LiveBytes([parameter for _, parameter in model.official_parameters()])
     with live:
         for _ in range(2):
