@@ -14,9 +14,8 @@ import torch
 from k3rl.actors.teachers import Teachers
 from k3rl.actors.weight_sync import BaseVersion, Link, Location, Publication, Transport, WeightSource
 from k3rl.checkpoint import load_checkpoint, save_adapter, save_checkpoint, weights_of
-from k3rl.checkpoint.belonging import refuse_foreign
 from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.state_writer import StateWriter, restore
+from k3rl.checkpoint.state_writer import StateWriter, refuse_foreign, restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
 from k3rl.data.batch import TrainBatch
 from k3rl.model import K3Config, K3ForCausalLM

@@ -38,9 +38,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from k3rl.actors.weight_sync import BytesBucket, Link, Receiver, Sender, content_of, tensor_buckets, tensors_in
-from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
+from k3rl.checkpoint import assign_official_tensors, load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
-from k3rl.checkpoint.hf import assign_official_tensors
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch, TrainSequence

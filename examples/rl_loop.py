@@ -17,8 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from k3rl.checkpoint import load_checkpoint, save_checkpoint
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.manifest import manifest_of
 from k3rl.checkpoint.partial import second_model
 from k3rl.data.batch import TrainBatch, from_episodes

@@ -562,7 +562,7 @@ class WeightSlices(Protocol):
 
 
 class ForwardObserver(Protocol):
-    """What a training forward reports, at no extra pass. Called under no_grad with detached tensors."""
+    """What a training forward reports, without another one. Called under no_grad with detached tensors."""
 
     def router(self, layer: int, scores: Any, cutoff: Any) -> None:
         """scores [N, E]: sigmoid scores before bias; cutoff [N]: the (k+1)-th biased score of each token."""

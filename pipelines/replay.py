@@ -14,7 +14,7 @@ import torch
 from k3rl.checkpoint import load_checkpoint
 from k3rl.config import NO_CHECKPOINT, ConfigError, K3Error, MissingResource
 from k3rl.data import from_episodes
-from k3rl.data.trajectories import Entry, TrajectoryError, manifest, read
+from k3rl.data.trajectories import ManifestEntry, TrajectoryError, manifest, read
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.pipelines.start import resolve_start
 from k3rl.run import RunDirectory
@@ -93,11 +93,11 @@ def _find(run: RunDirectory, name: str) -> Stored:
     raise ConfigError(f"{run.root} has stored no episode {name!r}{known}", key="EPISODE", got=name, nearest=near)
 
 
-def _attempt(entry: Entry) -> int:
+def _attempt(entry: ManifestEntry) -> int:
     return int(entry.file.partition("-")[0].removeprefix("driver"))
 
 
-def _stored(run: RunDirectory, folder: Path, entry: Entry, episode: Episode) -> Stored:
+def _stored(run: RunDirectory, folder: Path, entry: ManifestEntry, episode: Episode) -> Stored:
     routes = entry.routes_file is not None and (folder / entry.routes_file).is_file()
     if routes:
         groups = read(folder, entry, routes=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3rl.data.trajectories import Entry, TrajectoryWriter, read
+from k3rl.data.trajectories import ManifestEntry, TrajectoryWriter, read
 from k3rl.pipelines.configs import RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.rollout_metrics import publication_metrics
@@ -104,11 +104,11 @@ class RolloutBuffer:
             return None
         writer = TrajectoryWriter(folder, actor="in-flight", tokenizer_hash=tokenizer_hash)
         entry = writer.write(self._rollouts.groups(), generation=step)
-        fields = {name: getattr(entry, name) for name in Entry.__slots__}
+        fields = {name: getattr(entry, name) for name in ManifestEntry.__slots__}
         return {"folder": folder.name, "entry": fields, "published": self._rollouts.published}
 
     def _load(self, parent: Path, saved: Mapping[str, Any]) -> _Rollouts:
         """The inverse of `save`. Raises TrajectoryError for files that are not those that were written."""
-        entry = Entry(**saved["entry"])
+        entry = ManifestEntry(**saved["entry"])
         groups = read(parent / saved["folder"], entry, routes=entry.routes_file is not None)
         return _Rollouts(lambda: groups, saved["published"], self._config.max_staleness)

@@ -16,7 +16,7 @@ from k3rl.actors.weight_sync.transport import Location, Transport, location_here
 from k3rl.checkpoint import official_tensors
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
-from k3rl.checkpoint.sharded import collected_tensors
+from k3rl.checkpoint.official import collected_tensors
 from k3rl.engine.adapters import AdapterHeader
 from k3rl.model import K3ForCausalLM
 from k3rl.parallel import Trainer

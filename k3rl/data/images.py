@@ -2,7 +2,7 @@
 
 scale down to the patch limits (never up), resize bicubically, lay transparent pixels over a checkerboard, pad with
 zeros to the right and below to whole merged patches, normalise, cut into patches. The prompt names the original size;
-one placeholder id stands for all rows of an image and is expanded inside the model (or by `expand_placeholders`).
+one placeholder id stands for all rows of an image and is expanded inside the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ __all__ = [
     "ImageError",
     "ImagePatches",
     "conversation_images",
-    "expand_placeholders",
     "image_rows",
     "preprocess",
     "preprocess_files",
@@ -186,9 +185,3 @@ def rows_per_token(ids: np.ndarray, images: Sequence[ImagePatches], placeholder:
     counts = np.ones(len(ids), np.int64)
     counts[places] = [image.rows for image in images]
     return counts
-
-
-def expand_placeholders(ids: Sequence[int], images: Sequence[ImagePatches], placeholder: int) -> list[int]:
-    """ids with as many placeholders for each image as it has rows, the form that vLLM reads. Raises ImageError."""
-    array = np.asarray(ids, np.int64)
-    return np.repeat(array, rows_per_token(array, images, placeholder)).tolist()

@@ -28,7 +28,7 @@ Messages = Sequence[Message | Mapping[str, Any]]
 _BOARD = "transparent_bg_config"
 KINDS = ("image", "image_url")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no others: some readers start programs
-_KEPT = 32  # decoded URLs; the episodes of a group all say the same ones
+_CACHED_URLS = 32  # decoded URLs; the episodes of a group all say the same ones
 
 
 class ImageError(ValueError):
@@ -221,6 +221,6 @@ def _encoded(source: Any) -> EncodedImage:
     return _of_url(source)
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHED_URLS)
 def _of_url(url: str) -> EncodedImage:
     return encode_image(url_bytes(url))

@@ -104,18 +104,16 @@ def test_groups_come_back_as_they_were_written(tmp_path):
     assert (entry.episodes, entry.rows, entry.generation, entry.schema_version) == (3, 5, 3, 3)
 
 
-def test_recorded_experts_are_in_a_file_of_their_own_until_dropped(tmp_path):
-    out = writer(tmp_path)
-    entry = out.write(GROUPS, generation=0)
+def test_recorded_experts_are_in_a_file_of_their_own_until_it_is_deleted(tmp_path):
+    entry = writer(tmp_path).write(GROUPS, generation=0)
     first = trajectories.read(tmp_path, entry, routes=True)[0].episodes[0].branches[0].turns
     np.testing.assert_array_equal(first[0].routes, ROUTES)
     assert first[0].routes.dtype == np.int16
     assert first[1].routes is None
     assert "routes" not in pq.read_schema(tmp_path / entry.file).names
-    out.drop_routes(entry)
-    out.drop_routes(entry)
+    (tmp_path / entry.routes_file).unlink()
     assert trajectories.read(tmp_path, entry) == without_routes(GROUPS)
-    with pytest.raises(TrajectoryError, match="are dropped"):
+    with pytest.raises(TrajectoryError, match="are deleted"):
         trajectories.read(tmp_path, entry, routes=True)
 
 
@@ -277,8 +275,9 @@ def test_a_damaged_manifest_line_is_refused_by_number(tmp_path):
 def test_files_of_two_actors_are_read_together(tmp_path):
     for actor in ("b", "a"):
         writer(tmp_path, actor).write(GROUPS[1:], generation=0)
-    assert [entry.file[0] for entry in trajectories.manifest(tmp_path)] == ["a", "b"]
-    assert list(trajectories.read_all(tmp_path)) == GROUPS[1:] * 2
+    entries = trajectories.manifest(tmp_path)
+    assert [entry.file[0] for entry in entries] == ["a", "b"]
+    assert [group for entry in entries for group in trajectories.read(tmp_path, entry)] == GROUPS[1:] * 2
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path):

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import Trainer
-from k3rl.planner.live_bytes import LiveBytes
+from k3rl.planner import LiveBytes
 
 
 def logprob_sum(model: K3ForCausalLM, tokens: int, length: int, targets: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def saved_and_flops(model: K3ForCausalLM, tokens: int, length: int, targets: int
 
 
 def training_peak(model: K3ForCausalLM, tokens: int, length: int, targets: int) -> int:
-    """Bytes alive at the worst moment of the second of two passes, besides the parameters."""
+    """Bytes alive at the worst moment of the second of two forward-backwards, besides the parameters."""
     live = LiveBytes([parameter for _, parameter in model.official_parameters()])
     with live:
         for _ in range(2):
@@ -54,17 +54,20 @@ def training_peak(model: K3ForCausalLM, tokens: int, length: int, targets: int) 
 
 
 def step_peak(trainer: Trainer) -> int:
-    """Bytes that an optimizer step takes at its worst, besides parameters, gradients and its own state."""
+    """Bytes that the second of two optimizer steps takes at its worst, besides what is there between them."""
     parameters = [parameter for _, parameter in trainer.model.official_parameters()]
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    optimizer = trainer.optimizer
-    state = [tensor for bucket in optimizer._muon for tensor in (bucket.master, bucket.momentum)]
-    state += [tensor for bucket in optimizer._adam for tensor in (bucket.master, bucket.first, bucket.second)]
-    live = LiveBytes(parameters + gradients + state)
+    live = LiveBytes(parameters + gradients)
     with live:
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step(1.0)
-    return live.peak
+        _clip_and_step(trainer)  # in which masters and momentum, which stay, are seen
+        standing = live.peak = live.now
+        _clip_and_step(trainer)
+    return live.peak - standing
+
+
+def _clip_and_step(trainer: Trainer) -> None:
+    trainer.optimizer.clip_grad_norm_(1.0)
+    trainer.optimizer.step(1.0)

@@ -1,4 +1,6 @@
-"""What `k3rl plan` is asked about: a cluster, a workload, a way to change weights, a layout, and shares of peaks."""
+"""What `k3rl plan` is asked about: a cluster and what of its peaks is reached, a workload, a training method, a
+layout.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,6 @@ from k3rl.model import K3Config
 from k3rl.parallel.settings import TrainerConfig
 
 GIB = 2**30
-RUNS_TODAY = ("data", "expert", "context")
-"""The degrees that k3rl's learner has; pipeline stages are planned only."""
 
 
 class PlanError(ConfigError):
@@ -49,23 +49,59 @@ def has_kernels(config: K3Config, gpu: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Assumed shares of the peak: of matrix products in training and in the optimizer, of memory, and of links."""
+
+    train: float = 0.35
+    optimizer: float = 0.5
+    hbm: float = 0.6
+    link: float = 0.7
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
-    """`gpus` equal devices in nodes of `node`; host_gib of memory a node; reserve_gib of each device are not ours."""
+    """`gpus` equal devices in nodes of `node`, with host_gib of memory a node; reserve_gib of each device are not ours.
+
+    Raises PlanError when a device has nothing left.
+    """
 
     gpus: int
     gpu: Gpu = GPUS["h200"]
     node: int = 8
     host_gib: float = 1900.0
     reserve_gib: float = 6.0
+    efficiency: Efficiency = Efficiency()
+
+    def __post_init__(self) -> None:
+        if not self.free_gib > 0:
+            raise PlanError(
+                f"a device has {self.gpu.gib:g} GiB, of which {self.reserve_gib:g} are for the driver and fragments",
+                key="--gpu-gib", got=self.gpu.gib, wanted=f"more than {self.reserve_gib:g}",
+            )  # fmt: skip
+
+    @property
+    def free_gib(self) -> float:
+        """GiB of a device that are ours."""
+        return self.gpu.gib - self.reserve_gib
+
+    @property
+    def train_rate(self) -> float:
+        """Operations that a device does in a second of training or sampling."""
+        return self.gpu.tflops * 1e12 * self.efficiency.train
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes that a device reads or writes in a second."""
+        return self.gpu.hbm * 1e9 * self.efficiency.hbm
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One step: `prompts` groups of `group` sequences, of prompt_tokens and new_tokens each; "sft" samples none.
 
-    micro_batch_tokens: packed tokens of one pass on one device; a search may halve them up to three times with
-    smaller_passes, while the ranks of a context axis together still hold a sequence. rollout_gpus: devices that sample
-    (None: chosen).
+    micro_batch_tokens: packed tokens of one micro-batch on one device; a search may halve them up to three times with
+    smaller_micro_batches, while the ranks of a context axis together still hold a sequence. rollout_gpus: devices that
+    sample (None: chosen).
     publish_share: part of the stored bytes that a new weight version moves (below 1 with the delta form).
     """
 
@@ -77,7 +113,7 @@ class Workload:
     micro_batch_tokens: int = 8192
     rollout_gpus: int | None = None
     publish_share: float = 1.0
-    smaller_passes: bool = False
+    smaller_micro_batches: bool = False
 
     @property
     def length(self) -> int:
@@ -92,14 +128,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How weights change. Bytes are of one number.
+    """How weights are trained. Bytes are of one number.
 
     lora_rank 0 trains everything; adapters train with AdamW beside packed experts. momentum_bytes: of Muon. offload:
-    masters and momentum live in host memory and visit the device in the step. recompute "layer" keeps the residual
+    masters and momentum lie in host memory and are fetched for the step. recompute "layer" keeps the residual
     stream only and runs a layer's forward again before its backward. shard_frozen: neighbouring ranks that share the
     frozen weights beside the experts (LoRA only). kernels: devices run the kernels of `k3rl.kernels` in bf16, which
-    keep less for a backward (`has_kernels`). capture: passes and the step are CUDA graphs where one rank holds all
-    experts and whole documents; their memory then stays theirs.
+    keep less for a backward (`has_kernels`). capture: forward-backward and step are CUDA graphs where one rank holds
+    all experts and whole documents; their memory then stays theirs.
     """
 
     lora_rank: int = 0
@@ -116,7 +152,7 @@ class Method:
 
     @classmethod
     def of(cls, settings: TrainerConfig, config: K3Config, gpu: str) -> Method:
-        """How a trainer with these settings changes the weights of a model in bf16 on a device of `GPUS`."""
+        """How a trainer with these settings trains a model in bf16 on a device of `GPUS`."""
         kernels = has_kernels(config, gpu)
         return cls(
             0 if settings.lora is None else settings.lora.rank,
@@ -131,7 +167,7 @@ class Method:
         )
 
     def captures(self, layout: Layout) -> bool:
-        """Whether passes of this layout are CUDA graphs."""
+        """Whether forward-backward and step of this layout are CUDA graphs."""
         return self.capture and not self.lora_rank and layout.expert == layout.context == layout.pipeline == 1
 
     @property
@@ -161,16 +197,16 @@ class Layout:
         return self.data * self.expert * self.context * self.pipeline
 
     @property
-    def not_yet(self) -> list[str]:
-        """Degrees above 1 that k3rl does not run."""
-        return [name for name in ("pipeline",) if getattr(self, name) > 1]
+    def stage_devices(self) -> int:
+        """Ranks that hold the same layers."""
+        return self.data * self.expert * self.context
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.data * self.context
 
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Shares of the peak that are assumed: matrix products of training and of the optimizer, memory, links."""
-
-    train: float = 0.35
-    optimizer: float = 0.5
-    hbm: float = 0.6
-    link: float = 0.7
+    @property
+    def unsupported(self) -> list[str]:
+        """Degrees above 1 that k3rl does not run: pipeline stages are planned only."""
+        return ["pipeline"] if self.pipeline > 1 else []

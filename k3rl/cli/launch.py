@@ -1,46 +1,19 @@
-"""What the commands share: plain arguments, a JSON line, a loaded configuration."""
+"""The command line of a pipeline: a preset, files and flags as one configuration, and the options of the run."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from k3rl.cli.main import unknown
+from k3rl.cli.parser import unknown
 from k3rl.config import Config, ConfigError, Flag, as_config_error, load, split_words
-from k3rl.run.files import to_line
 from k3rl.run.options import RunOptions
 
 PIPELINES = ("sft", "rl", "distill")
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are ConfigErrors."""
-
-    def __init__(self, command: str, description: str) -> None:
-        super().__init__(prog=f"k3rl {command}", description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}\n  {self.format_usage().strip()}", key=self.prog, wanted=self.format_usage())
-
-    def read(self, words: Sequence[str]) -> argparse.Namespace | None:
-        """The arguments, or None after `--help` was printed."""
-        if "--help" in words or "-h" in words:
-            self.print_help()
-            return None
-        return self.parse_args(list(words))
-
-
-def print_json(result: Mapping[str, Any]) -> None:
-    """The one JSON object on the last line of standard output."""
-    sys.stdout.write(to_line(dict(result)).decode("utf-8", "replace"))
-    sys.stdout.flush()
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ import pytest
 
 from k3rl.cli import main
 from k3rl.data.batch import TrainBatch, TrainSequence
-from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.model import K3Config, K3ForCausalLM, costs
+from k3rl.model.costs import MicroBatch
 from k3rl.parallel import Axis, ContextParallel, World, pair_cost
 from k3rl.parallel.mesh import expert_run
-from k3rl.planner import costs, plan
-from k3rl.planner.costs import Mix
-from k3rl.planner.plan import Cluster, Layout, Method, Workload
+from k3rl.planner import Cluster, Layout, Method, Workload, expert_bytes, learner_memory
+from k3rl.planner.memory import activation_memory
 from k3rl.planner.shares import context_shares, expert_load
+from k3rl.planner.work import train_times
 
 NANO = K3Config.named("k3-nano")
 SMALL = K3Config.named("k3-small")
@@ -27,7 +28,7 @@ def test_weights_are_those_of_the_rank_with_most_experts(ranks) -> None:
         K3ForCausalLM(NANO, device="meta", experts=expert_run(NANO.num_experts, rank, ranks)) for rank in range(ranks)
     ]
     largest = max(sum(parameter.numel() for parameter in part.parameters()) for part in parts)
-    memory = plan.learner_memory(NANO, Layout(expert=ranks), Method(), Mix(64, 64, 64))
+    memory = learner_memory(NANO, Layout(expert=ranks), Method(), MicroBatch(64, 64, 64))
     assert memory["weights"] == 2 * largest
     assert memory["gradients"] == 4 * largest
 
@@ -44,17 +45,14 @@ def test_a_rank_sends_what_drawn_routes_to_uneven_experts_send() -> None:
         sent.append(
             (rows * latent * 33 / 32 + choices * (12 + 2 * latent), rows * 2 * latent + choices * 2 * (latent + 1))
         )
-    assert plan.expert_bytes(SMALL, ranks, 2) == pytest.approx(max(sent), rel=0.01)  # 6,000 drawn rows
+    assert expert_bytes(SMALL, ranks, 2) == pytest.approx(max(sent), rel=0.01)  # 6,000 drawn rows
 
 
 def test_a_step_takes_as_long_as_the_rank_with_most_experts() -> None:
     work = Workload("sft", 18, 1, 1024, 0)
     assert expert_load(SMALL, 3) == 22 * 3 / 64
-    even, uneven = (
-        plan._train_times(SMALL, Cluster(n), work, Method(), Layout(expert=n), plan.Efficiency())["forward"] * n
-        for n in (2, 3)
-    )
-    parts = costs.flops(SMALL, Mix(8192, 1024, 8192))
+    even, uneven = (train_times(SMALL, Cluster(n), work, Method(), Layout(expert=n))["forward"] * n for n in (2, 3))
+    parts = costs.flops(SMALL, MicroBatch(8192, 1024, 8192))
     more = parts[costs.ROUTED] * (66 / 64 - 1) / sum(parts.values())
     assert uneven == pytest.approx(even * (1 + more))
 
@@ -62,7 +60,7 @@ def test_a_step_takes_as_long_as_the_rank_with_most_experts() -> None:
 def test_a_sequence_is_whole_on_a_rank_so_more_ranks_than_sequences_do_not_help() -> None:
     work = Workload("sft", 4, 1, 8192, 0)
     seconds = [
-        plan._train_times(SMALL, Cluster(16), work, Method(), layout, plan.Efficiency())["backward"]
+        train_times(SMALL, Cluster(16), work, Method(), layout)["backward"]
         for layout in (Layout(), Layout(data=3), Layout(data=4), Layout(data=8), Layout(data=4, context=2))
     ]
     assert [one / seconds[0] for one in seconds] == pytest.approx([1, 1 / 2, 1 / 4, 1 / 4, 1 / 8])
@@ -101,13 +99,13 @@ def test_a_context_rank_needs_what_its_rows_and_the_keys_and_values_before_them_
     key = NANO.qk_nope_head_dim + NANO.qk_rope_head_dim
     each = w * NANO.num_attention_heads * (key + NANO.v_head_dim) * len(NANO.mla_layers)
     one, last = (
-        costs.activations(NANO, Mix(tokens, 4096, tokens, w, ranks=ranks)),
-        Mix(tokens, 4096, tokens, w, ranks=ranks, before=3 * tokens),
+        costs.activations(NANO, MicroBatch(tokens, 4096, tokens, w, ranks=ranks)),
+        MicroBatch(tokens, 4096, tokens, w, ranks=ranks, before=3 * tokens),
     )
     kept = 3 * tokens * tokens * w * NANO.num_attention_heads * len(NANO.mla_layers)  # their probabilities
     assert costs.activations(NANO, last)["mla"] - one["mla"] == 3 * tokens * each + kept
     alone, split = (
-        plan.activation_memory(NANO, Layout(context=n), Method(weight_bytes=4), Mix(tokens, 128, tokens, w))
+        activation_memory(NANO, Layout(context=n), Method(weight_bytes=4), MicroBatch(tokens, 128, tokens, w))
         for n in (1, ranks)
     )
     assert split == pytest.approx(alone)
@@ -126,6 +124,6 @@ PEAKS = [
 
 @pytest.mark.parametrize(("name", "ranks", "length", "peak"), PEAKS)
 def test_peaks_of_context_ranks_are_within_10_percent(name, ranks, length, peak) -> None:
-    mix, method = Mix(1024, length, 1024, 4), Method(weight_bytes=4)
-    memory = plan.learner_memory(K3Config.named(name), Layout(context=ranks), method, mix, one_pass=True)
+    batch, method = MicroBatch(1024, length, 1024, 4), Method(weight_bytes=4)
+    memory = learner_memory(K3Config.named(name), Layout(context=ranks), method, batch, only_one=True)
     assert sum(memory.values()) == pytest.approx(peak, rel=0.10)

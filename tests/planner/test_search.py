@@ -10,12 +10,24 @@ import pytest
 
 from k3rl.cli import main
 from k3rl.model import K3Config
-from k3rl.planner import engine, plan, search
-from k3rl.planner.plan import GPUS, Cluster, Layout, Method, Plan, Workload
+from k3rl.planner import (
+    GPUS,
+    Cluster,
+    Layout,
+    Method,
+    Plan,
+    Workload,
+    fastest_plan,
+    memory_savers,
+    plan_layout,
+    smallest_clusters,
+)
+from k3rl.planner.engine import engine_size, engine_sizes
+from k3rl.planner.work import train_flops
 
 K3 = K3Config.named("k3")
 SMALL = K3Config.named("k3-small")
-FREE = Workload(smaller_passes=True)
+FREE = Workload(smaller_micro_batches=True)
 
 
 def _result(capsys, *words: str) -> dict[str, Any]:
@@ -23,38 +35,42 @@ def _result(capsys, *words: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+def best_plan(cluster: Cluster, method: Method, config: K3Config = K3) -> Plan:
+    return fastest_plan(config, cluster, FREE, memory_savers(method, cluster))
+
+
 def _order(found: Plan) -> tuple[bool, bool, float]:
     """Smaller is better: what fits, what runs today, what is faster."""
-    return not found.fits, bool(found.not_yet), found.seconds if found.fits else 0.0
+    return not found.fits, bool(found.unsupported), found.seconds if found.fits else 0.0
 
 
 @pytest.mark.parametrize("devices", [3, 8])
 def test_more_memory_never_makes_a_plan_worse(devices) -> None:
     gibs = (9, 11, 12, 13, 14, 16, 18, 24, 139)
     clusters = [Cluster(devices, dataclasses.replace(GPUS["h200"], gib=gib)) for gib in gibs]
-    found = [_order(search.best_way(SMALL, c, FREE, Method(kernels=True, capture=True))) for c in clusters]
+    found = [_order(best_plan(c, Method(kernels=True, capture=True), SMALL)) for c in clusters]
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]
 
 
 def test_more_memory_leaves_an_engine_the_choice_of_more_devices() -> None:
-    sizes = [engine.engine_sizes(K3, Cluster(256, dataclasses.replace(GPUS["h200"], gib=g))) for g in (139, 1200)]
+    sizes = [engine_sizes(K3, Cluster(256, dataclasses.replace(GPUS["h200"], gib=g))) for g in (139, 1200)]
     assert set(sizes[0]) < set(sizes[1])
-    assert sizes[1][-1] == sizes[0][-1] == engine.engine_size(K3, Cluster(256, GPUS["h100"]))
+    assert sizes[1][-1] == sizes[0][-1] == engine_size(K3, Cluster(256, GPUS["h100"]))
 
 
 def test_a_device_too_many_stays_idle() -> None:
     lora = Method(lora_rank=32)
-    even, odd = (search.best_way(K3, Cluster(count), FREE, lora) for count in (48, 49))
+    even, odd = (best_plan(Cluster(count), lora) for count in (48, 49))
     assert even.fits
     assert odd.fits
     assert odd.learner_gpus + odd.rollout_gpus <= 49
 
 
 def test_what_runs_today_is_taken_before_stages_whatever_has_to_be_cut_for_it() -> None:
-    found = search.best_way(K3, Cluster(256), FREE, Method(lora_rank=32))
+    found = best_plan(Cluster(256), Method(lora_rank=32))
     assert found.fits
-    assert not found.not_yet
+    assert not found.unsupported
     assert found.method.shard_frozen == 8
 
 
@@ -70,17 +86,17 @@ def test_the_bottleneck_is_a_phase_of_the_longer_side(capsys) -> None:
 
 
 def test_one_device_fewer_than_the_fewest_does_not_do() -> None:
-    cluster, way = Cluster(4, dataclasses.replace(GPUS["h200"], gib=8)), Method(recompute="layer")
-    any_plan, today = search._fewest(SMALL, cluster, FREE, way)
-    for plan_, stages in ((any_plan, True), (today, False)):
-        count = plan_.learner_gpus + plan_.rollout_gpus
-        below = search._on(SMALL, cluster, FREE, way, count - 1)
-        assert below is None or (not stages and below.not_yet)
+    cluster, method = Cluster(4, dataclasses.replace(GPUS["h200"], gib=8)), Method(recompute="layer")
+    row = smallest_clusters(SMALL, cluster, FREE, method)[0]
+    assert row["method"] == method.words
+    for count, supported in ((row["gpus"], False), (row["gpus_today"], True)):
+        below = fastest_plan(SMALL, dataclasses.replace(cluster, gpus=count - 1), FREE, [method])
+        assert not below.fits or (supported and below.unsupported)
 
 
 def test_rows_of_what_fits_nowhere_have_the_keys_of_the_others() -> None:
     clusters = [Cluster(2, dataclasses.replace(GPUS["h200"], gib=gib)) for gib in (6.0001, 139)]
-    none, some = (search.suggestions(SMALL, cluster, FREE, Method())[0] for cluster in clusters)
+    none, some = (smallest_clusters(SMALL, cluster, FREE, Method())[0] for cluster in clusters)
     assert (none["gpus"], some["gpus"]) == (None, 2)
     assert list(none) == list(some)
 
@@ -88,11 +104,11 @@ def test_rows_of_what_fits_nowhere_have_the_keys_of_the_others() -> None:
 def test_work_does_not_depend_on_how_many_ranks_a_document_is_spread_over() -> None:
     work = dataclasses.replace(FREE, kind="sft", prompt_tokens=2**17, new_tokens=0, prompts=2, group=1)
     whole, spread = (
-        sum(plan._train_flops(K3, dataclasses.replace(work, micro_batch_tokens=tokens), Method(), layout).values())
+        sum(train_flops(K3, dataclasses.replace(work, micro_batch_tokens=tokens), Method(), layout).values())
         for tokens, layout in ((2**17, Layout()), (2**14, Layout(context=8)))
     )
     assert spread == pytest.approx(whole, rel=1e-3)
-    step = plan.plan_layout(K3, Cluster(1), work, Method(), Layout(), rollout_gpus=0)
+    step = plan_layout(K3, Cluster(1), work, Method(), Layout(), rollout_gpus=0)
     assert sum(step.flops.values()) > 6 * 100e9 * work.tokens  # K3 has 104 G active parameters
 
 
