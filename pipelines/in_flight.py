@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from k3rl.data.trajectories import ManifestEntry, TrajectoryWriter, read
+from k3rl.data.trajectories import ManifestEntry, TrajectoryWriter, read_groups
 from k3rl.types import Group
 
 
@@ -35,5 +35,5 @@ class InFlight:
     def load(cls, parent: Path, saved: Mapping[str, Any]) -> InFlight:
         """The inverse of `save`. Raises TrajectoryError for files that are not those that were written."""
         entry = ManifestEntry(**saved["entry"])
-        groups = read(parent / saved["folder"], entry, routes=entry.routes_file is not None)
+        groups = read_groups(parent / saved["folder"], entry, routes=entry.routes_file is not None)
         return cls(lambda: groups, saved["published"])

@@ -10,6 +10,9 @@ Not here: tasks, weights, losses, pixels.
 
 from k3rl.tokens import xtml
 from k3rl.tokens.images import (
+    IMAGE_KINDS,
+    RELEASED_IMAGES,
+    ImageConfig,
     ImageError,
     data_url,
     encode_image,
@@ -17,8 +20,10 @@ from k3rl.tokens.images import (
     image_parts,
     image_prompts,
     image_rows,
+    open_image,
     part_source,
     shown_text,
+    target_size,
     url_bytes,
 )
 from k3rl.tokens.segments import Segment, Special, Text
@@ -27,11 +32,14 @@ from k3rl.tokens.tokenizer import Tokenizer
 from k3rl.tokens.vocab import RANKS_FILE, SMALL_FILE, TOKENIZER_FILES, TokenizerError
 
 __all__ = [
+    "IMAGE_KINDS",
     "K3_SPECIAL_IDS",
     "RANKS_FILE",
+    "RELEASED_IMAGES",
     "SMALL_FILE",
     "SMALL_SPECIAL_IDS",
     "TOKENIZER_FILES",
+    "ImageConfig",
     "ImageError",
     "Segment",
     "Special",
@@ -44,8 +52,10 @@ __all__ = [
     "image_parts",
     "image_prompts",
     "image_rows",
+    "open_image",
     "part_source",
     "shown_text",
+    "target_size",
     "url_bytes",
     "xtml",
 ]
