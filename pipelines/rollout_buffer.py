@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3rl.data.trajectories import ManifestEntry, TrajectoryWriter, read
+from k3rl.data.trajectories import ManifestEntry, TrajectoryWriter, read_groups
 from k3rl.pipelines.configs import RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.rollout_metrics import publication_metrics
@@ -110,5 +110,5 @@ class RolloutBuffer:
     def _load(self, parent: Path, saved: Mapping[str, Any]) -> _Rollouts:
         """The inverse of `save`. Raises TrajectoryError for files that are not those that were written."""
         entry = ManifestEntry(**saved["entry"])
-        groups = read(parent / saved["folder"], entry, routes=entry.routes_file is not None)
+        groups = read_groups(parent / saved["folder"], entry, routes=entry.routes_file is not None)
         return _Rollouts(lambda: groups, saved["published"], self._config.max_staleness)

@@ -25,7 +25,7 @@ from k3rl.data.sft import (
     load_chat_dataset,
     sft_sequence,
 )
-from k3rl.data.trajectories import ManifestEntry, TrajectoryError, TrajectoryWriter, manifest, read
+from k3rl.data.trajectories import ManifestEntry, TrajectoryError, TrajectoryWriter, read_groups, read_manifest
 
 __all__ = [
     "BatchError",
@@ -48,9 +48,9 @@ __all__ = [
     "encode_example",
     "from_episodes",
     "load_chat_dataset",
-    "manifest",
     "preprocess_files",
-    "read",
+    "read_groups",
+    "read_manifest",
     "sequence_costs",
     "sft_sequence",
     "stack",

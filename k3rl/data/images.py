@@ -18,7 +18,7 @@ import numpy as np
 
 from k3rl.tokens import xtml
 from k3rl.tokens.images import (
-    RELEASED,
+    RELEASED_IMAGES,
     ImageConfig,
     ImageError,
     image_parts,
@@ -74,7 +74,7 @@ class ImagePatches:
         return xtml.image_prompt(self.width, self.height)
 
 
-def preprocess(image: Image.Image, config: ImageConfig = RELEASED) -> ImagePatches:
+def preprocess(image: Image.Image, config: ImageConfig = RELEASED_IMAGES) -> ImagePatches:
     """The patches of one image of any mode."""
     from PIL import Image
 
@@ -111,7 +111,7 @@ def conversation_images(
     messages: Sequence[Message | Mapping[str, Any]],
     *,
     folder: Path | None = None,
-    config: ImageConfig = RELEASED,
+    config: ImageConfig = RELEASED_IMAGES,
 ) -> tuple[ImagePatches, ...]:
     """The images of a conversation in the order in which `xtml.render` asks for them (tool results are re-sorted).
 
@@ -123,7 +123,7 @@ def conversation_images(
 
 
 def preprocess_files(
-    images: Sequence[EncodedImage], made: dict[EncodedImage, ImagePatches], config: ImageConfig = RELEASED
+    images: Sequence[EncodedImage], made: dict[EncodedImage, ImagePatches], config: ImageConfig = RELEASED_IMAGES
 ) -> tuple[ImagePatches, ...]:
     """The patches of each file. What is in `made` is taken from there, and what is new put there: whoever prepares many
     conversations of one image hands all calls the same dictionary. Raises ImageError.

@@ -115,7 +115,7 @@ class TrajectoryWriter:
         return name, _write_table(self._folder / name, columns, schema, metadata, sizes, ROW_GROUP_BYTES)
 
 
-def manifest(folder: str | os.PathLike[str]) -> list[ManifestEntry]:
+def read_manifest(folder: str | os.PathLike[str]) -> list[ManifestEntry]:
     """Every whole file in `folder`, by actor and in the order of writing. Raises TrajectoryError."""
     entries = []
     for path in sorted(Path(folder).glob("*.manifest.jsonl")):
@@ -127,7 +127,7 @@ def manifest(folder: str | os.PathLike[str]) -> list[ManifestEntry]:
     return entries
 
 
-def read(folder: str | os.PathLike[str], entry: ManifestEntry, *, routes: bool = False) -> list[Group]:
+def read_groups(folder: str | os.PathLike[str], entry: ManifestEntry, *, routes: bool = False) -> list[Group]:
     """The groups in one file as they were written, logprobs rounded to float32; without experts unless `routes`.
 
     Raises TrajectoryError when the file, or that of its images, is missing, differs from its manifest line, or is of

@@ -71,9 +71,9 @@ def expert_bytes(config: K3Config, ranks: int, bytes_each: int) -> tuple[float, 
     """Bytes that leave a rank for each of its tokens and MoE layers, (forward, backward), when routes are even.
 
     What `k3rl.parallel.expert` sends: a row once to each rank that holds one of its experts, in MXFP8 where experts
-    read that; a result, with a note of 8 bytes and the routing weight, for each choice. A message
-    of one number for each expert is not counted. Where runs of experts are not equal, of the rank with the shortest,
-    which sends most.
+    read that; a result, with a note of 8 bytes and the routing weight, for each choice. How many
+    rows each expert gets is not counted. Where runs of experts are not equal, of the rank with the shortest, which
+    sends most.
     """
     k, latent, wide = config.num_experts_per_token, config.expert_hidden_size, max(WIDE, bytes_each)
     shorter, longer = config.num_experts // ranks, config.num_experts % ranks  # experts of a run, runs with one more

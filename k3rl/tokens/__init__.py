@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 from k3rl.tokens import xtml
 from k3rl.tokens.images import (
+    IMAGE_KINDS,
+    RELEASED_IMAGES,
+    ImageConfig,
     ImageError,
     data_url,
     encode_image,
@@ -20,8 +23,10 @@ from k3rl.tokens.images import (
     image_parts,
     image_prompts,
     image_rows,
+    open_image,
     part_source,
     shown_text,
+    target_size,
     url_bytes,
 )
 from k3rl.tokens.segments import Segment, Special, Text
@@ -33,11 +38,14 @@ if TYPE_CHECKING:  # a namespace that is imported where it is used: it costs wha
     from k3rl.tokens import openai
 
 __all__ = [
+    "IMAGE_KINDS",
     "K3_SPECIAL_IDS",
     "RANKS_FILE",
+    "RELEASED_IMAGES",
     "SMALL_FILE",
     "SMALL_SPECIAL_IDS",
     "TOKENIZER_FILES",
+    "ImageConfig",
     "ImageError",
     "Segment",
     "Special",
@@ -50,9 +58,11 @@ __all__ = [
     "image_parts",
     "image_prompts",
     "image_rows",
+    "open_image",
     "openai",
     "part_source",
     "shown_text",
+    "target_size",
     "url_bytes",
     "xtml",
 ]

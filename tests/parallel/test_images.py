@@ -16,7 +16,7 @@ from k3rl.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from k3rl.data import TrainBatch, from_episodes
 from k3rl.data.images import ImageConfig, conversation_images, preprocess_files, stack
 from k3rl.data.sft import chat_sequence
-from k3rl.data.trajectories import TrajectoryWriter, read
+from k3rl.data.trajectories import TrajectoryWriter, read_groups
 from k3rl.engine import Engine, PrefixCache
 from k3rl.envs import Env, Observation, StepResult
 from k3rl.envs.recording import TurnSettings
@@ -164,7 +164,7 @@ def test_an_episode_with_images_is_sampled_stored_and_trained_on(taught, tmp_pat
     assert turns[0].prompt_ids.count(TOKENIZER.special("media_pad")) == 1
     group = Group("g", "t", tuple(dataclasses.replace(e, score=Scored(0.0)) for e in (good, other)))
     entry = TrajectoryWriter(tmp_path, actor="a", tokenizer_hash="h").write([group], generation=0)
-    (back,) = read(tmp_path, entry, routes=True)
+    (back,) = read_groups(tmp_path, entry, routes=True)
     batch = from_episodes(back.episodes, {"good": 1.0, "other": -1.0}, routes=True)
     assert batch.routes is not None
     assert len(batch.routes) == batch.row_lengths.sum() > batch.tokens

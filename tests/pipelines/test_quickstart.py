@@ -10,7 +10,7 @@ import pytest
 
 from k3rl.checkpoint import load_checkpoint, official_tensors, weights_of
 from k3rl.cli import main
-from k3rl.data.trajectories import manifest, read
+from k3rl.data.trajectories import read_groups, read_manifest
 from k3rl.pipelines.rollout_metrics import reward_of
 from k3rl.run.metrics import read_metrics, series
 from k3rl.types import Episode
@@ -113,7 +113,9 @@ def test_a_stage_that_trains_an_adapter_publishes_and_leaves_the_adapter_alone(f
 
 def stored_episodes(run: Path) -> list[Episode]:
     folder = run / "traces" / "trajectories"
-    return [episode for entry in manifest(folder) for group in read(folder, entry) for episode in group.episodes]
+    return [
+        episode for entry in read_manifest(folder) for group in read_groups(folder, entry) for episode in group.episodes
+    ]
 
 
 def test_every_rollout_is_in_the_trajectories_with_tokens_that_extend_each_other(finished):
