@@ -336,7 +336,7 @@ def test_a_corrupted_state_is_told_from_broken_weights(model):
     bad, good = engine.submit([1, 4, 2], params()), engine.submit([1, 2], params())
     engine.step()
     with torch.inference_mode():
-        engine._pool.cache.recurrent(1)[engine._scheduler.row_of[bad]] = float("nan")
+        engine.batch.pool.cache.recurrent(1)[engine.batch.requests[bad].row] = float("nan")
     outcomes = by_number(engine.drain())
     assert isinstance(outcomes[good], Completion)
     assert isinstance(outcomes[bad], NonFiniteLogits)
@@ -347,7 +347,7 @@ def test_a_corrupted_state_is_told_from_broken_weights(model):
 def test_poisoned_slots_are_seen_when_a_row_is_not_reset(model, monkeypatch):
     engine = Engine(model, max_running=1, poison=True)
     engine.generate([PROMPTS[1]], params())
-    monkeypatch.setattr(type(engine._pool), "reset", lambda self, rows: None)
+    monkeypatch.setattr(type(engine.batch.pool), "reset", lambda self, rows: None)
     with pytest.raises(NonFiniteLogits):
         engine.generate([PROMPTS[1]], params())
 
@@ -357,8 +357,8 @@ def test_the_latent_cache_grows_with_the_longest_request_and_not_with_their_numb
     sizes = []
     for _ in range(3):
         engine.generate([PROMPTS[1]] * 4, params(max_tokens=34))
-        sizes.append(sum(tensor.numel() for tensor in engine._pool.cache._pool.latent.values()))
-        assert int(engine._pool.cache.lengths.max()) == 0, "a row is reset when its request leaves"
+        sizes.append(sum(tensor.numel() for tensor in engine.batch.pool.cache._pool.latent.values()))
+        assert int(engine.batch.pool.cache.lengths.max()) == 0, "a row is reset when its request leaves"
     assert len(set(sizes)) == 1
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from k3rl.config import MissingResource
 from k3rl.engine import Engine, InvalidRequest
-from k3rl.engine.rows import Request
 from k3rl.engine.sampling.grammar import DeadEnd, Grammars
 from k3rl.engine.sampling.json_schema import SchemaError, enforceable
 from k3rl.tokens import Tokenizer, xtml
@@ -89,7 +88,7 @@ schemas = st.recursive(leaves, containers, max_leaves=4)
 def test_whatever_is_sampled_from_the_allowed_tokens_is_json_that_the_schema_accepts(schema, seed):
     whole = {**schema, "$defs": {"pair": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}}
     params = constrained("json_schema", json.dumps(whole))
-    matcher = GRAMMARS.matcher(Request(0, np.zeros(1, np.int64), params, 0))
+    matcher = GRAMMARS.matcher(params)
     rng, ids = np.random.default_rng(seed), []
     for _ in range(400):
         allowed = np.flatnonzero(matcher.allowed())
@@ -183,7 +182,7 @@ def test_a_turn_may_call_a_tool_instead_of_answering():
     ids = whole[len(TOKENIZER.encode_segments(call)) :]
     for calls in (True, False):
         params = SamplingParams(stop_ids=(STOP,), constraint=Constraint("regex", "[0-9]{3}", "response", calls))
-        matcher = GRAMMARS.matcher(Request(0, np.zeros(1, np.int64), params, 0))
+        matcher = GRAMMARS.matcher(params)
         accepted = 0
         for token in ids:
             if not matcher.allowed()[token]:

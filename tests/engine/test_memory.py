@@ -25,7 +25,7 @@ def params(**changes) -> SamplingParams:
 
 
 def bounded(model, rows: int, pages: int, **options) -> Engine:
-    """An engine whose memory holds `rows` rows, the spare and `pages` pages."""
+    """An engine whose memory holds `rows` rows, the parked state and `pages` pages."""
     cache = model.new_cache(1)
     cache.reserve(1)
     slot = sum(cache.recurrent(n).nbytes + cache.conv(n).nbytes for n in model.config.kda_layers)
@@ -39,18 +39,23 @@ def bounded(model, rows: int, pages: int, **options) -> Engine:
         poison=True,
         **options,
     )
-    assert (engine._scheduler.rows, engine._scheduler.pages) == (rows, pages)
+    assert (engine.batch.scheduler.rows, engine.batch.scheduler.pages) == (rows, pages)
     return engine
+
+
+def rows_of(model, memory_bytes: int) -> int:
+    return Engine(model, memory_bytes=memory_bytes).batch.scheduler.rows
 
 
 def consistent(engine: Engine) -> None:
     """Every page has one owner or none."""
-    store = engine._pool.paged._store
-    owned = [page for row, count in enumerate(store.owned) for page in store.table[row, :count].tolist()]
-    assert sorted(owned + store.free) == list(range(1, engine._scheduler.pages + 1))
-    assert all(not latent[0].any() for latent in store.latent.values())
-    free = range(engine.num_running, engine._scheduler.rows)
-    assert all(store.owned[row] == 0 for row in free), "a row that nobody has owns nothing"
+    cache = engine.batch.pool.paged
+    held, table = cache.table.held, cache.table.table
+    owned = [page for row, count in enumerate(held) for page in table[row, :count].tolist()]
+    assert sorted(owned + cache.table.free) == list(range(1, engine.batch.scheduler.pages + 1))
+    assert all(not latent[0].any() for latent in cache.latent.values())
+    free = range(engine.num_running, engine.batch.scheduler.rows)
+    assert not any(held[row] for row in free), "a row that nobody has owns nothing"
 
 
 request_params = st.builds(
@@ -163,30 +168,30 @@ def test_a_request_preempted_under_old_weights_goes_on_under_the_new_ones(model,
 
 def test_many_requests_in_little_memory_all_end_and_nothing_is_allocated(model):
     engine = bounded(model, rows=6, pages=CONTEXT // PAGE)
-    before = engine._pool.paged._store.latent[2].data_ptr()
+    before = engine.batch.pool.paged.latent[2].data_ptr()
     completions = engine.generate([[1 + i % 30] * (1 + i % 9) for i in range(200)], params(max_tokens=4, seed=None))
     assert len(completions) == 200
-    assert engine._pool.paged._store.latent[2].data_ptr() == before
+    assert engine.batch.pool.paged.latent[2].data_ptr() == before
     consistent(engine)
 
 
 def test_memory_that_cannot_hold_one_request_is_refused_and_less_memory_means_fewer_rows(model):
     with pytest.raises(ValueError, match="give more, or a smaller max_context"):
         Engine(model, memory_bytes=1000)
-    assert Engine(model, memory_bytes=100_000)._scheduler.rows < Engine(model, memory_bytes=400_000)._scheduler.rows
-    assert Engine(model, memory_bytes=1 << 30)._scheduler.rows == 64
+    assert rows_of(model, 100_000) < rows_of(model, 400_000)
+    assert rows_of(model, 1 << 30) == 64
 
 
-def test_a_scheduler_prefers_dropping_the_spare_prompt_to_preempting():
+def test_a_scheduler_prefers_dropping_the_parked_prompt_to_preempting():
     scheduler = Scheduler(rows=2, prefill_tokens=100, pages=30)
     for request in range(3):
         scheduler.submit(request, "p", 9)
-    assert scheduler.plan().segments[0].hold, "20 pages for two rows, 9 for the spare"
+    assert scheduler.plan().segments[0].parks, "20 pages for two rows, 9 for the parked state"
     assert scheduler.overcommitted() == []
     scheduler.plan()
-    assert scheduler.spare is not None
+    assert scheduler.parked is not None
     assert scheduler.overcommitted() == []
-    assert scheduler.spare is None, "the rows need 22 pages now"
+    assert scheduler.parked is None, "the rows need 22 pages now"
     assert scheduler.num_waiting == 1
 
 
@@ -204,8 +209,9 @@ def test_a_paged_cache_gives_the_model_what_its_own_cache_gives(model):
         assert paged.lengths.tolist() == [0, int(own.lengths[0]), int(own.lengths[0])]
         for row in (1, 2):
             length = int(own.lengths[0])
-            assert torch.equal(paged.latent(2, length)[row], own.latent(2, length)[0])
-            assert torch.equal(paged.recurrent(0)[row], own.recurrent(0)[0])
+            view = paged.select(torch.tensor([row]))
+            assert torch.equal(view.latent(2, length)[0], own.latent(2, length)[0])
+            assert torch.equal(view.recurrent(0)[0], own.recurrent(0)[0])
         with pytest.raises(EngineError, match="free"):
             paged.claim([0], [1000])
         with pytest.raises(EngineError, match="claim"):
@@ -225,7 +231,7 @@ def test_copies_of_a_row_share_its_whole_pages_and_go_on_alone(model):
     with torch.inference_mode():
         read(0, ids)
         cache.copy_rows(torch.tensor([0, 0]), torch.tensor([1, 2]))
-        assert len(cache._store.free) == 12 - 3 - 2, "two whole pages for all of them, and one that goes on for each"
+        assert len(cache.table.free) == 12 - 3 - 2, "two whole pages for all of them, and one that goes on for each"
         for row in (1, 2):
             read(row, torch.tensor([[row, 30, 31]]))
         for row in (0, 1, 2):
@@ -238,5 +244,5 @@ def test_copies_of_a_row_share_its_whole_pages_and_go_on_alone(model):
         cache.poison(torch.tensor([0, 1]))
         assert torch.equal(cache.select(torch.tensor([2])).latent(min(model.config.mla_layers)), before)
         cache.reset(torch.tensor([2]))
-    assert sorted(cache._store.free) == list(range(1, 13))
-    assert not cache._store.users.any()
+    assert sorted(cache.table.free) == list(range(1, 13))
+    assert not cache.table.users.any()

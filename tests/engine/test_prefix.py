@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, PrefixCache
-from k3rl.engine.prefix.cache import Chain, FixedState, MemoryTier, Part, Pieces
+from k3rl.engine.prefix.cache import Chain, FixedState, MemoryTier, TokenStates, RoutePieces
 from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams, StopReason
 
@@ -108,7 +108,7 @@ def held_bytes(tier: MemoryTier) -> int:
     return blocks + checkpoints
 
 
-def _routes(part: Part) -> int:
+def _routes(part: TokenStates) -> int:
     return 0 if part.routes is None else part.routes.nbytes
 
 
@@ -217,8 +217,8 @@ class Plain:
     def fixed(self):
         return FixedState(torch.full((1, 8), self.mark), torch.zeros(1), torch.zeros(1, 2))
 
-    def part(self, start, stop):
-        return Part(torch.arange(start, stop).view(1, -1, 1) + 1000 * self.mark, None)
+    def tokens(self, start, stop):
+        return TokenStates(torch.arange(start, stop).view(1, -1, 1) + 1000 * self.mark, None)
 
 
 def test_the_least_recently_used_leaves_first_and_shared_blocks_stay_while_used():
@@ -269,7 +269,7 @@ def test_a_known_chain_saves_hashing_and_changes_no_name():
 def test_routes_in_pieces_are_those_of_one(sizes, ends):
     bounds = np.cumsum([0, *sizes])
     whole = np.arange(bounds[-1], dtype=np.int16)
-    pieces = Pieces([whole[start:stop] for start, stop in pairwise(bounds)])
+    pieces = RoutePieces([whole[start:stop] for start, stop in pairwise(bounds)])
     start, stop = sorted(end % (len(whole) + 1) for end in ends)
     got = pieces.between(start, stop)
     assert got.tolist() == whole[start:stop].tolist()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenStates:
     """What n tokens leave in the MLA layers: latent [L, n, width]; routes int16 [n, M, k], or None if not recorded."""
 
     latent: Tensor
@@ -40,7 +40,7 @@ class Part:
         return _bytes(self.latent) + (0 if self.routes is None else self.routes.nbytes)
 
 
-class Pieces:
+class RoutePieces:
     """Routes int16 [n, M, k] of a sequence's tokens, in pieces that nobody writes to; made one only when asked for."""
 
     def __init__(self, pieces: Sequence[np.ndarray]) -> None:
@@ -92,7 +92,7 @@ class Source(Protocol):
         """Tensors that nobody will write to."""
         ...
 
-    def part(self, start: int, stop: int) -> Part:
+    def tokens(self, start: int, stop: int) -> TokenStates:
         """Tokens start..stop, in tensors that nobody will write to."""
         ...
 
@@ -158,7 +158,7 @@ class Hit:
     length: int
     fixed: FixedState
     latent: Tensor  # [L, length, width]
-    routes: Pieces | None  # of all of them
+    routes: RoutePieces | None  # of all of them
 
 
 class _HitSource:
@@ -171,9 +171,9 @@ class _HitSource:
     def fixed(self) -> FixedState:
         return self._hit.fixed
 
-    def part(self, start: int, stop: int) -> Part:
+    def tokens(self, start: int, stop: int) -> TokenStates:
         routes = None if self._hit.routes is None else self._hit.routes.between(start, stop)
-        return Part(self._hit.latent[:, start:stop].clone(), routes)
+        return TokenStates(self._hit.latent[:, start:stop].clone(), routes)
 
 
 class Tier(Protocol):
@@ -202,7 +202,7 @@ class Tier(Protocol):
 
 @dataclass(slots=True)
 class _Block:
-    part: Part
+    part: TokenStates
     parent: bytes
     users: int = 0  # checkpoints that end in this block, and blocks that follow it
 
@@ -211,7 +211,7 @@ class _Block:
 class _Checkpoint:
     chain: Chain
     fixed: FixedState
-    rest: Part
+    rest: TokenStates
     has_routes: bool
 
     @property
@@ -229,7 +229,7 @@ class _HeldSource:
     def fixed(self) -> FixedState:
         return self._held.fixed
 
-    def part(self, start: int, stop: int) -> Part:
+    def tokens(self, start: int, stop: int) -> TokenStates:
         return self._parts[start // self._held.chain.block]
 
 
@@ -280,7 +280,7 @@ class MemoryTier:
             self._blocks[digest].users += 1
         if held is not None:
             self._drop(key)
-        rest = self._placed(source.part((len(chain.digests) - 1) * chain.block, len(chain.ids)))
+        rest = self._placed(source.tokens((len(chain.digests) - 1) * chain.block, len(chain.ids)))
         blocks = self._walk(digest)
         routes = rest.routes is not None and all(block.part.routes is not None for block in blocks)
         self._checkpoints[key] = held = _Checkpoint(chain, self._fixed(source.fixed()), rest, routes)
@@ -308,7 +308,7 @@ class MemoryTier:
             block = self._blocks.get(digest)
             if block is not None and (block.part.routes is not None or not source.has_routes):
                 break
-            part = self._placed(source.part((index - 1) * chain.block, index * chain.block))
+            part = self._placed(source.tokens((index - 1) * chain.block, index * chain.block))
             self.bytes += part.bytes
             if block is not None:
                 self.bytes -= block.part.bytes
@@ -346,7 +346,7 @@ class MemoryTier:
             len(held.chain.ids),
             held.fixed,
             torch.cat([part.latent for part in parts], 1),
-            Pieces(routes) if len(routes) == len(parts) else None,
+            RoutePieces(routes) if len(routes) == len(parts) else None,
         )
 
     def _evict(self, key: tuple[bytes, bytes]) -> None:
@@ -363,8 +363,8 @@ class MemoryTier:
         self.bytes -= held.bytes
         self._release(key[0])
 
-    def _placed(self, part: Part) -> Part:
-        return part if self._device is None else Part(part.latent.to(self._device), part.routes)
+    def _placed(self, part: TokenStates) -> TokenStates:
+        return part if self._device is None else TokenStates(part.latent.to(self._device), part.routes)
 
     def _fixed(self, fixed: FixedState) -> FixedState:
         if self._device is None:

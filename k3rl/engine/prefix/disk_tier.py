@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from k3rl.engine.prefix.cache import Chain, FixedState, Hit, Pieces, Source, longest_tail
+from k3rl.engine.prefix.cache import Chain, FixedState, Hit, RoutePieces, Source, longest_tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class DiskTier:
             return None
         self._files.move_to_end(key)
         self.counters.read += 1
-        routes = Pieces([tensors["routes"].numpy()]) if "routes" in tensors else None
+        routes = RoutePieces([tensors["routes"].numpy()]) if "routes" in tensors else None
         fixed = FixedState(tensors["recurrent"], tensors["conv"], tensors.get("hidden"))
         return Hit(length, fixed, tensors["latent"], routes)
 
@@ -146,8 +146,8 @@ def _tensors(chain: Chain, source: Source) -> dict[str, torch.Tensor]:
     """All of a checkpoint by name: recurrent, conv, latent [L, n, width], and hidden and routes where there are."""
     fixed, block = source.fixed(), chain.block
     whole = (len(chain.digests) - 1) * block
-    parts = [source.part(start, start + block) for start in range(0, whole, block)]
-    parts.append(source.part(whole, len(chain.ids)))
+    parts = [source.tokens(start, start + block) for start in range(0, whole, block)]
+    parts.append(source.tokens(whole, len(chain.ids)))
     tensors = {
         "recurrent": fixed.recurrent,
         "conv": fixed.conv,
