@@ -233,7 +233,7 @@ def test_a_preempted_request_goes_on_in_its_grammar(model):
     number = engine.submit(PROMPT, own)
     for _ in range(5):
         engine.step()
-    engine._preempt([number])
+    engine.batch.preempt([engine.batch.requests[number]])
     ((_, got),) = engine.drain()
     assert re.fullmatch("([a-z]{3} ){12}", text_of(got))
     assert got.token_ids == Engine(model, tokenizer=TOKENIZER).generate([PROMPT], own)[0].token_ids

@@ -48,11 +48,14 @@ def rows_of(model, memory_bytes: int) -> int:
 
 
 def consistent(engine: Engine) -> None:
-    """Every page has one owner or none."""
+    """A page is free, once, or has as many users as there are rows that list it."""
     cache = engine.batch.pool.paged
     held, table = cache.table.held, cache.table.table
     owned = [page for row, count in enumerate(held) for page in table[row, :count].tolist()]
-    assert sorted(owned + cache.table.free) == list(range(1, engine.batch.scheduler.pages + 1))
+    assert sorted({*owned, 0} | set(cache.table.free)) == list(range(engine.batch.scheduler.pages + 1))
+    assert not set(owned) & set(cache.table.free)
+    assert len(cache.table.free) == len(set(cache.table.free))
+    assert np.array_equal(np.bincount(owned, minlength=len(cache.table.users)), cache.table.users)
     assert all(not latent[0].any() for latent in cache.latent.values())
     free = range(engine.num_running, engine.batch.scheduler.rows)
     assert not any(held[row] for row in free), "a row that nobody has owns nothing"

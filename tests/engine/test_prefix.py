@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, PrefixCache
-from k3rl.engine.prefix.cache import Chain, FixedState, MemoryTier, TokenStates, RoutePieces
+from k3rl.engine.prefix.cache import Chain, FixedState, MemoryTier, RoutePieces, TokenStates
 from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams, StopReason
 
