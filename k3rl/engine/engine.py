@@ -93,10 +93,10 @@ class Engine:
             raise ValueError(f"max_context is {max_context}; the model allows {config.max_position_embeddings}")
         self.max_context, self.counters, self.prefix_cache = max_context, EngineCounters(), prefix_cache
         self._pause: PauseMode | None = None
-        self._recomputes, self._weights = in_flight == "recompute", ServedWeights(model, version)
-        self.adapters = self._weights.adapters
+        self._recomputes, self.weights = in_flight == "recompute", ServedWeights(model, version)
+        self.adapters = self.weights.adapters
         grammars = Grammars(tokenizer, config.vocab_size)
-        self._admission = Admission(self._weights, max_context, tokenizer, grammars, exact=exact)
+        self._admission = Admission(self.weights, max_context, tokenizer, grammars, exact=exact)
 
         fixed = not exact and (captures(model) if static_decode is None else static_decode)
         plan = MemoryPlan.when_needed(model, memory_bytes, max_running, max_context, page_tokens, fixed)
@@ -106,7 +106,7 @@ class Engine:
         prefix = None
         if prefix_cache is not None:
             prefix = PrefixStates(
-                prefix_cache, pool, table, self._weights, whole_blocks=exact, carries=not self._recomputes
+                prefix_cache, pool, table, self.weights, whole_blocks=exact, carries=not self._recomputes
             )
         self.batch = Batch(Scheduler(rows, prefill_tokens, pages, page_tokens), pool, table, prefix, seed)
 
@@ -116,7 +116,7 @@ class Engine:
             self.captured_decode = CapturedDecode(model, pool.paged)
             self.captured_prefill = CapturedPrefill.where_it_pays(model, pool.paged, max_context)
         overlaps = overlap and prefix_cache is None and self._recomputes
-        given = self.batch, self._weights
+        given = self.batch, self.weights
         self._prefill = Prefill(*given, grammars, self.counters, self.captured_prefill, exact=exact)
         self._decoder = Decoder(*given, self.counters, self.captured_decode, exact=exact, overlaps=overlaps)
         self._sample_by: Sample = exact_mode.sample if exact else device_sampler.sample
@@ -124,17 +124,17 @@ class Engine:
     @property
     def model(self) -> K3ForCausalLM:
         """The model that samples the next token."""
-        return self._weights.model
+        return self.weights.model
 
     @property
     def version(self) -> int:
         """The weight version that samples the next token."""
-        return self._weights.version
+        return self.weights.version
 
     @property
     def manifest(self) -> dict[str, str]:
         """Official name -> digest of the weights that are served."""
-        return self._weights.manifest
+        return self.weights.manifest
 
     @property
     def num_waiting(self) -> int:
@@ -166,7 +166,7 @@ class Engine:
         self._abort([self.batch.find(request)])
 
     def _abort(self, requests: Sequence[Running]) -> None:
-        version_for = self._weights.version_for
+        version_for = self.weights.version_for
         self.batch.end([(running, self.batch.aborted(running, version_for(running.params))) for running in requests])
 
     def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -256,12 +256,12 @@ class Engine:
             drawn = [(rows, draws), *drawn]
             ended += [(running, DeadEnd.of(running.number)) for running in table.running[dead]]
         for rows, draws in drawn:
-            complete = table.append(rows, draws, self._weights.versions_for(table.running[rows]))
+            complete = table.append(rows, draws, self.weights.versions_for(table.running[rows]))
             self.counters.sampled_tokens += int(draws.finite.sum())
             ended += [(table.running[row], table.completion(row)) for row in complete]
             if not draws.finite.all():
                 broken = rows[~draws.finite]
-                errors = diagnose.errors_of(self._weights, self.batch.pool, table, broken)
+                errors = diagnose.errors_of(self.weights, self.batch.pool, table, broken)
                 ended += zip(table.running[broken], errors, strict=True)
         self.batch.end(ended)
 
@@ -273,33 +273,33 @@ class Engine:
 
     def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
         """Opens an update to a later version. manifest: official name -> `weights.digest` of the stored tensor."""
-        self._weights.open(WeightUpdate(version, manifest))
+        self.weights.open(WeightUpdate(version, manifest))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Takes stored tensors in. They must not change until the update is verified. An error drops the update."""
-        self._weights.add(named_tensors)
+        self.weights.add(named_tensors)
 
     def start_weight_delta(self, header: bytes) -> None:
         """Opens an update that is a delta (`k3rl.checkpoint.delta`) to the served version; refuses one to another."""
-        self._weights.open_delta(header)
+        self.weights.open_delta(header)
 
     def update_weights_by_delta(self, bucket: bytes) -> None:
         """Takes a bucket of the delta in, in any order. An error drops the update."""
-        self._weights.add_bucket(bucket)
+        self.weights.add_bucket(bucket)
 
     def verify_weight_update(self) -> None:
         """First phase: proves the update whole and builds its model, or adapter, beside the one that serves.
 
         Raises WeightUpdateError and drops the update when a tensor is missing, altered or does not fit.
         """
-        self._weights.verify()
+        self.weights.verify()
 
     def finish_weight_update(self, version: int) -> None:
         """Second phase: serves the new version from the next token on, verifying it first when that is not done.
 
         Raises WeightUpdateError and drops the update, as `verify_weight_update` does or for another version.
         """
-        adapter = self._weights.finish(version)
+        adapter = self.weights.finish(version)
         if self._recomputes:
             self.counters.recomputed_tokens += self.batch.recompute(adapter)
         self.batch.restart()
@@ -308,4 +308,4 @@ class Engine:
 
     def abort_weight_update(self) -> None:
         """Drops an open or prepared update, if any; the current version stays."""
-        self._weights.abort()
+        self.weights.abort()
