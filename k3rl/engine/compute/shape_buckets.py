@@ -76,6 +76,14 @@ class ShapeBuckets(Generic[Inputs]):
         if model is self._current.model:
             return
         self._current.model = model
+        self._drop_graphs()
+
+    def stop_capturing(self) -> None:
+        """Steps run as they are from now on."""
+        self._drop_graphs()
+        self.capture = False
+
+    def _drop_graphs(self) -> None:
         if self.capture:  # a step that was launched may still run
             torch.cuda.current_stream().synchronize()
         for bucket in self._buckets.values():
