@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
@@ -69,60 +68,27 @@ request_params = st.builds(
     seed=st.sampled_from([0, 1, 2]),
     return_routes=st.booleans(),
 )
-actions = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), request_params),
-    st.tuples(st.just("step"), st.integers(1, 4), st.none()),
-    st.tuples(st.just("abort"), st.integers(0, 20), st.none()),
-)
+asked = st.tuples(st.sampled_from(PROMPTS), st.just(()), request_params)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    rows=st.integers(1, 5),
-    pages=st.integers(CONTEXT // PAGE, 20),
-    prefill=st.integers(3, 40),
-    prefix=st.booleans(),
-    schedule=st.lists(actions, min_size=4, max_size=16),
-)
-def test_any_schedule_in_little_memory_gives_what_there_is_in_much(model, rows, pages, prefill, prefix, schedule):
-    cache = PrefixCache.of_bytes(30_000, block=4) if prefix else None
-    engine = bounded(model, rows, pages, prefill_tokens=prefill, prefix_cache=cache)
-    asked, outcomes, aborted = {}, {}, set()
+def test_any_schedule_in_little_memory_gives_what_there_is_in_much(model, any_schedule):
+    def engine_of(rows, pages, prefill, prefix) -> Engine:
+        cache = PrefixCache.of_bytes(30_000, block=4) if prefix else None
+        return bounded(model, rows, pages, prefill_tokens=prefill, prefix_cache=cache)
 
-    def step() -> None:
-        outcomes.update(engine.step())
-        consistent(engine)
-
-    for action, a, b in schedule:
-        if action == "submit":
-            asked[engine.submit(PROMPTS[a], b)] = (PROMPTS[a], b)
-        elif action == "step":
-            for _ in range(a):
-                step()
-        else:
-            live = sorted(asked.keys() - aborted - outcomes.keys())
-            if live:
-                aborted.add(live[a % len(live)])
-                engine.abort(live[a % len(live)])
-    for _ in range(2000):
-        if outcomes.keys() == asked.keys():
-            break
-        step()
-    assert outcomes.keys() == asked.keys(), "every request ends"
-    free = Engine(model).generate(*zip(*asked.values(), strict=True)) if asked else []
-    for (number, (prompt, own)), expected in zip(asked.items(), free, strict=True):
-        got = outcomes[number]
-        count = len(got.token_ids)
-        assert number in aborted if got.stop_reason is StopReason.ABORTED else count == len(expected.token_ids)
-        assert got.token_ids == expected.token_ids[:count]
-        np.testing.assert_allclose(got.logprobs, expected.logprobs[:count], atol=TOLERANCE, rtol=0)
-        if expected.sampling_mask is not None and count:
-            assert all(
-                np.array_equal(a, b) for a, b in zip(got.sampling_mask, expected.sampling_mask[:count], strict=True)
-            )
-        if own.return_routes and count:
-            wanted = expected.routes[: len(prompt) + count - 1]
-            assert np.array_equal(np.sort(got.routes, -1), np.sort(wanted, -1))
+    any_schedule(
+        engine_of,
+        asked,
+        lambda given: Engine(model).generate([prompt for prompt, _, _ in given], [own for _, _, own in given]),
+        examples=30,
+        drawn={
+            "rows": st.integers(1, 5),
+            "pages": st.integers(CONTEXT // PAGE, 20),
+            "prefill": st.integers(3, 40),
+            "prefix": st.booleans(),
+        },
+        after_step=consistent,
+    )
 
 
 def test_running_requests_that_outgrow_the_memory_are_preempted_and_go_on(model):
