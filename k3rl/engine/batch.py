@@ -52,7 +52,7 @@ class Batch:
         return self.requests[number]
 
     def held(self, running: Running) -> Progress | None:
-        """What a request has sampled, its routes aside, in arrays that its next token changes; None before any."""
+        """What a request has sampled, without its routes, in arrays that its next token changes; None before any."""
         return running.progress if running.row is None else self.table.held(running.row)
 
     def routes(self, running: Running, start: int) -> np.ndarray | None:

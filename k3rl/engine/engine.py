@@ -180,7 +180,7 @@ class Engine:
         return self.batch.routes(self.batch.find(request), start)
 
     def held(self, request: int) -> Progress | None:
-        """What a live request has, its routes aside, in arrays that its next step changes; None while it waits."""
+        """What a live request has, without its routes, in arrays that its next step changes; None while it waits."""
         return self.batch.held(self.batch.find(request))
 
     def generate(

@@ -1,4 +1,4 @@
-"""A live request as one object: what was asked, and all that the engine knows of it beside numbers per token.
+"""A live request as one object: what was asked, and all that the engine knows of it but numbers per token.
 
 What changes for every row at every step (the last token, counts, logprobs) is in the columns of `rows.RowTable`.
 """
@@ -47,7 +47,7 @@ class Progress:
 
 @dataclass(slots=True)
 class PromptState:
-    """What is known of a prompt beside its state in the model; the members of a group share one.
+    """What is known of a prompt apart from its state in the model; the members of a group share one.
 
     routes: pieces int16 [n, M, k] from the first token on, None where a cache had none. hidden [1, H] and logits [1, V]
     of the last token, once it is reached; cached: tokens that a cache had; features: of images that are being read.

@@ -155,13 +155,13 @@ class Scheduler:
         """
         if self.throttle is None or self.pages is None:
             return []
-        if self._promised() <= self.pages:
+        if self._committed() <= self.pages:
             if self.num_waiting:
                 self.throttle.waited()
             return []
         if self.parked is not None:
             self._requeue_parked()
-        excess = self._promised() - self.pages
+        excess = self._committed() - self.pages
         victims = []
         for request in sorted(self.tokens, reverse=True):
             if excess <= 0:
@@ -222,7 +222,7 @@ class Scheduler:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
-    def _promised(self) -> int:
+    def _committed(self) -> int:
         """Pages that rows may claim in the next step, and those of the parked state."""
         groups = sum(len(group.rows) * self._pages(group.length + 1) for group in self.prefilling)
         running = sum(self._pages(tokens + 1) for tokens in self.tokens.values())
@@ -230,14 +230,14 @@ class Scheduler:
 
     def fits(self) -> bool:
         """Whether the next step needs no preemption, if nobody comes or goes before it."""
-        return self.pages is None or self._promised() <= self.pages
+        return self.pages is None or self._committed() <= self.pages
 
     def _room(self, tokens: int) -> bool:
-        """Whether so many tokens more can be promised: within the throttle beside others, within everything alone."""
+        """Whether so many tokens more can be committed: within the throttle beside others, within everything alone."""
         if self.throttle is None:
             return True
         limit = self.throttle.limit if self.occupants else self.throttle.pages
-        return self._promised() + self._pages(tokens) <= limit
+        return self._committed() + self._pages(tokens) <= limit
 
     # ---- rows
 

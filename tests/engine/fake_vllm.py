@@ -52,7 +52,7 @@ class FakeVLLM:
     """The state behind the routes. `config` and `version` may be changed before a client's handshake."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
-        self.driver = EngineDriver(load)
+        self.driver = EngineDriver(lambda: self.held(load()))
         self.config: dict[str, Any] = json.loads(json.dumps(CONFIG))
         self.version = "0.33.0"
         self.scale_out = True
@@ -72,10 +72,20 @@ class FakeVLLM:
         self.free = threading.Event()  # the engine steps
         self.free.set()
 
+    def held(self, engine: Engine) -> Engine:
+        """The engine, whose steps wait between `hold` and `release`."""
+        step = engine.step
+
+        def held_step() -> list[tuple[int, Any]]:
+            self.free.wait(20)
+            return step()
+
+        engine.step = held_step  # type: ignore[method-assign]
+        return engine
+
     def hold(self) -> None:
         """The engine hangs before its next step until `release`."""
         self.free.clear()
-        self.driver._send(lambda: bool(self.free.wait(20)))
 
     def release(self) -> None:
         self.free.set()

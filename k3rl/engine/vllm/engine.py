@@ -312,7 +312,7 @@ class VLLMEngine:
         try:
             if not frozen:
                 self._client.call("POST", "/pause", query={"mode": "keep"})
-            self._transfer.finish(self._session.expect(version), drop_caches=self._recomputes)
+            self._transfer.finish(self._session.register(version), drop_caches=self._recomputes)
             self._session.version, self._state.lacks_weights = version, False
             if not frozen:
                 self._client.call("POST", "/resume")

@@ -48,7 +48,7 @@ class Session:
         self.server = handshake(self._client, self._model, self._require, BACKEND)
         self._versions.clear()
         self.renumber(version)
-        self.expect(version)
+        self.register(version)
 
     def renumber(self, version: int) -> tuple[int, str]:
         """Versions count from this one on, under other names -> what `restore` takes to undo it."""
@@ -60,7 +60,7 @@ class Session:
         """Undoes `renumber`."""
         self.version, self._run = before
 
-    def expect(self, version: int) -> str:
+    def register(self, version: int) -> str:
         """The label of a version that is about to be set: answers may name it from now on."""
         label = self.label(version)
         self._versions[label] = version
