@@ -15,7 +15,8 @@ from k3rl.kernels.kda.operator import CHUNK
 
 
 class DeferredTokens:
-    """Those of recurrent states by layer, [slots, heads, K, V] each."""
+    """Those of recurrent states by layer, [slots, heads, K, V] each. `defers` bool [slots]: rows whose states may lack
+    some."""
 
     def __init__(self, recurrent: dict[int, Tensor]) -> None:
         like = next(iter(recurrent.values()))
@@ -26,34 +27,30 @@ class DeferredTokens:
         for place, layer in enumerate(recurrent):
             keys, updates = (like.new_zeros(slots, heads, CHUNK, width) for _ in range(2))
             self.pending[layer] = PendingRows(keys, updates, like.new_zeros(slots, heads, width), self._span[place])
-        self._defers = np.zeros(slots, bool)
-
-    def has(self, row: int) -> bool:
-        """Whether the states of a row may lack tokens."""
-        return bool(self._defers[row])
+        self.defers = np.zeros(slots, bool)
 
     def begin(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         """Rows int64 [n] of so many tokens are stepped; chunks of those that were whole end as in training."""
-        fresh = ~self._defers[rows]
+        fresh = ~self.defers[rows]
         if fresh.any():
             index, phase = torch.from_numpy(rows[fresh]), torch.from_numpy(lengths[fresh] % CHUNK).to(torch.int32)
             phases = phase.view(1, -1, 1, 1).expand(len(self._span), -1, *self._span.shape[2:])
             self._span[:, index.to(self._span.device)] = phases.to(self._span.device)
-            self._defers[rows[fresh]] = True
+            self.defers[rows[fresh]] = True
 
     @torch.inference_mode()
     def settle(self, rows: np.ndarray) -> None:
         """Brings the states of rows int64 [n] up to date."""
-        behind = rows[self._defers[rows]]
+        behind = rows[self.defers[rows]]
         if behind.size:
             index = torch.from_numpy(behind).to(self._span.device, torch.int32)
             for layer, pending in self.pending.items():
                 flush_pending(self._recurrent[layer], pending, index)
-            self._defers[behind] = False
+            self.defers[behind] = False
 
     def forget(self, rows: list[int], value: float) -> None:
         """The states of these rows are of no use; what waits beside them becomes `value`, unless that is 0."""
-        self._defers[rows] = False
+        self.defers[rows] = False
         if value == 0.0:  # which nobody would see
             return
         index = torch.tensor(rows, dtype=torch.int64, device=self._span.device)

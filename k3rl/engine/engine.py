@@ -88,7 +88,7 @@ class Engine:
         packed: bool = True,
     ) -> None:
         model, config = as_served(model, exact) if packed else model, model.config
-        max_context = config.max_position_embeddings if max_context is None else max_context
+        max_context = max_context or config.max_position_embeddings
         if max_context > config.max_position_embeddings:
             raise ValueError(f"max_context is {max_context}; the model allows {config.max_position_embeddings}")
         self.max_context, self.counters, self.prefix_cache = max_context, EngineCounters(), prefix_cache

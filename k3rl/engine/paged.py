@@ -44,7 +44,7 @@ class PagedCache:
         heads, width = linear.num_heads, linear.head_dim
         wide = torch.promote_types(dtype, torch.float32)
         latent = config.kv_lora_rank + config.qk_rope_head_dim
-        self.batch, self.page, self.device = batch, page, torch.device(device)
+        self.page, self.device = page, torch.device(device)
         # Of all layers together, so that whole rows and pages are copied at once; below, each layer's part of them.
         kda, mla = sorted(config.kda_layers), sorted(config.mla_layers)
         self.every_recurrent = torch.zeros(len(kda), batch, heads, width, width, dtype=wide, device=device)

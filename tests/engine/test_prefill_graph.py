@@ -128,7 +128,7 @@ def test_a_chunk_goes_on_from_tokens_that_steps_deferred(build_model):
     captured.run(model, [0], ids[:3], [3])
     for token in ids[3:6]:
         CapturedDecode(model, pool.paged).run(model, [0], np.array([token]))
-    assert pool.paged.deferred.has(0)
+    assert pool.paged.deferred.defers[0]
     last, _ = captured.run(model, [0], ids[6:], [5])
     whole = model.hidden(torch.from_numpy(ids)[None]).hidden[0, -1:].detach()
     assert float((last[0] - whole).abs().max()) < 2e-4 * float(whole.abs().max())  # float32; MXFP8 may round otherwise
