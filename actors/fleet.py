@@ -28,7 +28,7 @@ from k3rl.data.batch import TrainBatch
 from k3rl.data.packing import sequence_costs
 from k3rl.envs import make
 from k3rl.envs.faults import FaultConfig
-from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, deal, find_lost
+from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, balanced_shares, find_lost
 from k3rl.run.metrics import Accumulator
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Learner:
         context = context or self._context
         if len(self.actors) == context:
             return [(list(range(len(batch.sequence_ids))), batch)] * context
-        dealt = deal(sequence_costs(batch.row_lengths.tolist(), self._pair), len(self.actors) // context)
+        dealt = balanced_shares(sequence_costs(batch.row_lengths.tolist(), self._pair), len(self.actors) // context)
         shares = [(members, batch.select(members) if members else None) for members in dealt]
         return [share for share in shares for _ in range(context)]
 

@@ -42,7 +42,16 @@ import torch
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
-from k3rl.parallel import DeepSpeedConfig, LearnerConfig, Mesh, Trainer, TrainerConfig, World, deal, make_trainer
+from k3rl.parallel import (
+    DeepSpeedConfig,
+    LearnerConfig,
+    Mesh,
+    Trainer,
+    TrainerConfig,
+    World,
+    balanced_shares,
+    make_trainer,
+)
 from k3rl.planner import costs
 from k3rl.planner.costs import Mix
 from k3rl.planner.live_bytes import LiveBytes
@@ -160,9 +169,9 @@ class Clock:
         self.wrap(trainer, "_micro_loss", "forward and loss")
         self.wrap(trainer, "_backward", "forward, loss and backward")
         self.wrap(trainer, "_reduce_gradients", "reduce gradients")
-        self.wrap(trainer.optimizer, "step", "optimizer")
-        self.wrap(trainer.shards, "clip_grad_norm_", "gradient norm")
-        self.wrap(trainer.shards, "share_parameters", "send parameters")
+        self.wrap(trainer.native.optimizer, "step", "optimizer")
+        self.wrap(trainer.native.shards, "clip_grad_norm_", "gradient norm")
+        self.wrap(trainer.native.shards, "share_parameters", "send parameters")
         self.wrap(trainer.balancer, "update", "balance")
         self.wrap_context(trainer.mesh.world, "during", "communication")
 
@@ -276,7 +285,7 @@ def memory_row(shape: str, trainer: Trainer, batch: TrainBatch | None, planned: 
     before it, are added from their own sizes."""
     model, held = trainer.model, trainer.memory()
     sums = [total for part in model.moe_parts() if part.bank.sums is not None for total in part.bank.gradients()]
-    buckets = [*trainer.optimizer._muon, *trainer.optimizer._adam]
+    buckets = [*trainer.native.optimizer._muon, *trainer.native.optimizer._adam]
     fields = ("master", "momentum", "first", "second")
     state = [getattr(bucket, field) for bucket in buckets for field in fields if hasattr(bucket, field)]
     kept = [value for bank in model.packed_banks.values() for n in model.experts for leaf in ("w1", "w2", "w3")
@@ -308,7 +317,7 @@ def rank_main(given: argparse.Namespace) -> None:
     world = World(given.rank, size, given.address, timeout_s=300) if size > 1 else World.alone()
     mesh, config = Mesh(world, expert=expert, context=context), K3Config.named(name)
     whole = batch_of(config, given.tokens * size, given.length)  # each rank has `tokens` of it
-    members = deal(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
+    members = balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
     own = whole.select(members) if len(members) < len(whole.lengths) else whole
     if given.backend:
         settings = DeepSpeedConfig(stage=2, dtype="fp32")

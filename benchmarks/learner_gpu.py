@@ -194,7 +194,7 @@ class _Steps:
 
     def programs(self) -> dict[str, Any]:
         """Which parts of the optimizer are replayed, and why one is not: what cannot be captured, or what moves."""
-        optimizer = self.trainer.optimizer
+        optimizer = self.trainer.native.optimizer
         both = {"norm": optimizer._captured_clip, "step": optimizer._captured_step}
         first = len(optimizer._addresses()) - len(optimizer.params)
         names = [f"bucket {number}" for number in range(first)] + list(optimizer.params)
@@ -254,7 +254,7 @@ def capture(report: Any, setting: Setting) -> None:
         for passes in (None, None, replaying, replaying):  # the first two say what one path differs by from itself
             trainer.passes = passes
             metrics, largest = trainer.gradients(batch, CrossEntropy())
-            grads = {n: p.grad.clone() for n, p in trainer.shards.params.items() if p.grad is not None}
+            grads = {n: p.grad.clone() for n, p in trainer.native.shards.params.items() if p.grad is not None}
             counted = [tensor.clone() for tensor in trainer.balancer.tensors()]
             trainer.balancer.clear()
             found.append((metrics.values(), largest, grads, counted))
@@ -300,12 +300,12 @@ def part_rows(report: Any, setting: Setting, trainer: Trainer, batch: TrainBatch
         return found
 
     for _ in range(setting.repeats):
-        timed("gradients to zero", trainer.shards.zero_grad)
+        timed("gradients to zero", trainer.native.reduction.zero_grad)
         loss = timed("forward and loss", lambda: CrossEntropy()(trainer.target_inputs(batch)).loss)
         timed("backward", loss.backward)
-        timed("gradients of experts", trainer.shards.collect_gradients)
-        timed("gradient norm", lambda: trainer.shards.clip_grad_norm_(trainer.optimizer, trainer.config.grad_clip))
-        timed("optimizer, masters to shipped values", lambda: trainer.optimizer.step(checked=True))
+        timed("gradients of experts", trainer.native.reduction.collect)
+        timed("gradient norm", lambda: trainer.native.clipping.clip())
+        timed("optimizer, masters to shipped values", lambda: trainer.native.optimizer.step_clipped())
     for name, took in spent.items():
         report.row(f"part, {name}", shape, min(took))
 
@@ -413,12 +413,12 @@ def host_check(report: Any, setting: Setting) -> None:
     for _ in range(2):
         here.gradients(batch, CrossEntropy())
         here.balancer.clear()
-        here.shards.clip_grad_norm_(here.optimizer, here.config.grad_clip)  # sums have an order, of how gradients lie
-        for name, parameter in here.shards.params.items():
-            away.shards.params[name].grad = None if parameter.grad is None else parameter.grad.clone()
+        here.native.clipping.clip()  # sums have an order, of how gradients lie
+        for name, parameter in here.native.shards.params.items():
+            away.native.shards.params[name].grad = None if parameter.grad is None else parameter.grad.clone()
         for trainer in (here, away):
-            trainer.optimizer.step(checked=True)
-    states = [trainer.optimizer.state_tensors() for trainer in (here, away)]
+            trainer.native.optimizer.step_clipped()
+    states = [trainer.native.optimizer.state_tensors() for trainer in (here, away)]
     unequal = [name for name, tensor in states[0].items() if not torch.equal(tensor.cpu(), states[1][name].cpu())]
     report.check(
         "state on the host, bits of a resident one", ok=not unequal, tensors=len(states[0]), unequal=unequal[:4]
@@ -453,12 +453,12 @@ def wide_row(
     newton_schulz = sum(optimizer_costs(setting.wide).flops.values())
     floor = (work + newton_schulz) / gpu.MATRIX_RATE
     if config.offload_optimizer:
-        floor = max(floor, trainer.optimizer.nbytes / PCIE)
+        floor = max(floor, trainer.native.optimizer.nbytes / PCIE)
     plan = planned(trainer, setting.wide_tokens, setting.wide_length)
     report.row(name, shape, min(took[1:]), floor_s=floor, first_ms=round(1e3 * took[0], 1), set_up_s=round(set_up, 2),
                without_optimizer_ms=round(1e3 * alone, 2), parameters=model.parameter_count(),
                share_of_peak_without_optimizer=round(work / alone / PEAK, 4), tera_operations=round(work / 1e12, 1),
-               tera_operations_newton_schulz=round(newton_schulz / 1e12, 1), state_bytes=trainer.optimizer.nbytes,
+               tera_operations_newton_schulz=round(newton_schulz / 1e12, 1), state_bytes=trainer.native.optimizer.nbytes,
                peak_gib_without_optimizer=gib, **beside_plan(plan, peaks[-1]))  # fmt: skip
     parts = optimizer_split(setting, trainer, batch)
     report.row(f"{name}, optimizer", shape, (parts["norm"] + parts["step"]) / 1e3,
@@ -498,7 +498,7 @@ class _Spans:
 
 def optimizer_split(setting: Setting, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
     """What the norm and the optimizer's step are made of; `other` are AdamW, copies and waiting for state."""
-    spans, optimizer = _Spans(setting), trainer.optimizer
+    spans, optimizer = _Spans(setting), trainer.native.optimizer
     trainer.gradients(batch, CrossEntropy())
     trainer.balancer.clear()
     kept = buckets.iterated, buckets.muon.start, buckets.muon.finish, optimizer.project
@@ -508,7 +508,7 @@ def optimizer_split(setting: Setting, trainer: Trainer, batch: TrainBatch) -> di
     if kept[3] is not None:
         optimizer.project = spans.around("shipped values", kept[3])
     try:
-        clip = spans.around("norm", trainer.shards.clip_grad_norm_)
+        clip = spans.around("norm", trainer.native.shards.clip_grad_norm_)
         clip(optimizer, trainer.config.grad_clip)
         spans.around("step", optimizer.step)(checked=True)
         gpu.synchronize(setting.device)

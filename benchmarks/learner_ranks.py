@@ -46,7 +46,7 @@ from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, flash
 from k3rl.model.fuse import fusing
 from k3rl.model.layout import Layout as Rows
-from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
+from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, balanced_shares
 from k3rl.parallel import zero as zero_module
 from k3rl.parallel.context import ContextParallel
 from k3rl.parallel.zero import gather_tensors
@@ -123,7 +123,7 @@ def trainer_of(config: K3Config, mesh: Mesh, dtype: torch.dtype, **options: Any)
 
 
 def share(whole: TrainBatch, mesh: Mesh) -> TrainBatch:
-    return whole.select(deal(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank])
+    return whole.select(balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank])
 
 
 def total_loss(metrics: Any, mesh: Mesh) -> float:
@@ -144,15 +144,15 @@ def check_gradients(world: World, found: dict[str, Any]) -> None:
     batch = learner_gpu.batch_of(config, 32 * world.size * 2, 32)
     alone = trainer_of(config, Mesh.alone(world.device), torch.float64)
     metrics, _ = alone.gradients(batch, CrossEntropy())
-    wanted = {name: p.grad for name, p in alone.shards.params.items() if p.grad is not None}
+    wanted = {name: p.grad for name, p in alone.native.shards.params.items() if p.grad is not None}
     for name in DEGREES:
         expert, context = degrees_of(name, world.size)
         mesh = Mesh(world, expert=expert, context=context)
         trainer = trainer_of(config, mesh, torch.float64)
         own, _ = trainer.gradients(share(batch, mesh), CrossEntropy())
         loss = total_loss(own, mesh)
-        params = trainer.shards.params.items()
-        mine = {n: p.grad for n, p in params if p.grad is not None and n in trainer.shards.counted}
+        params = trainer.native.shards.params.items()
+        mine = {n: p.grad for n, p in params if p.grad is not None and n in trainer.native.shards.counted}
         every = gather_tensors(world, mine)
         gaps = {n: float((every[n] - g).norm() / g.norm().clamp_min(1e-30)) for n, g in wanted.items() if n in every}
         worst = max(gaps, key=lambda n: gaps[n])

@@ -60,10 +60,8 @@ def step_peak(trainer: Trainer) -> int:
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    optimizer = trainer.optimizer
-    state = [tensor for bucket in optimizer._muon for tensor in (bucket.master, bucket.momentum)]
-    state += [tensor for bucket in optimizer._adam for tensor in (bucket.master, bucket.first, bucket.second)]
-    live = LiveBytes(parameters + gradients + state)
+    optimizer = trainer.native.optimizer
+    live = LiveBytes([*parameters, *gradients, *optimizer.state.tensors()])
     with live:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step(1.0)
