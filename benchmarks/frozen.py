@@ -34,7 +34,7 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
 from k3rl.parallel import Mesh, Trainer, TrainerConfig, World, balanced_shares
-from k3rl.parallel.frozen import _Part
+from k3rl.parallel.frozen import SlicedPart
 
 _spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
 if _spec is None or _spec.loader is None:
@@ -87,15 +87,15 @@ def rank_main(given: argparse.Namespace) -> None:
     mesh, config = Mesh(world), K3Config.named(given.model)
     whole = batch_of(config, given.tokens * given.ranks, given.length)
     own = whole.select(balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank])
-    waited, inner = [0.0], _Part.whole
+    waited, inner = [0.0], SlicedPart.whole
 
-    def waiting(part: _Part) -> torch.Tensor:
+    def waiting(part: SlicedPart) -> torch.Tensor:
         began = time.perf_counter()
         gathered = inner(part)
         waited[0] += time.perf_counter() - began
         return gathered
 
-    _Part.whole = waiting  # type: ignore[method-assign]
+    SlicedPart.whole = waiting  # type: ignore[method-assign]
     trainers = [trainer_of(config, mesh, ranks, given) for ranks in (1, given.ranks)]
     seconds, peaks, total = [float("inf")] * 2, [0, 0], 0.0
     for turn in range(given.repeats + 1):

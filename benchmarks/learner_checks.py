@@ -86,7 +86,7 @@ def gradients(report: Any, setting: Any) -> None:
         apart = gradients_of(trainer, batch)
     for part in trainer.model.moe_parts():
         part.bank.keep_sums(None)
-    trainer.native.shards._sums = []
+    trainer.native.shards.experts.sums = []
     by_leaf = gradients_of(trainer, batch)
     names = [name for name in ours if ".experts." in name]
     others = [name for name in ours if name not in names]
@@ -175,12 +175,13 @@ def kernels(report: Any, setting: Any) -> None:
 
 
 def moved(trainer: Trainer, given: Found) -> Found:
-    before = trainer.native.optimizer.masters(trainer.native.optimizer.params)
+    optimizer = trainer.native.optimizer
+    before = optimizer.masters(optimizer.params)
     for name, parameter in trainer.native.shards.params.items():
         parameter.grad = given[name].clone() if name in given else None
-    trainer.native.optimizer.clip_grad_norm_(1.0)
-    trainer.native.optimizer.step_clipped()
-    return {n: value - before[n] for n, value in trainer.native.optimizer.masters(trainer.native.optimizer.params).items()}
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step_clipped()
+    return {n: value - before[n] for n, value in optimizer.masters(optimizer.params).items()}
 
 
 def step(report: Any, setting: Any) -> None:
@@ -216,15 +217,15 @@ def replayed(report: Any, setting: Any, given: Found) -> None:
             for name, value in given.items():
                 held[name].copy_(value).mul_(1 + number)
             calls = {
-                "norm": functools.partial(optimizer.clip_grad_norm_, 1.0, in_step=True),
-                "step": functools.partial(optimizer.step, 1 / (1 + number), checked=True),
+                "norm": functools.partial(optimizer.gradients.clip_in_step, 1.0),
+                "step": functools.partial(optimizer.step_clipped, 1 / (1 + number)),
             }
             took = {name: round(1e3 * gpu.wall(call, setting.device, 1, 0), 3) for name, call in calls.items()}
         found.append(optimizer.masters(optimizer.params))
+        captured = [one for one in (optimizer.gradients.captured, optimizer.captured_step) if one is not None]
         report.check(
             f"optimizer, capture {capture}", captures=optimizer.captures, last_ms=took,
-            refused=[optimizer._captured_clip.refused, optimizer._captured_step.refused],
-            replayed=[p._replay is not None for p in (optimizer._captured_clip, optimizer._captured_step)],
+            refused=[one.refused for one in captured], replayed=[one.is_captured for one in captured],
         )  # fmt: skip
         calls.clear()
         del trainer, optimizer, held
@@ -243,8 +244,8 @@ def counted(report: Any, setting: Any, batch: Any) -> None:
         "forward": lambda: held.update(loss=CrossEntropy()(trainer.target_inputs(batch)).loss),
         "backward": lambda: held["loss"].backward(),
         "collect": trainer.native.reduction.collect,
-        "norm and clip": lambda: trainer.native.clipping.clip(),
-        "optimizer": lambda: trainer.native.optimizer.step_clipped(),
+        "norm and clip": trainer.native.clipping.clip,
+        "optimizer": trainer.native.optimizer.step_clipped,
     }
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (setting.device.type == "cuda")
     for name, call in phases.items():

@@ -46,10 +46,18 @@ from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, flash
 from k3rl.model.fuse import fusing
 from k3rl.model.layout import Layout as Rows
-from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, balanced_shares
-from k3rl.parallel import zero as zero_module
+from k3rl.parallel import (
+    Mesh,
+    RankFailed,
+    Trainer,
+    TrainerConfig,
+    World,
+    balanced_shares,
+    flat_bucket,
+    gather_tensors,
+)
+from k3rl.parallel.captured import CapturedForwardBackward
 from k3rl.parallel.context import ContextParallel
-from k3rl.parallel.zero import gather_tensors
 from k3rl.planner.costs import Mix
 from k3rl.planner.plan import Layout, Method, gradient_bytes, learner_memory
 
@@ -221,7 +229,7 @@ def check_context_kernels(world: World, found: dict[str, Any], tokens: int = 409
 def counted(world: World) -> Iterator[dict[str, float]]:
     """Seconds in collectives, and bytes of gradients and weights that this rank sends."""
     seen = {"waiting": 0.0, "bytes": 0.0}
-    during, inner = World.during, zero_module.dist
+    during, inner = World.during, flat_bucket.dist
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -243,11 +251,11 @@ def counted(world: World) -> Iterator[dict[str, float]]:
             yield
         seen["waiting"] += time.perf_counter() - began
 
-    World.during, zero_module.dist = timed, Counting()  # type: ignore[method-assign, assignment]
+    World.during, flat_bucket.dist = timed, Counting()  # type: ignore[method-assign, assignment]
     try:
         yield seen
     finally:
-        World.during, zero_module.dist = during, inner  # type: ignore[method-assign]
+        World.during, flat_bucket.dist = during, inner  # type: ignore[method-assign]
 
 
 def timed_steps(world: World, mesh: Mesh, given: argparse.Namespace, row: Row, found: dict[str, Any]) -> None:
@@ -275,10 +283,11 @@ def timed_steps(world: World, mesh: Mesh, given: argparse.Namespace, row: Row, f
         print(f"{'x'.join(map(str, mesh.shape))}: steps of {[round(1e3 * s, 1) for s in seconds]} ms", flush=True)
     timed = seconds[given.warm :]
     passes = gpu.wall(lambda: drop(trainer, trainer.gradients(batch, CrossEntropy())), world.device, 2, 1)
+    path = trainer.native.forward_backward
     found["rows"].append({
         "seconds": min(timed), "median": statistics.median(timed), "losses": losses, "waiting": waited,
         "expert_bytes": sent, "gradient_bytes": gradient_bytes, "passes": passes,
-        "captured": trainer.passes is not None and trainer.passes.captured > 0,
+        "captured": isinstance(path, CapturedForwardBackward) and path.captured > 0,
         "work": 3 * learner_gpu.forward_work(trainer.model, length) * tokens if mesh.expert.size == 1 else None,
         "peak_gib": metrics.values().get("memory/peak", 0.0) / learner_gpu.GIB or None, "notes": trainer.notes,
         "profile": profile_of(lambda: trainer.train(batch, CrossEntropy())),

@@ -20,10 +20,11 @@ from k3rl.config import Config, ConfigError
 from k3rl.data.batch import TrainBatch
 from k3rl.model import K3ForCausalLM
 from k3rl.parallel.frozen import check_slices
+from k3rl.parallel.liveness import PeerFailed
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.nonfinite import NonFiniteLoss
 from k3rl.parallel.settings import TrainerConfig
-from k3rl.parallel.world import PeerFailed, RanksDisagree, World
+from k3rl.parallel.world import RanksDisagree, World
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT_TOLERANCE = 1e-6  # of the sum of all weights, which are float64 numbers from one batch

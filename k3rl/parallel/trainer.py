@@ -26,13 +26,13 @@ from k3rl.parallel.backends.config import LearnerConfig, check_backend
 from k3rl.parallel.backends.native import NativeBackend
 from k3rl.parallel.context import ContextShare
 from k3rl.parallel.forward_backward import Loss, StepInputs, add_loss
+from k3rl.parallel.liveness import PeerFailed
 from k3rl.parallel.mesh import Mesh
 from k3rl.parallel.model_on_mesh import ModelOnMesh
 from k3rl.parallel.nonfinite import NonFiniteStep
 from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.side_stream import on_side_stream, record_event
 from k3rl.parallel.statistics import Statistics, balance, balance_due
-from k3rl.parallel.world import PeerFailed
 from k3rl.parallel.zero import gather_tensors
 from k3rl.run.metrics import Accumulator
 

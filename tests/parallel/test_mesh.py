@@ -105,7 +105,11 @@ def gradients(of: Trainer, whole: TrainBatch) -> dict[str, torch.Tensor]:
     of.balancer.clear()
     total = torch.tensor([metrics.pairs().get("loss/mean", (0.0, 0.0))[0]], dtype=torch.float64)
     of.mesh.world.sum(total)
-    own = {n: p.grad.clone() for n, p in of.shards.params.items() if p.grad is not None and n in of.shards.counted}
+    own = {
+        n: p.grad.clone()
+        for n, p in of.native.shards.params.items()
+        if p.grad is not None and n in of.native.shards.counted
+    }
     return own | ({"loss": total} if of.mesh.world.rank == 0 else {})
 
 
@@ -178,7 +182,7 @@ def do_four(world: World, folder: Path) -> dict[str, Any]:
     for name, again in (("sent", ()), ("sent, recomputed", BOTH)):
         replaying = trainer(mesh, recompute=again)
         replayed = gradients(replaying, batch(0, routes=True))
-        sent = torch.tensor([replaying.experts.sent_bytes])
+        sent = torch.tensor([replaying.on_mesh.sent_bytes])
         world.sum(sent)
         ended[name] = {"bytes": int(sent)}
     six = trainer(mesh, model=TINY.replace(num_experts=6))

@@ -32,10 +32,10 @@ from k3rl.parallel.backends.config import DeepSpeedConfig
 from k3rl.parallel.backends.extensions import prepare
 from k3rl.parallel.balance import balanced_shares
 from k3rl.parallel.forward_backward import Loss, StepInputs, add_loss
+from k3rl.parallel.liveness import PeerFailed
 from k3rl.parallel.model_on_mesh import ModelOnMesh
 from k3rl.parallel.nonfinite import NonFiniteGradients, bad_loss, listed
 from k3rl.parallel.statistics import Statistics
-from k3rl.parallel.world import PeerFailed
 from k3rl.run.metrics import Accumulator
 
 _NO_MODULE = -1

@@ -18,10 +18,10 @@ from k3rl.parallel.clipping import GradientClipping
 from k3rl.parallel.forward_backward import ForwardBackward, Loss, StepInputs
 from k3rl.parallel.frozen import parameter_bytes
 from k3rl.parallel.gradient_reduction import GradientReduction
+from k3rl.parallel.liveness import PeerFailed
 from k3rl.parallel.model_on_mesh import ModelOnMesh
 from k3rl.parallel.nonfinite import NonFiniteGradients, explain_gradient
 from k3rl.parallel.statistics import Statistics
-from k3rl.parallel.world import PeerFailed
 from k3rl.parallel.zero import Shards
 from k3rl.run.metrics import Accumulator
 
