@@ -5,7 +5,7 @@
 
 Widths of K3 (56 experts, 16 choices) and of k3-small (64 experts, 8 choices); as many tokens as sequences decode. Times
 are of captured graphs, over as many copies of the matrices as the cache cannot hold. Floor: packed bytes and scales of
-the experts that have rows, over 4.3 TB/s. `--variants` adds the launches of `few_rows_packed_kernels` and others.
+the experts that have rows, over 4.3 TB/s. `--variants` adds the launches of `w4_grouped_skinny_kernels` and others.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.moe import situ as kernel
 from k3rl.model.ablation import AblationConfig
 from k3rl.model.blocks import blockwise
@@ -83,7 +84,7 @@ class SiTU:
     def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:
         if gate_up.device.type == "cpu":
             value = situ_alone(gate_up, *self._betas)
-        elif rule is not None and kernel.takes(gate_up):
+        elif rule is not None and limits.SITU.takes(gate_up):
             return kernel.situ(gate_up, *self._betas, rule)
         else:
             value = situ_on_gpu(gate_up, *self._betas)
@@ -93,7 +94,7 @@ class SiTU:
         return situ_gradient_on_gpu(grad, gate_up, *self._betas)
 
     def routed_gradient(self, grad: Tensor, gate_up: Tensor, weight: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        if kernel.takes(gate_up, grad, active):
+        if limits.SITU.takes(gate_up, grad, active):
             d_gate_up, sums = kernel.situ_gradient(grad, gate_up, *self._betas, weight, active)
             assert sums is not None
             return d_gate_up, sums.to(weight.dtype)

@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.cuda_graph import KeyedStep
-from k3rl.kernels.optim import muon as kernels
 from k3rl.optim.buckets import (
     AdamBucket,
     AdamRates,
@@ -460,7 +460,8 @@ class PerHeadMuon:
             and masters[0].device.type == "cuda"
             and all(master.dtype == torch.float32 for master in masters)
             and all(
-                self._product_dtype(bucket) == torch.bfloat16 and kernels.takes(bucket.master) for bucket in self._muon
+                self._product_dtype(bucket) == torch.bfloat16 and limits.MUON.takes(bucket.master)
+                for bucket in self._muon
             )
         )
 

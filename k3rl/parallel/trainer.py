@@ -459,7 +459,7 @@ class Trainer:
     ) -> tuple[torch.Tensor, Exception | None]:
         """The loss to call backward on, and what is wrong with it. None: a micro-batch that only other ranks have."""
         if micro is None:
-            return self.model.assist(), None
+            return self.model.dummy_forward(), None
         share = self.share(micro)
         self.statistics.count(micro, share, self.config.balance, metrics)
         inputs = self.target_inputs(micro, temperature, share)
@@ -537,7 +537,7 @@ class Trainer:
             self.mesh.world.maximum(most)
         yield from micros
         for _ in range(int(most) - len(micros)):
-            self.model.assist()
+            self.model.dummy_forward()
         self.frozen.release()
 
     @contextmanager

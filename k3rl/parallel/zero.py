@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from k3rl.model import K3ForCausalLM
-from k3rl.model.bank_gradients import LEAVES, BankGradients, clear_all
+from k3rl.model.bank_gradients import EXPERT_LEAVES, BankGradients, clear_gradients
 from k3rl.optim import NonFiniteGradient, ParamInfo, PerHeadMuon
 from k3rl.optim.buckets import Banked, master_dtype, storage_kind
 from k3rl.optim.newton_schulz import STEPS
@@ -174,7 +174,7 @@ class Shards:
         if not self._sums:
             return None
         leaves = [leaf for sums in self._sums for leaf in sums.leaves]
-        number = {leaf: place // LEAVES for place, leaf in enumerate(leaves)}
+        number = {leaf: place // EXPERT_LEAVES for place, leaf in enumerate(leaves)}
         places = {name: (view, number[self.params[name]]) for name, view in self._views.items()}
         return Banked(self._rows, places)
 
@@ -183,13 +183,13 @@ class Shards:
         self._begun = False
         for parameter in self._by_autograd:
             parameter.grad = None
-        clear_all(self._sums, leaves=leaves)
+        clear_gradients(self._sums, leaves=leaves)
 
     def expect(self, optimizer: PerHeadMuon | None, maximum: float) -> Hashable:
         """What `collect_gradients` and `clip_grad_norm_` are about to do, as far as it goes while the device is at the
         backward: leaves of experts as after the step before, and with an optimizer its norm, for `expected` there."""
         for sums in self._sums:
-            sums.expect()
+            sums.attach_as_before()
         if optimizer is None or (self._world.size > 1 and not self._begun):
             return None
         return optimizer.expect_clip(maximum) if self._world.size == 1 else optimizer.expect_norm()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from k3rl.losses.logprob import TABLE_ELEMENTS
 from k3rl.model import K3Config
-from k3rl.model.mla import KEPT_PROBABILITIES
+from k3rl.model.mla import SAVED_PROBABILITIES
 from k3rl.model.table import TensorEntry, tensor_table
 from k3rl.optim.buckets import BUCKET_ELEMENTS
 from k3rl.optim.classify import ParamInfo, classify
@@ -204,7 +204,7 @@ def _mla_flops(config: K3Config, mix: Mix) -> float:
     projections = hidden * (config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + 2 * h * value)
     projections += config.q_lora_rank * h * key + config.kv_lora_rank * h * (config.qk_nope_head_dim + value)
     # With all logits at once the masked half is computed too; by runs of queries it is left out.
-    seen = mix.length if h * mix.tokens * mix.length <= KEPT_PROBABILITIES else mix.length / 2
+    seen = mix.length if h * mix.tokens * mix.length <= SAVED_PROBABILITIES else mix.length / 2
     return 2.0 * projections + 2.0 * h * seen * (key + value)
 
 
@@ -316,7 +316,7 @@ def _mla_saved(config: K3Config, mix: Mix) -> float:
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
     rows = e * (hidden + joint + config.q_lora_rank + config.kv_lora_rank + 3 * h * value) + 2 * w
-    kept = mix.seen if h * mix.tokens * mix.seen <= KEPT_PROBABILITIES else 1
+    kept = mix.seen if h * mix.tokens * mix.seen <= SAVED_PROBABILITIES else 1
     return rows + w * h * (2 * key + value + kept + mix.before / mix.tokens * (key + value))
 
 

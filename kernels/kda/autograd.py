@@ -63,7 +63,7 @@ class Chunks:
         return self.offset.numel() - 1
 
 
-class Kept:
+class TableCache:
     """Tables that depend on shapes alone, made once: at most `most`, and those that a CUDA graph reads for good.
 
     A tensor made during a capture belongs to the graph and is filled only by its replay, so it is never kept; one made
@@ -90,7 +90,7 @@ class Kept:
         return found
 
 
-_fixed = Kept()
+_fixed = TableCache()
 
 
 def fixed_chunks(batch: int, tokens: int, device: torch.device, C: int = CHUNK) -> Chunks:
@@ -148,7 +148,7 @@ def zero_tail(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Prepared:
-    """What `prepare_kernel` leaves for the scan, one tile a chunk and head; see kda_forward."""
+    """What `prepare_kernel` leaves for the scan, one tile a chunk and head; see `forward_kernels`."""
 
     q_in: torch.Tensor
     k_in: torch.Tensor
@@ -429,16 +429,3 @@ def kda(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seql
     inputs = (q, k, v, gate, beta, A_log, dt_bias, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return _KDA.apply(*inputs[:7], lower_bound, initial_state, cu_seqlens, context, save)
-
-
-def kda_snapshots(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, every: int):
-    """`k3rl.kernels.kda.operator.kda_snapshots` by the kernels: the start states of segments of `every` tokens."""
-    B, T = v.shape[:2]
-    A_log, dt_bias, initial_state = map(_contiguous, (A_log, dt_bias, initial_state))
-    chunks = fixed_chunks(B, T, q.device)
-    flat = [rows(x) for x in (q, k, gate, v)]
-    p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks)
-    o = v.new_empty(v.shape)
-    final, starts = segmented_scan(p, flat[3], o.flatten(0, 1), initial_state, chunks, (None, None), every // CHUNK)
-    count = -(-T // every)
-    return o, final, starts[: B * count].view(B, count, *starts.shape[1:])

@@ -30,7 +30,7 @@ from k3rl.model import K3ForCausalLM
 from k3rl.model.cache import StepCache
 from k3rl.model.fuse import fused
 from k3rl.model.kda import KimiDeltaAttention
-from k3rl.model.side_stream import lanes
+from k3rl.model.side_stream import side_streams
 
 T = TypeVar("T")
 
@@ -295,13 +295,13 @@ def recorded(run: Callable[[], T], memory: Any, warm_ups: int) -> tuple[torch.cu
     """A graph of what `run` does, in a pool of memory, and its results there; it runs `warm_ups` times first."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), lanes():
+    with torch.cuda.stream(side), side_streams():
         for _ in range(warm_ups):
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # Other threads of the process may use the device meanwhile.
-    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"), lanes():
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"), side_streams():
         results = run()
     return graph, results
 

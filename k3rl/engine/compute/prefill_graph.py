@@ -21,7 +21,7 @@ from torch import Tensor
 
 from k3rl.engine.compute.decode_graph import WARM_UPS, captures, recorded
 from k3rl.engine.paged import PagedCache
-from k3rl.kernels.mla import decode_attention
+from k3rl.kernels import limits
 from k3rl.model import K3ForCausalLM
 from k3rl.model.cache import ChunkCache
 from k3rl.model.layout import FixedLayout
@@ -201,7 +201,7 @@ class PrefillProgram:
 def captures_prefill(model: K3ForCausalLM, cache: PagedCache) -> bool:
     """Whether the program can be captured: where decode steps can, and a kernel reads latents in pages of this size."""
     rope = model.config.qk_rope_head_dim
-    return captures(model) and all(decode_attention.takes(pages, rope) for pages in cache.latent_pages())
+    return captures(model) and all(limits.PAGED_LATENTS.takes(pages, rope) for pages in cache.latent_pages())
 
 
 def prefill_program(model: K3ForCausalLM, cache: PagedCache, max_context: int) -> PrefillProgram | None:
