@@ -30,7 +30,7 @@ from k3rl.checkpoint.replace import alone, flush, publish, recover, scratch_besi
 from k3rl.checkpoint.sharded import bank_of, collected_tensors
 from k3rl.data.images import ImageConfig
 from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig, VisionConfig
-from k3rl.model.packed import RUN_BYTES, assign, fill_many, serves_packed, stored_bytes
+from k3rl.model.packed import PACKED_RUN_BYTES, assign_parameter, fill_packed, serves_packed, stored_block
 from k3rl.numerics import mx, stored_dtype
 from k3rl.parallel.mesh import Mesh
 from k3rl.tokens import TOKENIZER_FILES
@@ -97,7 +97,7 @@ def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator
 def _kept_bank(model: K3ForCausalLM, members: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
     """The stored tensors of routed experts that are kept packed."""
     for name, _ in members:
-        kept = stored_bytes(model, name)
+        kept = stored_block(model, name)
         assert kept is not None
         yield f"{name}_packed", kept[0].clone()
         yield f"{name}_scale", kept[1].clone()
@@ -159,10 +159,10 @@ def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
             continue
         waiting[item.name] = item.source
         size += sum(part.nbytes for part in item.source)
-        if size >= RUN_BYTES:
-            fill_many(model, waiting)
+        if size >= PACKED_RUN_BYTES:
+            fill_packed(model, waiting)
             waiting, size = {}, 0
-    fill_many(model, waiting)
+    fill_packed(model, waiting)
 
 
 class _Value(NamedTuple):
@@ -176,7 +176,7 @@ class _Value(NamedTuple):
 @torch.no_grad()
 def _commit(model: K3ForCausalLM, values: list[_Value]) -> None:
     for item in values:
-        assign(model, item.name, item.value, item.source)
+        assign_parameter(model, item.name, item.value, item.source)
 
 
 def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Value]:

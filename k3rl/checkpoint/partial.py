@@ -22,7 +22,15 @@ from k3rl.checkpoint.hf import (
 )
 from k3rl.checkpoint.sharded import bank_of
 from k3rl.model import K3ForCausalLM
-from k3rl.model.packed import EXPERT, RUN_BYTES, PackedExperts, assign, entry, fill_many, stored_bytes
+from k3rl.model.packed import (
+    EXPERT_NAME,
+    PACKED_RUN_BYTES,
+    PackedExperts,
+    assign_parameter,
+    fill_packed,
+    packed_entry,
+    stored_block,
+)
 from k3rl.numerics import mx, stored_dtype
 
 _PACKED, _SCALE = "_packed", "_scale"
@@ -38,11 +46,11 @@ class _Run(NamedTuple):
 
 def _runs(model: K3ForCausalLM, names: Iterable[str]) -> Iterator[tuple[str, _Run]]:
     """(official name of a matrix, run) for each of these tensors' experts that the model keeps packed."""
-    found = [EXPERT.match(name) for name in names] if model.packed else []
+    found = [EXPERT_NAME.match(name) for name in names] if model.packed else []
     members = {(int(each["layer"]), int(each["expert"])): None for each in found if each is not None}
     for layer, pairs in itertools.groupby(members, key=lambda pair: pair[0]):
         bank, experts = model.packed_banks[layer], [expert for _, expert in pairs]
-        size = max(1, RUN_BYTES * len(model.experts) // bank.nbytes)
+        size = max(1, PACKED_RUN_BYTES * len(model.experts) // bank.nbytes)
         for start in range(0, len(experts), size):
             run = _Run(layer, tuple(experts[start : start + size]))
             prefixes = (f"language_model.model.layers.{layer}.block_sparse_moe.experts.{n}." for n in run.experts)
@@ -79,11 +87,11 @@ class StoredView:
         expert, _, part = name.rpartition("_")
         if expert not in self._parameters or part not in ("packed", "scale"):
             raise CheckpointError(f"{name} is no stored tensor of this model")
-        if (found := entry(self._model, expert)) is not None and (run := self._run_of.get(expert)) is not None:
+        if (found := packed_entry(self._model, expert)) is not None and (run := self._run_of.get(expert)) is not None:
             bank, number, leaf = found
             return self._of_run(bank, run)[number, leaf][part == "scale"]
         if self._expert is None or self._expert[0] != expert:
-            source = stored_bytes(self._model, expert)
+            source = stored_block(self._model, expert)
             if source is not None and (self._trusted or self._model.packed):
                 packed, scale = source
             else:
@@ -125,7 +133,7 @@ def second_model(model: K3ForCausalLM, *, packed: bool) -> K3ForCausalLM:
     if packed and not model.packed:
         experts = ((name, tensor) for name, tensor in official_tensors(model) if bank_of(name) is not None)
         for (name, codes), (_, scale) in zip(experts, experts, strict=True):  # the two of each follow each other
-            assign(copy, name.removesuffix(_PACKED), scale, (codes, scale))
+            assign_parameter(copy, name.removesuffix(_PACKED), scale, (codes, scale))
     return copy
 
 
@@ -142,7 +150,7 @@ def copy_with(
     parameters = dict(copy.official_parameters(decoded=False))
     stored = base or StoredView(model).__getitem__
     waiting: dict[str, dict[str, Tensor]] = {}
-    size, most = 0, RUN_BYTES if copy.packed or copy.device.type != "cpu" else 0  # of what waits
+    size, most = 0, PACKED_RUN_BYTES if copy.packed or copy.device.type != "cpu" else 0  # of what waits
 
     def flush() -> None:
         given: dict[str, tuple[Tensor, Tensor]] = {}
@@ -175,7 +183,7 @@ def _put_experts(
 ) -> None:
     """Gives experts, by official name, what these (packed, scale), which fit them, hold."""
     if model.packed:
-        fill_many(model, given)
+        fill_packed(model, given)
         return
     for names in _stacks([(name, (tuple(parameters[name].shape), parameters[name].dtype)) for name in given]):
         packed, scale = (torch.stack(parts) for parts in zip(*(given[name] for name in names), strict=True))

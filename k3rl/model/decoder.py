@@ -23,7 +23,7 @@ from k3rl.model.lora import Adapter
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
-from k3rl.model.packed import EXPERT, assign, check_packable, entry
+from k3rl.model.packed import EXPERT_NAME, assign_parameter, check_packable, packed_entry
 from k3rl.model.recompute import PARTS, again, recomputed
 from k3rl.model.vision import Projector, VisionTower, check_grids
 from k3rl.types import Communicator, ContextCommunicator, ForwardObserver, WeightSlices
@@ -265,8 +265,8 @@ class K3ForCausalLM(nn.Module):
         parameters = dict(self.official_parameters())
         initialise(shapes, parameters, seed, quantization.weights, quantization.scale_rule)
         for name, parameter in parameters.items():
-            if entry(self, name) is not None:  # what was filled is a copy
-                assign(self, name, parameter)
+            if packed_entry(self, name) is not None:  # what was filled is a copy
+                assign_parameter(self, name, parameter)
 
     @property
     def packed(self) -> bool:
@@ -280,7 +280,7 @@ class K3ForCausalLM(nn.Module):
 
     def elsewhere(self, name: str) -> bool:
         """Whether an official name belongs to a routed expert that another rank holds."""
-        found = EXPERT.match(name)  # packed ones have more behind it
+        found = EXPERT_NAME.match(name)  # packed ones have more behind it
         return (
             found is not None
             and int(found["expert"]) < self.config.num_experts
@@ -290,7 +290,7 @@ class K3ForCausalLM(nn.Module):
     def parameter_count(self) -> int:
         """Parameters of the whole model, wherever its experts are."""
         held = {name: parameter.numel() for name, parameter in self.named_parameters()}
-        routed = sum(numbers for name, numbers in held.items() if EXPERT.match(name))
+        routed = sum(numbers for name, numbers in held.items() if EXPERT_NAME.match(name))
         return sum(held.values()) - routed + routed // len(self.experts) * self.config.num_experts
 
     def connect(self, communicator: Communicator) -> None:
@@ -359,12 +359,12 @@ class K3ForCausalLM(nn.Module):
 
         The router biases are among them with requires_grad False: quantile balancing moves them, not a gradient.
         Experts that are kept packed come as decoded copies, or, with decoded False, as shapes without values;
-        `packed.assign` writes. Raises InputError where other processes hold the rest of the weights.
+        `assign_parameter` writes. Raises InputError where other processes hold the rest of the weights.
         """
         if self.slices is not None and not self.slices.in_place:
             raise InputError("this process holds slices of the weights alone; read them inside `Trainer.whole()`")
         for name, parameter in self.named_parameters():
-            found = entry(self, name) if decoded else None
+            found = packed_entry(self, name) if decoded else None
             if found is None:
                 yield name, parameter
             else:

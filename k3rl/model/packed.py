@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from k3rl.model.config import K3Config
     from k3rl.model.decoder import K3ForCausalLM
 
-EXPERT = re.compile(
+EXPERT_NAME = re.compile(
     r"language_model\.model\.layers\.(?P<layer>\d+)\.block_sparse_moe\.experts\.(?P<expert>\d+)\."
     r"(?P<leaf>w[123])\.weight"
 )
 """The official name of a routed expert's matrix."""
-RUN_BYTES = 8 << 20
+PACKED_RUN_BYTES = 8 << 20
 """Of experts that a device gives or takes at a time: one by one, each costs it dozens of calls."""
 _DECODED = 1 << 22  # numbers decoded in one call; it needs a few times their bytes for a moment
 
@@ -216,9 +216,9 @@ def serves_packed(latent: int, width: int, device: torch.device, dtype: torch.dt
 # ------------------------------------------------------------------------------------------ of a whole model
 
 
-def entry(model: K3ForCausalLM, name: str) -> tuple[PackedExperts, int, str] | None:
+def packed_entry(model: K3ForCausalLM, name: str) -> tuple[PackedExperts, int, str] | None:
     """(bank, expert, leaf) of a parameter that is kept packed, by official name; None for any other."""
-    found = EXPERT.fullmatch(name)
+    found = EXPERT_NAME.fullmatch(name)
     bank = None if found is None else model.packed_banks.get(int(found["layer"]))
     return None if bank is None or found is None else (bank, int(found["expert"]), found["leaf"])
 
@@ -232,9 +232,9 @@ def check_packable(config: K3Config) -> None:
         )
 
 
-def stored_bytes(model: K3ForCausalLM, name: str) -> tuple[Tensor, Tensor] | None:
+def stored_block(model: K3ForCausalLM, name: str) -> tuple[Tensor, Tensor] | None:
     """(packed, scale) of a routed expert's matrix, by official name, as far as the model keeps them; to read."""
-    found = entry(model, name)
+    found = packed_entry(model, name)
     if found is None:
         return model.stored_blocks.get(name)
     bank, number, leaf = found
@@ -269,12 +269,14 @@ def pack_experts(model: K3ForCausalLM) -> None:
 
 
 @torch.no_grad()
-def assign(model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor, Tensor] | None = None) -> None:
+def assign_parameter(
+    model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor, Tensor] | None = None
+) -> None:
     """Gives a parameter, by official name, a value that its entry in a checkpoint can hold.
 
     stored: the (packed, scale) bytes that the value was decoded from, which an export writes back.
     """
-    if (found := entry(model, name)) is not None:
+    if (found := packed_entry(model, name)) is not None:
         bank, number, leaf = found
         rule = model.config.quantization.scale_rule
         bank.fill(number, leaf, mx.quantize_mxfp4(value, rule) if stored is None else stored)
@@ -288,11 +290,11 @@ def assign(model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor,
 
 
 @torch.no_grad()
-def fill_many(model: K3ForCausalLM, given: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def fill_packed(model: K3ForCausalLM, given: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Takes in (packed, scale) on the host of matrices that are kept packed, by official name, a layer's together."""
     banks: dict[int, dict[tuple[int, str], tuple[Tensor, Tensor]]] = {}
     for name, parts in given.items():
-        found = EXPERT.fullmatch(name)
+        found = EXPERT_NAME.fullmatch(name)
         assert found is not None
         banks.setdefault(int(found["layer"]), {})[int(found["expert"]), found["leaf"]] = parts
     for layer, matrices in banks.items():
