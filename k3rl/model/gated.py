@@ -26,21 +26,21 @@ from k3rl.model.situ import (
     situ_parts,
 )
 
-Parts = tuple[Tensor, Tensor, Tensor]
+UnitParts = tuple[Tensor, Tensor, Tensor]
 
 
 class GatedUnit(Protocol):
     """gate_up [..., 2n], gate first -> [..., n]. Parts and values are float32 or wider."""
 
-    def parts(self, gate_up: Tensor) -> Parts:
+    def parts(self, gate_up: Tensor) -> UnitParts:
         """What `value` and `backward` need, each [..., n]."""
         ...
 
-    def value(self, parts: Parts) -> Tensor:
+    def value(self, parts: UnitParts) -> Tensor:
         """The activation from its parts."""
         ...
 
-    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+    def backward(self, grad: Tensor, parts: UnitParts) -> Tensor:
         """Gradient [..., n] of the activation -> gradient [..., 2n] of gate_up."""
         ...
 
@@ -72,13 +72,13 @@ class SiTU:
         """beta, linear_beta."""
         return self._betas
 
-    def parts(self, gate_up: Tensor) -> Parts:
+    def parts(self, gate_up: Tensor) -> UnitParts:
         return situ_parts(gate_up, *self._betas)
 
-    def value(self, parts: Parts) -> Tensor:
+    def value(self, parts: UnitParts) -> Tensor:
         return situ_from_parts(parts, *self._betas)
 
-    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+    def backward(self, grad: Tensor, parts: UnitParts) -> Tensor:
         return situ_backward(grad, parts, *self._betas)
 
     def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:
@@ -107,18 +107,18 @@ class SiTU:
 class SwiGLU:
     """silu(gate) * up, the common unit. Parts: gate, sigmoid(gate), up."""
 
-    def parts(self, gate_up: Tensor) -> Parts:
+    def parts(self, gate_up: Tensor) -> UnitParts:
         gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, dim=-1)
         return gate.contiguous(), torch.sigmoid(gate), up.contiguous()
 
-    def value(self, parts: Parts) -> Tensor:
+    def value(self, parts: UnitParts) -> Tensor:
         gate, sigma, up = parts
         out = torch.empty_like(gate)
         for result, g, s, u in blockwise(out, gate, sigma, up):
             torch.mul(g, s, out=result).mul_(u)
         return out
 
-    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+    def backward(self, grad: Tensor, parts: UnitParts) -> Tensor:
         """dy/dg = u s (1 + g (1 - s)) and dy/du = g s."""
         gate, sigma, up = parts
         n = gate.shape[-1]

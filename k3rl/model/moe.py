@@ -492,7 +492,7 @@ class LatentMoE(nn.Module):
         """
         kind = wide(x.dtype)
         if torch.is_grad_enabled() and self.router_loss is None and train_routing.takes(x, self.gate.weight, self.k):
-            return self._routed(x, routes, observer)
+            return self._route_by_kernels(x, routes, observer)
         bias = self.gate.e_score_correction_bias
         if not torch.is_grad_enabled() and limits.SPLIT_K.takes(x, self.gate.weight):
             sums = skinny.split_k(x, self.gate.weight).sums
@@ -512,7 +512,9 @@ class LatentMoE(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scaling if self.scaling != 1.0 else weights, ids
 
-    def _routed(self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None) -> tuple[Tensor, Tensor]:
+    def _route_by_kernels(
+        self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None
+    ) -> tuple[Tensor, Tensor]:
         """`route` in training by the kernels."""
         bias = self.gate.e_score_correction_bias
         weights, ids, scores, cutoff = train_routing.RoutedChoice.apply(

@@ -99,7 +99,7 @@ def weighted_sum(choices: Tensor, weights: Tensor | None) -> Tensor:
     return values.sum(1) if weights is None else (values * weights.unsqueeze(-1)).sum(1)
 
 
-def _sum_of_choices(rows: Tensor, sort: SortedIds, weights: Tensor | None, k: int) -> Tensor:
+def sum_of_choices(rows: Tensor, sort: SortedIds, weights: Tensor | None, k: int) -> Tensor:
     """Sorted rows [R, b] -> sum over choices [N, b], weighted by [N, k]; float32 or wider, their dtype by a kernel."""
     if rows.device.type != "cpu" and limits.DECODE_ROUTING.takes_sum(rows):
         own = torch.ones(len(rows) // k, k, device=rows.device) if weights is None else weights
@@ -212,7 +212,7 @@ class GroupedExperts(torch.autograd.Function):
         ctx.bank = bank
         by_leaf = any(ctx.needs_input_grad[4:]) and bank.sums is None and not bank.every_gradient
         ctx.counts = HostCounts(sort.ends) if by_leaf else None
-        return _sum_of_choices(out, sort, weights, k).to(z.dtype)
+        return sum_of_choices(out, sort, weights, k).to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -239,7 +239,7 @@ class GroupedExperts(torch.autograd.Function):
             else:
                 grads = _by_leaf(*outer(), ctx.counts, sort.ends)
         d_rows = grouped_product(d_hidden, gate_up, sort.ends)
-        d_z = _sum_of_choices(d_rows, sort, None, k).to(kind)
+        d_z = sum_of_choices(d_rows, sort, None, k).to(kind)
         return d_z, d_weight.view(weights.shape).to(weights.dtype), None, None, *grads
 
 

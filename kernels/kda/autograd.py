@@ -213,7 +213,7 @@ def scan(
     whole = (chunks.offset, chunks.sequences, initial_state)
     if segment == 0:
         return _scan(p, v, o, whole, chunks, (states, updates), stages), states, updates
-    final, _ = segmented_scan(p, v, o, initial_state, chunks, (states, updates), segment, stages)
+    final = segmented_scan(p, v, o, initial_state, chunks, (states, updates), segment, stages)
     return final, states, updates
 
 
@@ -221,7 +221,7 @@ def segmented_scan(p: Prepared, v, o, initial_state, chunks: Chunks, saved, segm
     """The scan with every sequence cut into segments that run side by side; exact, at about twice the products.
 
     Each segment's end state from zero and its transition matrix come first, then the segments' start states by a short
-    serial merge, then the scan proper. Returns the final state and the start states [segments, H, K, V].
+    serial merge, then the scan proper. Returns the final state.
     """
     _, H, V = v.shape
     K = p.q_in.shape[-1]
@@ -235,9 +235,9 @@ def segmented_scan(p: Prepared, v, o, initial_state, chunks: Chunks, saved, segm
     ends = _scan(p, v, o, (bounds, segments.count, starts), chunks, saved, stages)
     final = ends.index_select(0, last)
     if chunks.none_empty:
-        return final, starts
+        return final
     empty = (segments.offset[1:] == segments.offset[:-1]).view(-1, 1, 1, 1)
-    return torch.where(empty, 0.0 if initial_state is None else initial_state, final), starts
+    return torch.where(empty, 0.0 if initial_state is None else initial_state, final)
 
 
 def segment_chunks(programs: int, chunks: int) -> int:

@@ -15,6 +15,7 @@ from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import encode
 from k3rl.engine import Engine, WeightUpdateError
 from k3rl.engine.weights import manifest_of
+from k3rl.kernels import limits
 from k3rl.kernels.gemm import w4_grouped_skinny
 from k3rl.model import LoraConfig
 from k3rl.model.lora import Adapter
@@ -41,7 +42,7 @@ def served(monkeypatch):
         monkeypatch.setattr(f"{place}.serves_packed", lambda *_: True)
     for name in ("product", "activated"):
         monkeypatch.setattr(w4_grouped_skinny, name, counting(getattr(w4_grouped_skinny, f"{name}_reference")))
-    monkeypatch.setattr(w4_grouped_skinny, "takes", lambda rows, count, codes: 0 < count <= 40)
+    monkeypatch.setattr(limits.W4GroupedSkinnyLimits, "takes", lambda self, rows, count, codes: 0 < count <= 40)
     return counted
 
 
@@ -148,9 +149,9 @@ def test_scales_beyond_the_kernels_are_decoded(wide, served):
     bank = next(iter(model.packed_banks.values()))
     assert bank.in_range
     packed, scale = bank.stored(1, "w2")
-    bank.fill(1, "w2", (packed, torch.full_like(scale, w4_grouped_skinny.MOST_SCALE + 1)))
+    bank.fill(1, "w2", (packed, torch.full_like(scale, limits.W4_GROUPED_SKINNY.scale + 1)))
     assert not bank.in_range
-    assert not bank.multiplies(torch.zeros(1, 256), 1)
+    assert not bank.takes(torch.zeros(1, 256), 1)
     assert torch.equal(bank.down()[1], bank.value(1, "w2", torch.float64))
 
 
