@@ -57,7 +57,7 @@ def _convolve(x: Tensor, taps: Tensor) -> Tensor:
     return out
 
 
-class _ShortConv(torch.autograd.Function):
+class ShortConvFunction(torch.autograd.Function):
     """SiLU of the causal depthwise convolution over extended rows. Nothing reads what it gives for history rows."""
 
     @staticmethod
@@ -91,7 +91,7 @@ class _ShortConv(torch.autograd.Function):
         return (grad_x.to(ctx.dtype), None, *ctx.joined.split(grad_taps.t().contiguous()))
 
 
-class _GatedNorm(torch.autograd.Function):
+class GatedNormFunction(torch.autograd.Function):
     """o [N, h, D], gate logits [N, h, D], weight [D] -> RMSNorm(o) * weight * sigmoid(gate), norm first."""
 
     @staticmethod
@@ -179,7 +179,7 @@ class KimiDeltaAttention(nn.Module):
             tails = qkv.detach().index_select(0, layout.tails)
             cache.store_conv(self.layer, tails.view(layout.n_segments, HISTORY, -1))
         z = self.f_b_proj.linear(f_a)
-        mixed = _ShortConv.apply(qkv, self._taps, *self._taps.parameters)
+        mixed = ShortConvFunction.apply(qkv, self._taps, *self._taps.parameters)
         o, final = chunked_kda(mixed, z, b, self.A_log, self.dt_bias, layout, state=state, bound=self.bound)
         if cache is not None:
             cache.store_recurrent(self.layer, final.detach())
@@ -234,7 +234,7 @@ class KimiDeltaAttention(nn.Module):
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         shape = (-1, self.heads, self.width)
-        gated = _GatedNorm.apply(o.view(shape), gate.view(shape), self.o_norm.weight, self.eps)
+        gated = GatedNormFunction.apply(o.view(shape), gate.view(shape), self.o_norm.weight, self.eps)
         return self.o_proj.linear(gated.view(o.shape))
 
     def _step_convolution(self, raw: Tensor, cache: Cache, kind: torch.dtype) -> Tensor:

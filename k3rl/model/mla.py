@@ -227,7 +227,7 @@ class GatedMLA(nn.Module):
         q = q.view(-1, self.heads, self.nope + self.rope)
         c = self.kv_a_layernorm(c)
         if isinstance(cache, ChunkCache):
-            return self._output(self._chunk(q, c, k_r, cache), gate)
+            return self._output(self._chunked_prefill(q, c, k_r, cache), gate)
         if self.rotates:
             position = layout.sequence_position if cache is None else layout.position_after(cache.lengths)
             q, k_r = self._rotated(q, k_r, position)
@@ -276,7 +276,7 @@ class GatedMLA(nn.Module):
             latent = cache.latent(self.layer, keys.longest)
             latent = latent.reshape(-1, latent.shape[2]).index_select(0, keys.segment * keys.longest + keys.position)
             if layout.longest <= FEW_QUERIES:
-                return self._few(q, latent, layout, keys)
+                return self._few_queries(q, latent, layout, keys)
             c, k_r = latent.split([self.latent, self.rope], dim=-1)
         k, v = self.expand(c, k_r)
         if observer is not None:
@@ -285,7 +285,7 @@ class GatedMLA(nn.Module):
         o = flash.attention(q, k, v, layout, keys, self.scale)
         return o.reshape(-1, self.heads * self.value)
 
-    def _chunk(self, q: Tensor, c: Tensor, k_r: Tensor, cache: ChunkCache) -> Tensor:
+    def _chunked_prefill(self, q: Tensor, c: Tensor, k_r: Tensor, cache: ChunkCache) -> Tensor:
         """Queries [N, h, D] of packed tokens over the cached latents of their sequences and their own -> [N, h * V]."""
         if self.rotates:
             q, k_r = self._rotated(q, k_r, cache.past)
@@ -293,7 +293,7 @@ class GatedMLA(nn.Module):
         absorbed, q_r = self._in_latent_space(q).split([self.latent, self.rope], dim=-1)
         return self._values_of(cache.attend(self.layer, absorbed.transpose(0, 1), q_r, self.scale).transpose(0, 1))
 
-    def _few(self, q: Tensor, latent: Tensor, layout: Layout, keys: Layout) -> Tensor:
+    def _few_queries(self, q: Tensor, latent: Tensor, layout: Layout, keys: Layout) -> Tensor:
         """Few queries [N, h, D] a segment over many latents [P, Z + r] -> [N, h * V], without their keys and values."""
         results = []
         for own, seen in zip(self._in_latent_space(q).split(layout.lengths), latent.split(keys.lengths), strict=True):
