@@ -43,7 +43,7 @@ from k3rl.model.fuse import fusing
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.layout import Layout
 from k3rl.model.mla import GatedMLA
-from k3rl.model.moe_grouped import _exact_rounding, _trial, rounded
+from k3rl.model.moe_grouped import rounded, rounding_trial, rounds_exactly
 from k3rl.numerics import mx
 
 
@@ -161,14 +161,12 @@ def logprobs_of(model: K3ForCausalLM, ids: list[int], routes: np.ndarray | None 
 
 def check_quantizer(report: Any, setting: Setting) -> None:
     """Every bf16 bit pattern, rounded on the device, has the bits that a CPU gives it; compiled or not."""
-    trial = _trial(setting.device)
+    trial = rounding_trial(setting.device)
     expected = mx.fake_quantize_mxfp8(trial.cpu(), "ceil")
     for name, found in (("eager", mx.fake_quantize_mxfp8(trial, "ceil")), ("used", rounded(trial, "ceil"))):
         own = found.cpu()
         same = bool(((own == expected) | (own.isnan() & expected.isnan())).all())
-        report.check(
-            f"MXFP8 on the device, {name}", ok=same, compiled=bool(_exact_rounding.get((trial.device, "ceil")))
-        )
+        report.check(f"MXFP8 on the device, {name}", ok=same, compiled_is_exact=rounds_exactly(trial.device, "ceil"))
 
 
 def in_float32(model: K3ForCausalLM) -> K3ForCausalLM:

@@ -101,13 +101,13 @@ def check_attention(report: Any, setting: Any) -> None:
         given = [torch.randn(*shape, generator=generator).to(setting.device, setting.dtype)
                  for shape in ((h, n, z), (n, h, 64), (table.numel(), 64, z + 64))]  # fmt: skip
         where = [x.to(setting.device) for x in (table, past, ends)]
-        found = chunked_prefill.attend_chunks(*given, *where, 0.05).double()
-        wanted = chunked_prefill.attend_chunks_reference(*(x.double() for x in given), *where, 0.05)
+        found = chunked_prefill.attend(*given, *where, 0.05).double()
+        wanted = chunked_prefill.attend_reference(*(x.double() for x in given), *where, 0.05)
         gap = float((found - wanted).abs().max() / wanted.abs().max())
-        again = chunked_prefill.attend_chunks(*given, *where, 0.05).double()
+        again = chunked_prefill.attend(*given, *where, 0.05).double()
         report.check(f"latent attention of {lengths} tokens behind {before}, {h} heads, {z} + 64",
                      ok=gap < 1e-2 and torch.equal(found, again), gap=gap)  # fmt: skip
-        call = lambda own=given, at=where: chunked_prefill.attend_chunks(*own, *at, 0.05)  # noqa: E731
+        call = lambda own=given, at=where: chunked_prefill.attend(*own, *at, 0.05)  # noqa: E731
         report.row("latent attention of a chunk", f"{lengths} tokens behind {before}, {h} heads, {z} + 64",
                    gpu.replayed(call, setting.device))  # fmt: skip
 

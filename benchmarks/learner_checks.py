@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from k3rl.kernels.moe import add_groups
+from k3rl.kernels.moe.add_groups import add_groups, add_groups_reference
 from k3rl.kernels.optim import muon
 from k3rl.losses import CrossEntropy
-from k3rl.model.moe import ExpertBank, _ExpertBank
+from k3rl.model.moe import ExpertBank, ExpertByExpert
 from k3rl.model.moe_grouped import GroupedExperts
 from k3rl.numerics import project
 from k3rl.optim.newton_schulz import iterated
@@ -110,7 +110,7 @@ def one_bank(report: Any, setting: Any, bank: ExpertBank) -> None:
 
     def run(function: Any, kind: torch.dtype) -> list[torch.Tensor]:
         given = [z.to(kind).requires_grad_(), weights.clone().requires_grad_()]
-        leaves = [leaf.detach().to(kind).requires_grad_() for leaf in bank._leaves]
+        leaves = [leaf.detach().to(kind).requires_grad_() for leaf in bank.leaves]
         matrices = bank.matrices
         if kind != torch.bfloat16:
             bank.matrices = lambda: tuple(m.to(kind) for m in matrices())  # type: ignore[method-assign]
@@ -124,8 +124,8 @@ def one_bank(report: Any, setting: Any, bank: ExpertBank) -> None:
 
     sums, bank.sums = bank.sums, None
     try:
-        exact = run(_ExpertBank, torch.float32)
-        for name, function in (("grouped", GroupedExperts), ("expert by expert", _ExpertBank)):
+        exact = run(ExpertByExpert, torch.float32)
+        for name, function in (("grouped", GroupedExperts), ("expert by expert", ExpertByExpert)):
             found = run(function, torch.bfloat16)
             errors = [relative(a, b) for a, b in zip(found, exact, strict=True)]
             report.check(f"one bank, {name}, against float32",
@@ -169,8 +169,8 @@ def kernels(report: Any, setting: Any) -> None:
     part[3] = float("nan")
     ends = torch.tensor([5, 9, 12, 12, 20, 21, 30, 31], dtype=torch.int32, device=device)
     expected = total.clone()
-    add_groups.add_groups(total, part, ends)
-    add_groups.add_groups_reference(expected, part, ends)
+    add_groups(total, part, ends)
+    add_groups_reference(expected, part, ends)
     report.check("add_groups", same_bits=torch.equal(total, expected))
 
 

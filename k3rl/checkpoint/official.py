@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 from k3rl.config import K3Error
 from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.model.packed import EXPERT, RUN_BYTES, PackedExperts, assign, entry, fill_many, stored_bytes
+from k3rl.model.packed import (
+    EXPERT_NAME,
+    PACKED_RUN_BYTES,
+    PackedExperts,
+    assign_parameter,
+    fill_packed,
+    packed_entry,
+    stored_block,
+)
 from k3rl.numerics import mx, stored_dtype
 from k3rl.parallel.mesh import Mesh, expert_run
 
@@ -91,7 +99,7 @@ def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator
 def _stored_bank(model: K3ForCausalLM, members: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
     """The stored tensors of routed experts that are kept packed."""
     for name, _ in members:
-        stored = stored_bytes(model, name)
+        stored = stored_block(model, name)
         assert stored is not None
         yield f"{name}_packed", stored[0].clone()
         yield f"{name}_scale", stored[1].clone()
@@ -197,10 +205,10 @@ def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
             continue
         waiting[item.name] = item.source
         size += sum(part.nbytes for part in item.source)
-        if size >= RUN_BYTES:
-            fill_many(model, waiting)
+        if size >= PACKED_RUN_BYTES:
+            fill_packed(model, waiting)
             waiting, size = {}, 0
-    fill_many(model, waiting)
+    fill_packed(model, waiting)
 
 
 class _Value(NamedTuple):
@@ -214,7 +222,7 @@ class _Value(NamedTuple):
 @torch.no_grad()
 def _commit(model: K3ForCausalLM, values: list[_Value]) -> None:
     for item in values:
-        assign(model, item.name, item.value, item.source)
+        assign_parameter(model, item.name, item.value, item.source)
 
 
 def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Value]:
@@ -308,11 +316,11 @@ class _ExpertRun(NamedTuple):
 
 def _runs(model: K3ForCausalLM, names: Iterable[str]) -> Iterator[tuple[str, _ExpertRun]]:
     """(official name of a matrix, run) for each of these tensors' experts that the model keeps packed."""
-    found = [EXPERT.match(name) for name in names] if model.packed else []
+    found = [EXPERT_NAME.match(name) for name in names] if model.packed else []
     members = {(int(each["layer"]), int(each["expert"])): None for each in found if each is not None}
     for layer, pairs in itertools.groupby(members, key=lambda pair: pair[0]):
         bank, experts = model.packed_banks[layer], [expert for _, expert in pairs]
-        size = max(1, RUN_BYTES * len(model.experts) // bank.nbytes)
+        size = max(1, PACKED_RUN_BYTES * len(model.experts) // bank.nbytes)
         for start in range(0, len(experts), size):
             run = _ExpertRun(layer, tuple(experts[start : start + size]))
             prefixes = (f"language_model.model.layers.{layer}.block_sparse_moe.experts.{n}." for n in run.experts)
@@ -349,11 +357,11 @@ class StoredView:
         expert, _, part = name.rpartition("_")
         if expert not in self._parameters or part not in ("packed", "scale"):
             raise CheckpointError(f"{name} is no stored tensor of this model")
-        if (found := entry(self._model, expert)) is not None and (run := self._run_of.get(expert)) is not None:
+        if (found := packed_entry(self._model, expert)) is not None and (run := self._run_of.get(expert)) is not None:
             bank, number, leaf = found
             return self._of_run(bank, run)[number, leaf][part == "scale"]
         if self._expert is None or self._expert[0] != expert:
-            source = stored_bytes(self._model, expert)
+            source = stored_block(self._model, expert)
             if source is not None and (self._trusted or self._model.packed):
                 packed, scale = source
             else:
@@ -395,7 +403,7 @@ def second_model(model: K3ForCausalLM, *, packed: bool) -> K3ForCausalLM:
     if packed and not model.packed:
         experts = ((name, tensor) for name, tensor in official_tensors(model) if bank_of(name) is not None)
         for (name, codes), (_, scale) in zip(experts, experts, strict=True):  # the two of each follow each other
-            assign(copy, name.removesuffix(_PACKED), scale, (codes, scale))
+            assign_parameter(copy, name.removesuffix(_PACKED), scale, (codes, scale))
     return copy
 
 
@@ -412,7 +420,7 @@ def copy_with(
     parameters = dict(copy.official_parameters(decoded=False))
     stored = base or StoredView(model).__getitem__
     waiting: dict[str, dict[str, Tensor]] = {}
-    size, most = 0, RUN_BYTES if copy.packed or copy.device.type != "cpu" else 0  # of what waits
+    size, most = 0, PACKED_RUN_BYTES if copy.packed or copy.device.type != "cpu" else 0  # of what waits
 
     def flush() -> None:
         given: dict[str, tuple[Tensor, Tensor]] = {}
@@ -445,7 +453,7 @@ def _put_experts(
 ) -> None:
     """Gives experts, by official name, what these (packed, scale), which fit them, hold."""
     if model.packed:
-        fill_many(model, given)
+        fill_packed(model, given)
         return
     for names in _stacks([(name, (tuple(parameters[name].shape), parameters[name].dtype)) for name in given]):
         packed, scale = (torch.stack(parts) for parts in zip(*(given[name] for name in names), strict=True))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from k3rl.model.config import K3Config
-from k3rl.model.mla import KEPT_PROBABILITIES
+from k3rl.model.mla import SAVED_PROBABILITIES
 from k3rl.model.table import tensor_table
 
 CHUNK = 16  # tokens of one KDA chunk in the torch path; the kernels' 32 change its work by about 2 %
@@ -124,7 +124,7 @@ def _mla_flops(config: K3Config, batch: MicroBatch) -> float:
     projections = hidden * (config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + 2 * h * value)
     projections += config.q_lora_rank * h * key + config.kv_lora_rank * h * (config.qk_nope_head_dim + value)
     # With all logits at once the masked half is computed too; by runs of queries it is left out.
-    seen = batch.length if h * batch.tokens * batch.length <= KEPT_PROBABILITIES else batch.length / 2
+    seen = batch.length if h * batch.tokens * batch.length <= SAVED_PROBABILITIES else batch.length / 2
     return 2.0 * projections + 2.0 * h * seen * (key + value)
 
 
@@ -238,7 +238,7 @@ def _mla_saved(config: K3Config, batch: MicroBatch) -> float:
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
     rows = e * (hidden + joint + config.q_lora_rank + config.kv_lora_rank + 3 * h * value) + 2 * w
-    kept = batch.rows_seen if h * batch.tokens * batch.rows_seen <= KEPT_PROBABILITIES else 1
+    kept = batch.rows_seen if h * batch.tokens * batch.rows_seen <= SAVED_PROBABILITIES else 1
     return rows + w * h * (2 * key + value + kept + batch.before / batch.tokens * (key + value))
 
 

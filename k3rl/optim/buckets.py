@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.optim import muon
 from k3rl.optim.classify import ParamInfo
 from k3rl.optim.config import ADAMW_BETAS, ADAMW_EPS
@@ -226,7 +227,7 @@ class MuonBucket:
         parts = _blocks(self.pieces[start : start + len(gradients)], gradients)
         gradient = as_one(parts).to(master.dtype)
         scale = update_scale(master.shape[-2], master.shape[-1])
-        if rates.dtype == torch.bfloat16 and muon.takes(master):
+        if rates.dtype == torch.bfloat16 and limits.MUON.takes(master):
             lr, factor = (
                 torch.full((), value, dtype=torch.float32, device=self.device) if at is None else at
                 for at, value in ((rates.lr_at, rates.lr), (rates.factor, 1.0))

@@ -17,8 +17,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.cuda_graph import KeyedStep, Replay, Run, record
-from k3rl.kernels.optim import muon as kernels
 from k3rl.optim.buckets import AdamRates, Due, FixedGradients, MuonRates, Project, product_dtype
 from k3rl.optim.classify import HeadLayout, ParamInfo, trained
 from k3rl.optim.config import MuonConfig
@@ -101,7 +101,7 @@ class PerHeadMuon:
             and len({master.device for master in masters}) == 1
             and masters[0].device.type == "cuda"
             and all(master.dtype == torch.float32 for master in masters)
-            and all(kernels.takes(bucket.master) for bucket in self.state.muon)
+            and all(limits.MUON.takes(bucket.master) for bucket in self.state.muon)
         )
 
     # -- gradients ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from k3rl.model import K3ForCausalLM
-from k3rl.model.bank_gradients import LEAVES, clear_all
+from k3rl.model.bank_gradients import EXPERT_LEAVES, clear_gradients
 from k3rl.optim import FixedGradients
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a parameter's name: which expert it is of
@@ -44,18 +44,18 @@ class ExpertGradients:
         if not self.sums:
             return None
         leaves = [leaf for sums in self.sums for leaf in sums.leaves]
-        number = {leaf: place // LEAVES for place, leaf in enumerate(leaves)}
+        number = {leaf: place // EXPERT_LEAVES for place, leaf in enumerate(leaves)}
         places = {name: (view, number[self._params[name]]) for name, view in self.views.items()}
         return FixedGradients(self.rows, places)
 
     def clear(self, *, leaves: bool) -> None:
-        """Zeros everywhere. leaves: see `clear_all` of the banks."""
-        clear_all(self.sums, leaves=leaves)
+        """Zeros everywhere. leaves: see `clear_gradients` of the banks."""
+        clear_gradients(self.sums, leaves=leaves)
 
     def assume_unchanged(self) -> None:
         """Leaves have a `.grad` as after the step before, so that `attach` has to look only at those that differ."""
         for sums in self.sums:
-            sums.expect()
+            sums.attach_as_before()
 
     def count_rows(self) -> None:
         """Experts that only the host knows to have rows have them in `rows` too."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from k3rl.config import ConfigError
 from k3rl.model import K3ForCausalLM
-from k3rl.model.fused import fused_in
+from k3rl.model.joined import joined_in
 from k3rl.optim.buckets import master_dtype
 from k3rl.parallel.mesh import Axis, Mesh
 from k3rl.parallel.world import World
@@ -57,7 +57,7 @@ class SlicedPart:
         self, module: nn.Module, number: int, parameters: list[nn.Parameter], axis: Axis, world: World
     ) -> None:
         self.number, self._axis, self._world = number, axis, world
-        self._fused = list(fused_in(module))
+        self._fused = list(joined_in(module))
         self._extents: list[_Extent] = []
         # Parameters that share a storage stay as they lie in it, so that they are one matrix in the buffer too.
         storages: dict[int, list[nn.Parameter]] = {}

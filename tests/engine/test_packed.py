@@ -15,6 +15,7 @@ from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import encode
 from k3rl.engine import Engine, WeightUpdateError
 from k3rl.engine.weights import manifest_of
+from k3rl.kernels import limits
 from k3rl.kernels.gemm import w4_grouped_skinny
 from k3rl.model import LoraConfig
 from k3rl.model.lora import Adapter
@@ -41,7 +42,7 @@ def served(monkeypatch):
         monkeypatch.setattr(f"{place}.serves_packed", lambda *_: True)
     for name in ("product", "activated"):
         monkeypatch.setattr(w4_grouped_skinny, name, counting(getattr(w4_grouped_skinny, f"{name}_reference")))
-    monkeypatch.setattr(w4_grouped_skinny, "takes", lambda rows, count, codes: 0 < count <= 40)
+    monkeypatch.setattr(limits.W4GroupedSkinnyLimits, "takes", lambda self, rows, count, codes: 0 < count <= 40)
     return counted
 
 
@@ -147,9 +148,9 @@ def test_scales_beyond_the_kernels_are_decoded(wide, served):
     bank = next(iter(model.packed_banks.values()))
     assert bank.in_range
     packed, scale = bank.stored(1, "w2")
-    bank.fill(1, "w2", (packed, torch.full_like(scale, w4_grouped_skinny.MOST_SCALE + 1)))
+    bank.fill(1, "w2", (packed, torch.full_like(scale, limits.W4_GROUPED_SKINNY.scale + 1)))
     assert not bank.in_range
-    assert not bank.multiplies(torch.zeros(1, 256), 1)
+    assert not bank.takes(torch.zeros(1, 256), 1)
     assert torch.equal(bank.down()[1], bank.value(1, "w2", torch.float64))
 
 
@@ -168,7 +169,7 @@ def test_a_run_of_experts_is_read_and_written_as_one_by_one(wide, later, served)
         (number, leaf): tuple(later[f"{prefix}{number}.{leaf}.weight_{part}"] for part in ("packed", "scale"))
         for number, leaf in [(2, "w1"), (0, "w3"), (3, "w2"), (0, "w2"), (0, "w1")]
     }
-    bank.fill_many(given)
+    bank.fill_packed(given)
     for (number, leaf), parts in given.items():
         other.fill(number, leaf, parts)
     for expert, leaf in [(number, leaf) for number in range(wide.config.num_experts) for leaf in ("w1", "w2", "w3")]:
@@ -179,7 +180,7 @@ def test_a_run_of_experts_is_read_and_written_as_one_by_one(wide, later, served)
 @pytest.mark.parametrize("run_bytes", [1, 8 << 20])
 def test_a_delta_of_every_expert_turns_tiles_a_run_at_a_time(wide, stored, later, served, monkeypatch, run_bytes):
     for place in ("k3rl.model.packed", "k3rl.checkpoint.official"):
-        monkeypatch.setattr(f"{place}.RUN_BYTES", run_bytes)
+        monkeypatch.setattr(f"{place}.PACKED_RUN_BYTES", run_bytes)
     only_codes = {name: later[name] if name.endswith("_packed") else stored[name] for name in stored}
     manifests = manifest_of(stored.items()), manifest_of(only_codes.items())
     header, buckets = encode(stored, only_codes, manifests, (0, 1))

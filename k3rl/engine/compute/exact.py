@@ -19,12 +19,12 @@ from k3rl.engine.rows import RowTable
 from k3rl.engine.sampling import sampler
 from k3rl.engine.sampling.sampler import Allowed, Biases, Draws
 from k3rl.model import K3ForCausalLM
-from k3rl.model.exact import BLOCK, exact_hidden, exact_logits, exact_logprob, fixed_arithmetic
+from k3rl.model.exact import EXACT_BLOCK, exact_hidden, exact_logits, exact_logprob, fixed_arithmetic
 
 
 def whole_blocks(tokens: int) -> int:
     """How many of these tokens are in whole blocks: where the state of a row stands that has read so many."""
-    return tokens // BLOCK * BLOCK
+    return tokens // EXACT_BLOCK * EXACT_BLOCK
 
 
 def compute(

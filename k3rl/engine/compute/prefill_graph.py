@@ -20,8 +20,8 @@ from torch import Tensor
 from k3rl.engine.compute.decode_graph import captures
 from k3rl.engine.compute.shape_buckets import CurrentModel, Shape, ShapeBucket, ShapeBuckets
 from k3rl.engine.paged import PagedCache
+from k3rl.kernels import limits
 from k3rl.kernels.cuda_graph import CapturedStep, StagedInputs
-from k3rl.kernels.mla import decode_attention
 from k3rl.model import K3ForCausalLM
 from k3rl.model.cache import ChunkCache
 from k3rl.model.layout import FixedLayout
@@ -182,4 +182,4 @@ def prefill(model: K3ForCausalLM, cache: PagedCache, inputs: PrefillInputs) -> t
 def captures_prefill(model: K3ForCausalLM, cache: PagedCache) -> bool:
     """Whether these steps can be captured: where decode steps can, and a kernel reads latents in pages of this size."""
     rope = model.config.qk_rope_head_dim
-    return captures(model) and all(decode_attention.takes(pages, rope) for pages in cache.latent.values())
+    return captures(model) and all(limits.PAGED_LATENTS.takes(pages, rope) for pages in cache.latent.values())

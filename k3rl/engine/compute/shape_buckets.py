@@ -14,7 +14,7 @@ import torch
 
 from k3rl.kernels.cuda_graph import CapturedStep, GraphPool
 from k3rl.model import K3ForCausalLM
-from k3rl.model.side_stream import lanes
+from k3rl.model.side_stream import side_streams
 
 Shape = tuple[int, int]
 Inputs = TypeVar("Inputs")
@@ -69,7 +69,7 @@ class ShapeBuckets(Generic[Inputs]):
 
     def record(self, bucket: ShapeBucket[Inputs]) -> None:
         """Captures the bucket's step, whose inputs must be padding alone: it warms up on them."""
-        bucket.step.capture(self._pool, around=lanes)
+        bucket.step.capture(self._pool, around=side_streams)
 
     def serve(self, model: K3ForCausalLM) -> None:
         """Goes on with this model."""

@@ -1,7 +1,7 @@
-"""Leaf parameters that share one storage, so that matrices reading the same input are one product.
+"""Joined parameters: leaves that share one storage, so that matrices reading the same input are one product.
 
 Official checkpoints name q_proj, k_proj, ... apart, and optimizers want them apart; the machine wants one matrix.
-`Fused` keeps the parameters as views of one tensor: no copy when a step changes them, one product when they are used.
+`JoinedParameters` keeps them as views of one tensor: no copy when a step changes them, one product when they are used.
 Parameters must be written in place (`copy_`, `add_`); moving the module re-joins them at the next use.
 """
 
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels.gemm import skinny
+from k3rl.kernels import limits
+from k3rl.kernels.gemm import PartialSums, skinny
 from k3rl.model.low_rank import LowRank
 
 
@@ -30,35 +31,36 @@ class Weight(nn.Module):
         out = nn.functional.linear(x, self.weight) if torch.is_grad_enabled() else skinny.product(x, self.weight)
         return out if self.adapter is None else out + self.adapter.delta(x)
 
-    def summand(self, x: Tensor, base: Tensor | None = None) -> Tensor | skinny.Parts:
-        """base + `linear`, without gradient, for the residual stream: of few rows on a GPU its parts.
+    def summand(self, x: Tensor, base: Tensor | None = None) -> Tensor | PartialSums:
+        """base + `linear`, without gradient, for the residual stream: of few rows on a GPU its partial sums.
 
         base [..., out] may be overwritten.
         """
-        if self.adapter is None and skinny.takes(x, self.weight):
-            return skinny.parts(x, self.weight, base)
+        if self.adapter is None and limits.SPLIT_K.takes(x, self.weight):
+            return skinny.split_k(x, self.weight, base)
         out = skinny.product(x, self.weight, base)
         return out if self.adapter is None else out + self.adapter.delta(x)
 
 
-class Fused:
+class JoinedParameters:
     """Parameters joined along their first axis. `shape` is that of the joined tensor (default [sum of rows, rest])."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], shape: tuple[int, ...] | None = None) -> None:
         self.parameters = list(parameters)
         self._weights: tuple[Weight, ...] = ()
         rest = self.parameters[0].numel() // self.parameters[0].shape[0]
-        self._shape = shape or (sum(p.shape[0] for p in self.parameters), rest)
-        self._joined = self._join()
+        self.shape = shape or (sum(p.shape[0] for p in self.parameters), rest)
+        self._joined = self.join()
 
     @classmethod
-    def of(cls, *weights: Weight) -> Fused:
+    def of(cls, *weights: Weight) -> JoinedParameters:
         """The matrices of these modules, whose adapters `linear` heeds."""
-        fused = cls([weight.weight for weight in weights])
-        fused._weights = weights
-        return fused
+        joined = cls([weight.weight for weight in weights])
+        joined._weights = weights
+        return joined
 
-    def _join(self) -> Tensor:
+    def join(self) -> Tensor:
+        """Puts the parameters into one storage, end to end; -> the joined tensor."""
         first = self.parameters[0]
         if first.is_meta:  # nothing to copy, and torch's `cat` without data imports its whole compiler
             flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
@@ -68,7 +70,7 @@ class Fused:
         for parameter in self.parameters:
             parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
-        self._joined = flat.view(self._shape)
+        self._joined = flat.view(self.shape)
         return self._joined
 
     def tensor(self) -> Tensor:
@@ -81,7 +83,7 @@ class Fused:
             or first.dtype != self._joined.dtype
         ):
             lying = self._lying_joined()
-            return self._join() if lying is None else lying
+            return self.join() if lying is None else lying
         return self._joined
 
     def _lying_joined(self) -> Tensor | None:
@@ -93,7 +95,7 @@ class Fused:
                 return None
             end += parameter.nbytes
         flat = first.detach().as_strided((sum(p.numel() for p in self.parameters),), (1,), first.storage_offset())
-        self._joined = flat.view(self._shape)
+        self._joined = flat.view(self.shape)
         return self._joined
 
     def forget(self) -> None:
@@ -108,7 +110,7 @@ class Fused:
     def linear(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sum of rows]: all the products at once, and what adapters add."""
         if torch.is_grad_enabled():
-            out = _FusedLinear.apply(x, self, *self.parameters)
+            out = _JoinedLinear.apply(x, self, *self.parameters)
         else:
             out = skinny.product(x, self.tensor())
         adapters = [weight.adapter for weight in self._weights]
@@ -122,27 +124,27 @@ class Fused:
         return out + torch.cat(added, dim=-1)
 
 
-def fused_in(module: nn.Module) -> Iterator[Fused]:
+def joined_in(module: nn.Module) -> Iterator[JoinedParameters]:
     """Those of a module and of the modules inside it."""
     for part in module.modules():
-        yield from (value for value in vars(part).values() if isinstance(value, Fused))
+        yield from (value for value in vars(part).values() if isinstance(value, JoinedParameters))
 
 
-class _FusedLinear(torch.autograd.Function):
+class _JoinedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fused: Fused, *parameters: Tensor) -> Tensor:
-        joined = fused.tensor()
+    def forward(ctx: Any, x: Tensor, parameters: JoinedParameters, *leaves: Tensor) -> Tensor:
+        matrix = parameters.tensor()
         trains = any(ctx.needs_input_grad[2:])
-        ctx.save_for_backward(x if trains else None, joined)
-        ctx.fused = fused
-        return nn.functional.linear(x, joined)
+        ctx.save_for_backward(x if trains else None, matrix)
+        ctx.parameters = parameters
+        return nn.functional.linear(x, matrix)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, joined = ctx.saved_tensors
+        x, matrix = ctx.saved_tensors
         if x is None:  # frozen
-            grad_x = grad @ joined if ctx.needs_input_grad[0] else None
-            return (grad_x, None, *(None for _ in ctx.fused.parameters))
+            grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
+            return (grad_x, None, *(None for _ in ctx.parameters.parameters))
         rows, read = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        found = ctx.fused.split(rows.t() @ read)
-        return (grad @ joined if ctx.needs_input_grad[0] else None, None, *found)
+        found = ctx.parameters.split(rows.t() @ read)
+        return (grad @ matrix if ctx.needs_input_grad[0] else None, None, *found)
