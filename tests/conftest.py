@@ -16,6 +16,11 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
+# A test compiles one function by torch.compile: without trying each set of vector instructions that the processor says
+# it has, and without a precompiled header, which take longer than the function.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+
 # Tests of several folders run scripts under Triton's interpreter, and test folders are no packages.
 _spec = importlib.util.spec_from_file_location("interpreting", Path(__file__).parent / "kernels" / "interpreting.py")
 sys.modules["interpreting"] = importlib.util.module_from_spec(_spec)

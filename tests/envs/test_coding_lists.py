@@ -23,8 +23,16 @@ from k3rl.envs.sandbox import ProgramOutcome, ProgramStatus
 from k3rl.types import Failed, Scored, Task
 
 SOURCE = CodingLists()
-HELD_OUT = [SOURCE.get("heldout", index) for index in range(512)]
-FAMILY = [SOURCE.get("heldout_family", index) for index in range(256)]
+
+
+@functools.cache
+def held_out() -> list[Task]:
+    return [SOURCE.get("heldout", index) for index in range(512)]
+
+
+@functools.cache
+def held_out_family() -> list[Task]:
+    return [SOURCE.get("heldout_family", index) for index in range(256)]
 
 
 @functools.cache
@@ -93,8 +101,8 @@ def test_the_ladder_is_sixteen_operations_six_without_a_constant_eight_of_habit(
 @pytest.mark.parametrize("seed", range(2))
 def test_no_seed_trains_on_a_held_out_prompt_or_program(seed: int) -> None:
     """Over 10,000 training tasks each, 20,000 in all."""
-    prompts = {prompt(task) for task in HELD_OUT + FAMILY}
-    programs = {normal(hidden(task)["program"]) for task in HELD_OUT + FAMILY}
+    prompts = {prompt(task) for task in held_out() + held_out_family()}
+    programs = {normal(hidden(task)["program"]) for task in held_out() + held_out_family()}
     drawn = drawn_training(seed)
     seen = {item.prompt for item in drawn}
     assert len(seen) > 5000
@@ -109,7 +117,7 @@ def test_held_out_sets_of_other_seeds_are_clean_too() -> None:
 
 
 def test_demonstrations_never_show_a_held_out_program_or_pair() -> None:
-    programs = {normal(hidden(task)["program"]) for task in HELD_OUT + FAMILY}
+    programs = {normal(hidden(task)["program"]) for task in held_out() + held_out_family()}
     shown = set()
     for example in demonstrations(5, 6000):
         for message in example["messages"]:
@@ -122,13 +130,13 @@ def test_demonstrations_never_show_a_held_out_program_or_pair() -> None:
 
 
 def test_held_out_splits_have_no_prompt_twice_and_hold_what_they_say() -> None:
-    assert len({prompt(task) for task in HELD_OUT}) == 512
-    assert len({prompt(task) for task in FAMILY}) == 256
-    kinds = collections.Counter((task.family, task.level) for task in HELD_OUT)
+    assert len({prompt(task) for task in held_out()}) == 512
+    assert len({prompt(task) for task in held_out_family()}) == 256
+    kinds = collections.Counter((task.family, task.level) for task in held_out())
     assert kinds == {("list", 1): 24, ("list", 2): 264, ("list", 3): 160, ("probe", 1): 16, ("probe", 2): 48}
-    half = collections.Counter((task.family, task.level) for task in HELD_OUT[:256])
+    half = collections.Counter((task.family, task.level) for task in held_out()[:256])
     assert all(abs(half[kind] - count / 2) <= 1 for kind, count in kinds.items())
-    assert collections.Counter((task.family, task.level) for task in FAMILY) == {
+    assert collections.Counter((task.family, task.level) for task in held_out_family()) == {
         ("list-pairs", 2): 128,
         ("list-pairs", 3): 128,
     }
@@ -141,7 +149,7 @@ def test_every_task_of_the_held_out_family_has_a_pair_that_training_never_has() 
         steps = [names[words] for words in text.removeprefix("list: ").split(", then ")]
         return set(itertools.pairwise(steps))
 
-    assert all(pairs(prompt(task)) & reserved_pairs() for task in FAMILY)
+    assert all(pairs(prompt(task)) & reserved_pairs() for task in held_out_family())
     trained = set()
     for item in drawn_training(0):
         if item.prompt.startswith("list: "):
@@ -175,7 +183,7 @@ def test_demonstrations_are_equal_for_equal_seeds_and_belong_to_the_tasks_of_tha
 
 
 def test_hidden_outputs_are_those_of_the_reference_and_need_every_step() -> None:
-    for task in [*HELD_OUT[:100], *FAMILY[:50], *(SOURCE.get("train", index, 1) for index in range(100))]:
+    for task in [*held_out()[:100], *held_out_family()[:50], *(SOURCE.get("train", index, 1) for index in range(100))]:
         part = hidden(task)
         assert len(part["inputs"]) == 6
         assert all(3 <= len(values) <= 10 and set(values) <= set(range(-4, 13)) for values in part["inputs"])
@@ -234,7 +242,7 @@ def test_level_and_family_narrow_training(family: str | None, level: int | None)
 
 def test_level_and_family_narrow_a_held_out_split_to_the_same_tasks() -> None:
     probes = [SOURCE.get("heldout", index, family="probe") for index in range(64)]
-    assert probes == [task for task in HELD_OUT if task.family == "probe"]
+    assert probes == [task for task in held_out() if task.family == "probe"]
     assert SOURCE.length("heldout", family="list", level=3) == 160
     assert SOURCE.length("train") is None
     with pytest.raises(IndexError, match="24 such tasks"):
@@ -288,7 +296,7 @@ def test_the_demonstrators_tool_results_are_true_and_half_of_the_bad_ones_are_ob
 
 def test_validation_demonstrations_are_of_held_out_tasks() -> None:
     examples = demonstrations(0, 64, split="heldout")
-    assert [example["messages"][0]["content"] for example in examples] == [prompt(task) for task in HELD_OUT[:64]]
+    assert [example["messages"][0]["content"] for example in examples] == [prompt(task) for task in held_out()[:64]]
     with pytest.raises(ValueError, match="at most 512"):
         demonstrations(0, 513, split="heldout")
 
@@ -304,7 +312,7 @@ def test_training_text_is_lower_case_text_of_prompts_and_programs() -> None:
 
 def test_oracle_earns_all_null_agents_earn_nothing(rubric: ProgramRubric) -> None:
     environment = make("coding-lists")
-    tasks = [*HELD_OUT[:64], *FAMILY[:32]]
+    tasks = [*held_out()[:64], *held_out_family()[:32]]
     for answer, reward in [(environment.oracle, 1.0), (lambda _: "def f(a):\n return a", 0.0), (lambda _: "", 0.0)]:
         scores = rubric.score_batch([(task, answer(task)) for task in tasks])
         assert [score.reward for score in scores if isinstance(score, Scored)] == [reward] * len(tasks)
@@ -339,7 +347,7 @@ def test_scores_follow_their_items_through_any_shuffle(rubric: ProgramRubric) ->
 
 
 def test_a_fenced_program_counts_like_a_bare_one(rubric: ProgramRubric) -> None:
-    task = HELD_OUT[0]
+    task = held_out()[0]
     source = hidden(task)["program"]
     answers = [
         f"```python\n{source}\n```",
@@ -351,9 +359,9 @@ def test_a_fenced_program_counts_like_a_bare_one(rubric: ProgramRubric) -> None:
 
 
 def test_a_partly_right_program_earns_nothing_but_its_share_is_reported(rubric: ProgramRubric) -> None:
-    part = hidden(HELD_OUT[0])
+    part = hidden(held_out()[0])
     values, want = part["inputs"][0], part["outputs"][0]
-    (score,) = rubric.score_batch([(HELD_OUT[0], f"def f(a):\n return {want} if a == {values} else 0")])
+    (score,) = rubric.score_batch([(held_out()[0], f"def f(a):\n return {want} if a == {values} else 0")])
     assert score == Scored(0.0, {"share": pytest.approx(1 / 6), "ran": 1.0})
 
 
@@ -361,9 +369,9 @@ def test_a_dead_sandbox_is_failed_and_never_zero() -> None:
     from k3rl.envs.coding.grader import score_of
 
     died = ProgramOutcome(ProgramStatus.SANDBOX_DIED, detail="gone / gone")
-    assert score_of(HELD_OUT[0], died) == Failed("sandbox died: gone / gone")
+    assert score_of(held_out()[0], died) == Failed("sandbox died: gone / gone")
 
 
 def test_a_task_without_its_hidden_part_cannot_be_graded(rubric: ProgramRubric) -> None:
     with pytest.raises(ValueError, match="hidden part"):
-        rubric.score_batch([(HELD_OUT[0].public(), "x")])
+        rubric.score_batch([(held_out()[0].public(), "x")])

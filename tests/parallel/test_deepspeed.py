@@ -6,6 +6,7 @@ This file run as a script forks two gloo ranks: ADDRESS FOLDER. Both ranks run o
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import json
@@ -17,6 +18,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -183,20 +185,36 @@ def native(tmp_path_factory):
 HEADER = "#include <torch/types.h>\n#include <torch/library.h>\n#include <torch/csrc/utils/pybind.h>\n"
 
 
-def _quick_compiler(folder: Path) -> Path:
-    """The C++ compiler without optimization, with fewer headers, and with memory so that it need not tidy up."""
+COMPILER = """#!/bin/sh
+# {compiler} without optimization, with fewer headers, and with memory so that it need not tidy up.
+# An object that it made of the same words in an earlier run of the tests is copied.
+object=
+for word; do [ "$last" = -o ] && object=$word; last=$word; done
+made={kept}/$(printf '%s|' "$@" | sha256sum | cut -c1-32)-${{object##*/}}
+case $object in *.o) [ -f "$made" ] && exec cp "$made" "$object" ;; esac
+{compiler} -I{headers} "$@" -O0 --param ggc-min-expand=400 --param ggc-min-heapsize=2097152 || exit
+case $object in *.o) cp "$object" "$made.$$.tmp" && mv "$made.$$.tmp" "$made" ;; esac
+"""
+
+
+def _quick_compiler(folder: Path, kept: Path) -> Path:
+    """A script that stands for the C++ compiler; `kept` is a folder for objects, which outlives the tests."""
     header = folder / "include" / "torch" / "extension.h"
     header.parent.mkdir(parents=True)
     header.write_text(HEADER)
-    words = f'-I{folder / "include"} "$@" -O0 --param ggc-min-expand=400 --param ggc-min-heapsize=2097152'
-    compiler = folder / "compiler"
-    compiler.write_text(f"#!/bin/sh\nexec {os.environ.get('CXX', 'c++')} {words}\n")
-    compiler.chmod(0o755)
-    return compiler
+    compiler = os.environ.get("CXX", "c++")
+    versions = [metadata.version(name) for name in ("deepspeed", "torch")]
+    about = json.dumps([versions, HEADER, subprocess.check_output([compiler, "--version"], text=True)])
+    kept = kept / hashlib.sha256(about.encode()).hexdigest()[:16]
+    kept.mkdir(exist_ok=True)
+    script = folder / "compiler"
+    script.write_text(COMPILER.format(compiler=compiler, kept=kept, headers=folder / "include"))
+    script.chmod(0o755)
+    return script
 
 
 @pytest.fixture(scope="module")
-def ranks(native):
+def ranks(native, pytestconfig):
     """What both ranks report. Their extensions folder is fresh but for the lock of a builder that was killed."""
     _, _, folder = native
     stale = folder / "extensions" / "deepspeed_shm_comm" / "lock"
@@ -205,7 +223,7 @@ def ranks(native):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    compiler = _quick_compiler(folder)
+    compiler = _quick_compiler(folder, pytestconfig.cache.mkdir("deepspeed"))
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "DS_ACCELERATOR": "cpu"}
     environment["CXX"] = str(compiler)
     with open(folder / "output", "wb") as output:
@@ -336,8 +354,9 @@ def test_a_second_builder_waits_for_the_first_and_not_for_ever(tmp_path):
 
 def _both(address: str, folder: Path) -> None:
     """Forks the ranks once everything that they need is imported; fails when one does."""
-    for name in ("deepspeed", "torch._dynamo"):
+    for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "torch._dynamo"):  # the first compiles as it is imported
         importlib.import_module(name)
+    gc.freeze()  # DeepSpeed collects garbage again and again, which would look at all that
     ranks = {}
     for rank in range(2):
         child = os.fork()

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from k3rl.checkpoint.train_state import TrainState, latest_train_state
+from k3rl.cli import main
 
 pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
 
@@ -117,14 +118,14 @@ def test_the_token_is_nowhere_in_the_run(submitted, head):
     assert [path for path in run.rglob("*") if path.is_file() and token in path.read_bytes()] == []
 
 
-def test_a_wrong_token_is_a_clear_refusal_and_bad_words_are_refused_before_they_leave(submit, tmp_path):
+def test_a_wrong_token_is_a_clear_refusal_and_bad_words_are_refused_before_they_leave(submit, head, tmp_path, capsys):
     done = submit(tmp_path, "sft", "--max-steps", "2", RAY_AUTH_TOKEN=secrets.token_hex(32))
     assert done.returncode == 3, done.stderr
     assert "RAY_AUTH_TOKEN" in done.stderr
     assert "Traceback" not in done.stderr
-    done = submit(tmp_path, "sft", "--max-stepz", "2")
-    assert done.returncode == 2
-    assert "max-steps" in done.stderr or "max_steps" in done.stderr
+    assert main(["submit", "sft", "--max-stepz", "2", "--address", head[0]]) == 2
+    error = capsys.readouterr().err
+    assert "max-steps" in error or "max_steps" in error
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,8 @@ C_CONTROLS = {
     "huge_array": _in_kernels("volatile char small[1 << 10]; small[0] = 1;"),
 }
 NEVER_RUN = {"library_instead"}  # these must be Invalid, as must all that the C may not hold
+# Tricks that run into a limit of time however long it is; the others must not be worth nothing for lack of time.
+ENDLESS = {"fork_bomb": "COMMAND_S", "macro_bomb": "BUILD_S", "endless_kernel": "RUN_S"}
 FORBIDDEN_C = set(C_CONTROLS) - {"empty_kernels", "low_precision", "endless_kernel", "macro_bomb", "huge_array"}
 
 
@@ -87,11 +89,23 @@ def short_limits(monkeypatch):
     monkeypatch.setattr(toolchain, "RUN_S", 8.0)
 
 
-def pair(grader, task, hack, control):
-    cheat, honest = grader.score_batch([(task, hack), (task, control)])
-    assert isinstance(honest, Scored)
-    assert honest.reward == 1.0, honest
-    return cheat
+@pytest.fixture
+def pair(grader, monkeypatch):
+    """A function from a task, the name of a trick and its control to the trick's score; the control gets all."""
+
+    def scored(task, name, control):
+        batch = [(task, control), (task, compiler.hacks(task)[name])]
+        if name in ENDLESS:
+            honest = grader.score_batch(batch[:1])[0]
+            monkeypatch.setattr(toolchain, ENDLESS[name], 2.0)
+            cheat = grader.score_batch(batch[1:])[0]
+        else:
+            honest, cheat = grader.score_batch(batch)
+        assert isinstance(honest, Scored)
+        assert honest.reward == 1.0, honest
+        return cheat
+
+    return scored
 
 
 def test_every_hack_has_its_control(small_task):
@@ -100,22 +114,19 @@ def test_every_hack_has_its_control(small_task):
 
 
 @pytest.mark.parametrize("name", GENERAL_CONTROLS)
-def test_a_trick_of_any_milestone_is_worth_nothing(grader, small_task, name):
-    task = small_task(4)
-    cheat = pair(grader, task, compiler.hacks(task)[name], GENERAL_CONTROLS[name])
+def test_a_trick_of_any_milestone_is_worth_nothing(pair, small_task, name):
+    cheat = pair(small_task(4), name, GENERAL_CONTROLS[name])
     assert isinstance(cheat, Invalid) if name in NEVER_RUN else cheat.reward == 0.0
 
 
 @pytest.mark.parametrize("name", IR_CONTROLS)
-def test_a_trick_in_the_ir_is_worth_nothing(grader, small_task, name):
-    task = small_task(4)
-    assert pair(grader, task, compiler.hacks(task)[name], IR_CONTROLS[name]).reward == 0.0
+def test_a_trick_in_the_ir_is_worth_nothing(pair, small_task, name):
+    assert pair(small_task(4), name, IR_CONTROLS[name]).reward == 0.0
 
 
 @pytest.mark.parametrize("name", C_CONTROLS)
-def test_a_trick_in_the_c_is_refused_or_worth_nothing(grader, small_task, name):
-    task = small_task(7)
-    cheat = pair(grader, task, compiler.hacks(task)[name], C_CONTROLS[name])
+def test_a_trick_in_the_c_is_refused_or_worth_nothing(pair, small_task, name):
+    cheat = pair(small_task(7), name, C_CONTROLS[name])
     if name in FORBIDDEN_C:
         assert isinstance(cheat, Invalid), cheat
     else:
