@@ -5,7 +5,7 @@
                                  [--variants plain recompute offload bf16-momentum lora] [--out FILE]
 
 `step` rows: one optimizer step of packed sequences on one process in float32, `parts_ms` of it, tokens a second; the
-floor is the work of its matrix products (`k3rl.planner.costs`: three forwards, and Newton-Schulz) at the rate of a
+floor is the work of its matrix products (`k3rl.model.costs`: three forwards, and Newton-Schulz) at the rate of a
 large product timed here. `eager` rows: the same model in plain operations with every logit materialized
 (`benchmarks/eager_k3.py`) and `torch.optim.AdamW`, on the same tokens, turn by turn with ours: with AdamW and without
 the optimizer; `loss_difference` says that both computed the same. `memory` rows: live bytes of a step of one
@@ -42,11 +42,9 @@ import torch
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
+from k3rl.model.costs import MicroBatch, flops
 from k3rl.parallel import DeepSpeedConfig, LearnerConfig, Mesh, Trainer, TrainerConfig, World, deal, make_trainer
-from k3rl.planner import costs
-from k3rl.planner.costs import Mix
-from k3rl.planner.live_bytes import LiveBytes
-from k3rl.planner.plan import Layout, Method, expert_bytes, learner_memory
+from k3rl.planner import Layout, LiveBytes, Method, expert_bytes, learner_memory, optimizer_costs
 
 PARTS = ("step", "eager", "memory", "layouts", "adamw")
 LAYOUTS = {"dp2": (2, 1, 1), "ep2": (1, 2, 1), "cp2": (1, 1, 2), "dp2xep2": (2, 2, 1), "ep2xcp2": (1, 2, 2),
@@ -195,11 +193,11 @@ def product_rate() -> float:
     return 2 * 1024**3 / fastest(5, lambda: a @ b)[0]
 
 
-def floor_s(config: K3Config, mix: Mix, optimizer: str = "per_head_muon") -> float:
+def floor_s(config: K3Config, mix: MicroBatch, optimizer: str = "per_head_muon") -> float:
     """Seconds of the matrix products of a step at the rate of a large one."""
-    work = 3 * sum(costs.flops(config, mix).values())
+    work = 3 * sum(flops(config, mix).values())
     if optimizer != "adamw":
-        work += sum(costs.optimizer_costs(config, optimizer).flops.values())
+        work += sum(optimizer_costs(config, optimizer).flops.values())
     return work / product_rate()
 
 
@@ -207,7 +205,7 @@ def floor_s(config: K3Config, mix: Mix, optimizer: str = "per_head_muon") -> flo
 
 
 def step_rows(name: str, given: argparse.Namespace) -> Iterator[Row]:
-    config, mix = K3Config.named(name), Mix(given.tokens, given.length, given.tokens, 4)
+    config, mix = K3Config.named(name), MicroBatch(given.tokens, given.length, given.tokens, 4)
     for variant in given.variants:
         options, _ = VARIANTS[variant]
         trainer = trainer_of(name, Mesh.alone(), given.tokens, **options)
@@ -266,8 +264,8 @@ def memory_rows(name: str, given: argparse.Namespace) -> Iterator[Row]:
     for variant in given.variants:
         options, method = VARIANTS[variant]
         trainer = trainer_of(name, Mesh.alone(), given.tokens, **options)
-        mix = Mix(given.tokens, given.length, given.tokens, 4)
-        planned = learner_memory(config, Layout(), Method(weight_bytes=4, **method), mix, one_pass=True)
+        mix = MicroBatch(given.tokens, given.length, given.tokens, 4)
+        planned = learner_memory(config, Layout(), Method(weight_bytes=4, **method), mix, only_one=True)
         yield memory_row(f"{name}, {variant}, {given.tokens} tokens of {given.length}", trainer, batch, planned)
 
 
@@ -323,8 +321,8 @@ def rank_main(given: argparse.Namespace) -> None:
         trainer = trainer_of(name, mesh, given.tokens)
         best, parts, share = timed_steps(trainer, own, given.repeats)
         sent = 0 if trainer.experts is None else trainer.experts.sent_bytes / (given.repeats + 1)
-        layout, mix = Layout(*degrees), Mix(given.tokens, given.length, given.tokens, 4)
-        planned = learner_memory(config, layout, Method(weight_bytes=4), mix, one_pass=True)
+        layout, mix = Layout(*degrees), MicroBatch(given.tokens, given.length, given.tokens, 4)
+        planned = learner_memory(config, layout, Method(weight_bytes=4), mix, only_one=True)
         memory = memory_row("", trainer_of(name, mesh, given.tokens), own, planned)
         found = {"seconds": best, "parts_ms": parts, "communication_share": share, "expert_bytes": sent} | {
             key: memory[key] for key in ("peak_bytes", "planned_bytes", "planned_over_measured")

@@ -46,15 +46,15 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.attn_res import ResidualStream
+from k3rl.model.costs import MicroBatch
 from k3rl.model.fuse import fusing
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.layout import Layout
 from k3rl.model.mla import GatedMLA
 from k3rl.optim import buckets
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.planner.costs import Mix, optimizer_costs
-from k3rl.planner.plan import Layout as Degrees
-from k3rl.planner.plan import Method, learner_memory
+from k3rl.planner import Layout as Degrees
+from k3rl.planner import Method, learner_memory, optimizer_costs
 
 if "gpu" not in sys.modules:
     _spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
@@ -146,8 +146,8 @@ def planned(trainer: Trainer, tokens: int, length: int, *, step: bool = True) ->
     method = Method.of(trainer.config, config, "h200")
     if trainer.passes is None or not trainer.passes.capture:
         method = dataclasses.replace(method, capture=False)
-    mix = Mix(tokens, length, tokens - tokens // length, kernels=method.kernels)
-    memory = learner_memory(config, Degrees(), method, mix, one_pass=True)
+    mix = MicroBatch(tokens, length, tokens - tokens // length, kernels=method.kernels)
+    memory = learner_memory(config, Degrees(), method, mix, only_one=True)
     if not step:
         memory.pop("step", None)
     parts = {name: round(value / GIB, 3) for name, value in memory.items()}

@@ -44,14 +44,14 @@ from k3rl.data.batch import TrainBatch
 from k3rl.kernels.kda.operator import kda
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, flash
+from k3rl.model.costs import MicroBatch
 from k3rl.model.fuse import fusing
 from k3rl.model.layout import Layout as Rows
 from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
 from k3rl.parallel import zero as zero_module
 from k3rl.parallel.context import ContextParallel
 from k3rl.parallel.zero import gather_tensors
-from k3rl.planner.costs import Mix
-from k3rl.planner.plan import Layout, Method, gradient_bytes, learner_memory
+from k3rl.planner import Layout, Method, gradient_bytes, learner_memory
 
 _spec = importlib.util.spec_from_file_location("learner_gpu", Path(__file__).with_name("learner_gpu.py"))
 if _spec is None or _spec.loader is None:
@@ -390,9 +390,9 @@ def planned_gib(config: K3Config, row: Row, layout: Layout, given: argparse.Name
     )  # fmt: skip
     method = Method.of(settings, config, "h200")
     own = settings.micro_batch_tokens
-    mix = Mix(own, length, own - max(1, own // length), kernels=method.kernels)
+    mix = MicroBatch(own, length, own - max(1, own // length), kernels=method.kernels)
     one_pass = parallel or row.whole
-    return sum(learner_memory(config, layout, method, mix, one_pass=one_pass).values()) / learner_gpu.GIB
+    return sum(learner_memory(config, layout, method, mix, only_one=one_pass).values()) / learner_gpu.GIB
 
 
 def say(report: Any, given: argparse.Namespace) -> bool:

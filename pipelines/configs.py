@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from k3rl.actors.cluster import ClusterConfig
+from k3rl.actors import ClusterConfig
 from k3rl.config import NOT_HASHED, Config, ConfigError
 from k3rl.envs.config import EnvConfig
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill

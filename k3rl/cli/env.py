@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from k3rl.cli.common import Parser, print_json
-from k3rl.cli.main import unknown
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser, unknown
 from k3rl.config import Config, ConfigError, K3Error, MissingResource, load, read_toml, split_words
 from k3rl.envs import Environment, make, names
 from k3rl.envs.check import Report, check

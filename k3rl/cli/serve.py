@@ -10,7 +10,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from k3rl.cli.common import Parser
+from k3rl.cli.parser import Parser
 from k3rl.config import NO_CHECKPOINT, ConfigError, MissingResource
 
 TOKEN_VARIABLE = "K3RL_SERVE_TOKEN"

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from k3rl.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from k3rl.data import TrainBatch, from_branches, from_episodes
+from k3rl.data import TrainBatch, from_episodes
 from k3rl.data.images import ImageConfig, conversation_images, preprocess_files, stack
 from k3rl.data.sft import chat_sequence
-from k3rl.data.trajectories import TrajectoryWriter, read
+from k3rl.data.trajectories import TrajectoryWriter, read_groups
 from k3rl.engine import Engine, PrefixCache
 from k3rl.envs import Env, Observation, StepResult
 from k3rl.envs.recording import TurnSettings
@@ -164,7 +164,7 @@ def test_an_episode_with_images_is_sampled_stored_and_trained_on(taught, tmp_pat
     assert turns[0].prompt_ids.count(TOKENIZER.special("media_pad")) == 1
     group = Group("g", "t", tuple(dataclasses.replace(e, score=Scored(0.0)) for e in (good, other)))
     entry = TrajectoryWriter(tmp_path, actor="a", tokenizer_hash="h").write([group], generation=0)
-    (back,) = read(tmp_path, entry, routes=True)
+    (back,) = read_groups(tmp_path, entry, routes=True)
     batch = from_episodes(back.episodes, {"good": 1.0, "other": -1.0}, routes=True)
     assert batch.routes is not None
     assert len(batch.routes) == batch.row_lengths.sum() > batch.tokens
@@ -224,10 +224,11 @@ def test_rows_of_images_count_in_the_load_when_they_are_fresh() -> None:
 
 def test_replayed_routes_give_the_learner_the_engines_logprobs() -> None:
     model = seeing(torch.float64)
-    branches = [played(model, name, seed=seed).branches[0] for seed, name in enumerate("ab")]
-    batch = from_branches(branches, {branch.id: 1.0 for branch in branches}, routes=True)
+    ungraded = [played(model, name, seed=seed) for seed, name in enumerate("ab")]
+    episodes = [dataclasses.replace(episode, score=Scored(0.0)) for episode in ungraded]
+    batch = from_episodes(episodes, {episode.id: 1.0 for episode in episodes}, routes=True)
     trainer = Trainer(model, TrainerConfig())
-    sampled = [value for branch in branches for turn in branch.turns for value in turn.logprobs]
+    sampled = [value for episode in episodes for turn in episode.branches[0].turns for value in turn.logprobs]
     assert len(sampled) == batch.target_tokens
     whole = trainer.target_inputs(batch).logprobs.detach().numpy()
     np.testing.assert_allclose(whole, sampled, atol=1e-9, rtol=0)  # float64, another order of sums

@@ -31,7 +31,7 @@ from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
 from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal, find_lost
 from k3rl.parallel.zero import gather_tensors
-from k3rl.planner.plan import expert_bytes
+from k3rl.planner import expert_bytes
 from tests.parallel.unsteady import Unsteady
 
 pytestmark = pytest.mark.timeout(300)  # ten ranks start in one fixture: minutes on a busy machine
