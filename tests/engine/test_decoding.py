@@ -25,7 +25,7 @@ def engine_of(model, deferred: bool = False, **options) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("k3rl.engine.cache.defers", lambda *_: deferred)
         engine = Engine(model, static_decode=True, **options)
-    assert (engine._pool.paged._store.late is not None) == deferred
+    assert (engine.batch.pool.paged.deferred is not None) == deferred
     return engine
 
 
@@ -45,7 +45,7 @@ def played(engine: Engine, schedule, others) -> tuple[list, list]:
     """What every action gave, and what `sampled` said of the live requests behind it."""
     outcomes, seen, asked = [], [], []
     for action, a, b in schedule:
-        live = [number for number in asked if number in engine._requests]
+        live = [number for number in asked if number in engine.batch.requests]
         if action == "submit":
             asked.append(engine.submit(PROMPTS[a], b))
         elif action == "step":
@@ -54,7 +54,7 @@ def played(engine: Engine, schedule, others) -> tuple[list, list]:
             update(engine, others[engine.version % 2], engine.version + 1)
         elif live:
             engine.abort(live[a % len(live)])
-        seen.append([engine.sampled(number)[0] for number in asked if number in engine._requests])
+        seen.append([engine.sampled(number)[0] for number in asked if number in engine.batch.requests])
     return [*outcomes, engine.drain()], seen
 
 
@@ -100,16 +100,16 @@ def test_an_engine_that_runs_ahead_gives_what_one_that_waits_gives(build_model, 
 
 
 def launches(engine: Engine) -> list[int]:
-    """Rows of every step that the engine starts from now on."""
-    started, program = [], engine.program
-    start = program.start
+    """Rows of every step that the engine launches from now on."""
+    launched, captured = [], engine.captured_decode
+    launch = captured.launch
 
     def counted(model, rows, *given):
-        started.append(len(rows))
-        return start(model, rows, *given)
+        launched.append(len(rows))
+        return launch(model, rows, *given)
 
-    program.start = counted
-    return started
+    captured.launch = counted
+    return launched
 
 
 def test_the_next_step_is_started_before_this_one_is_read(model):
@@ -126,7 +126,7 @@ def test_the_next_step_is_started_before_this_one_is_read(model):
 
 
 def test_what_waits_beside_a_state_goes_where_the_state_goes(model):
-    """Groups forked off a spare row, prefix-cache checkpoints and their restoration, rows that close holes."""
+    """Groups forked off a parked state, cached prefix states and their restoration, rows that close holes."""
     given = [PROMPTS[2]] * 5 + [PROMPTS[1], PROMPTS[2] + [3, 4]]
     own = [SamplingParams(max_tokens=3 + 4 * seed % 19, seed=seed) for seed in range(len(given))]
     results = []
@@ -147,10 +147,10 @@ def test_what_waits_beside_a_state_goes_where_the_state_goes(model):
 def test_the_memory_of_a_row_is_what_its_tensors_take(model):
     for deferred in (False, True):
         engine = engine_of(model, deferred)
-        store = engine._pool.paged._store
-        tensors = [*store.recurrent.values(), *store.conv.values()]
+        cache = engine.batch.pool.paged
+        tensors = [*cache.recurrent.values(), *cache.conv.values()]
         if deferred:
-            for pending in store.late.pending.values():
+            for pending in cache.deferred.pending.values():
                 tensors += [pending.keys, pending.updates, pending.decay, pending.span]
         assert sum(tensor.nbytes for tensor in tensors) == 5 * state_bytes(model, deferred)[0]
 
@@ -182,10 +182,10 @@ def test_a_row_with_broken_logits_ends_alone_while_others_run_ahead(build_model)
     numbers = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=4)) for prompt in PROMPTS]
     for _ in range(4):
         engine.step()
-    row = engine._scheduler.row_of[numbers[1]]
+    row = engine.batch.requests[numbers[1]].row
     with torch.inference_mode():
         for layer in model.config.kda_layers:
-            engine._pool.paged._store.recurrent[layer][row] = float("nan")
+            engine.batch.pool.paged.recurrent[layer][row] = float("nan")
     outcomes = dict(engine.drain())
     assert type(outcomes[numbers[1]]).__name__ == "NonFiniteLogits"
     expected = engine_of(model, overlap=False).generate(PROMPTS, SamplingParams(max_tokens=12, seed=4))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.engine import Engine, InvalidRequest
+from k3rl.engine.sampling.sampler import request_samples
 from k3rl.engine.sampling.stopping import StopStrings
 from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams, StopReason
@@ -127,7 +128,7 @@ def test_top_logprobs_are_the_likeliest_of_what_a_token_was_drawn_from(model, ru
 def test_n_samples_share_one_prefill_and_equal_themselves_alone(model):
     engine = Engine(model, max_running=3)
     own = SamplingParams(max_tokens=6, seed=1)
-    completions = engine.samples(PROMPT, own, 5)
+    completions = engine.generate([PROMPT] * 5, request_samples(own, 5))
     assert engine.counters.prefilled_tokens == len(PROMPT)
     assert completions[0].token_ids == Engine(model).generate([PROMPT], own)[0].token_ids
     assert len({completion.token_ids for completion in completions}) > 1

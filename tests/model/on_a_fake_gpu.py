@@ -22,7 +22,7 @@ import k3rl.kernels.mla.chunked_prefill
 import k3rl.model.bank_gradients
 import k3rl.model.fused
 import k3rl.model.kda as kda_layer
-from k3rl.engine.compute.prefill_graph import PrefillProgram
+from k3rl.engine.compute.prefill_graph import prefill as prefill_step
 from k3rl.engine.paged import PagedCache
 from k3rl.kernels.gemm import grouped_skinny, skinny, w4_grouped_skinny
 from k3rl.kernels.mla import decode_attention, decode_step, heads
@@ -181,11 +181,12 @@ def attend_chunks(absorbed, q_r, pages, table, past, ends, scale):
 def chunk(model: K3ForCausalLM) -> None:
     """New tokens of a few rows in fixed shapes."""
     cache = PagedCache(model.config, 8, 60, 64, torch.bfloat16, GPU)
-    program = PrefillProgram(model, cache, 5, capture=False)
     for segments in (1, 8):
-        sizes = [32] * 3 + [segments] * 3 + [segments + 2, (segments + 1) * 5]
-        inputs = [zeros(size, dtype=torch.int64) for size in sizes]
-        hidden, routes = program._compute(SimpleNamespace(tokens=32, segments=segments, blocks=5, inputs=inputs))
+        widths = {"id": 32, "past": 32, "place": 32, "slot": segments, "source": segments, "last": segments}
+        widths |= {"ends": segments + 2, "pages": (segments + 1) * 5}
+        given = {name: zeros(size, dtype=torch.int64) for name, size in widths.items()}
+        inputs = SimpleNamespace(tokens=32, segments=segments, blocks=5, device=given)
+        hidden, routes = prefill_step(model, cache, inputs)
         assert hidden.shape == (segments, model.config.hidden_size)
         assert routes.shape == (32, len(model.config.moe_layers), model.config.num_experts_per_token)
 

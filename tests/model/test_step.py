@@ -25,8 +25,7 @@ def stepped(model: K3ForCausalLM, tokens: int) -> list[torch.Tensor]:
         at = torch.full((ROWS,), past)
         states = cache.step_cache(index, at, (index + 1) * PAGE + past, (index + 1).view(ROWS, 1))
         found.append(model.step(ids, states)[0])
-    store = cache._store
-    return [*found, *store.latent.values(), *store.recurrent.values()]
+    return [*found, *cache.latent.values(), *cache.recurrent.values()]
 
 
 def mix(last, bank, norm, proj, eps, *then):

@@ -17,6 +17,7 @@ from serving import CALLS, HEADERS, MESSAGES, TOKEN, TOKENIZER, TOOLS, TURN, Scr
 
 from k3rl.data.images import preprocess_files
 from k3rl.engine import Engine
+from k3rl.engine.sampling.sampler import request_samples
 from k3rl.model import VisionConfig
 from k3rl.serve import ServerLimits, create_app, serve
 from k3rl.tokens import xtml
@@ -116,7 +117,7 @@ def test_completions_give_the_engines_tokens_logprobs_and_routes(served, model):
     answer = httpx.post(url + "/v1/completions", headers=HEADERS, json={**body, "return_routes": True}).json()
     engine = Engine(model)
     own = SamplingParams(max_tokens=6, seed=3, stop_ids=(502,), return_routes=True)
-    expected = [completion for prompt in prompts for completion in engine.samples(prompt, own, 2)]
+    expected = [done for prompt in prompts for done in engine.generate([prompt] * 2, request_samples(own, 2))]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     for choice, completion in zip(answer["choices"], expected, strict=True):
         assert choice["token_ids"] == list(completion.token_ids)

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.engine.protocol import EngineError, InvalidRequest
+from k3rl.engine.prompts import check_numbers, token_row
+from k3rl.engine.protocol import ContextExceeded, EngineError, InvalidRequest
 from k3rl.tokens import openai
 from k3rl.types import Completion, SamplingParams, StopReason
 
@@ -30,7 +31,7 @@ _REASONS = {word: reason for reason, word in openai.FINISH_REASONS.items()} | {"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerInfo:
     """What a handshake found. vllm_version of the server; model: the name it serves; max_context: tokens of prompt and
     answer; sampling_mask, routed_experts: whether an answer carries them; config: `/server_info`, as JSON."""
 
@@ -52,19 +53,39 @@ def cuts(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
-def check_options(params: SamplingParams, served: Served, vocabulary: int) -> None:
+def checked_prompt(prompt_ids: Sequence[int], max_tokens: int, server: ServerInfo, vocabulary: int) -> list[int]:
+    """The prompt as it is sent. Raises InvalidRequest, ContextExceeded where it leaves no room for `max_tokens`."""
+    prompt = token_row(prompt_ids)
+    if not prompt.size:
+        raise InvalidRequest("the prompt is empty; it needs at least one token")
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        raise InvalidRequest(f"the prompt is {prompt.dtype} of shape {prompt.shape}; it must be a row of token ids")
+    bad = prompt[(prompt < 0) | (prompt >= vocabulary)]
+    if bad.size:
+        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {vocabulary}")
+    room = server.max_context - prompt.size
+    if max_tokens > room:
+        raise ContextExceeded(
+            f"{prompt.size} prompt tokens and max_tokens {max_tokens} exceed the context of "
+            f"{server.max_context}; ask for at most {max(room, 0)}"
+        )
+    return [int(token) for token in prompt]
+
+
+def check_options(params: SamplingParams, server: ServerInfo, vocabulary: int) -> None:
     """Raises InvalidRequest for what vLLM cannot do exactly as asked, or would change without a word."""
+    check_numbers(params)
     low, high = _TEMPERATURES
     if params.temperature != 0 and not low <= params.temperature <= high:
         raise InvalidRequest(f"temperature is {params.temperature}; vLLM samples at 0 or in [{low}, {high}]")
     if params.top_logprobs:
         raise InvalidRequest("top_logprobs are not taken from vLLM; use the k3rl engine, or leave them at 0")
-    if cuts(params) and not served.sampling_mask:
+    if cuts(params) and not server.sampling_mask:
         raise InvalidRequest(
             "top_p, top_k and min_p need the sampling masks, which this vLLM does not return; "
             "start it with --return-sampling-mask, or sample without them"
         )
-    if params.return_routes and not served.routed_experts:
+    if params.return_routes and not server.routed_experts:
         raise InvalidRequest("this vLLM returns no routed experts; start it with --enable-return-routed-experts")
     if params.constraint is not None:
         raise InvalidRequest("the vLLM engine takes no schemas or grammars; use the k3rl engine for constrained text")
