@@ -14,7 +14,7 @@ from k3rl.actors.calls import ActorHung, ActorLost, no_answer, wait
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch
 from k3rl.data.packing import sequence_costs
-from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, deal, find_lost
+from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, balanced_shares, find_lost
 from k3rl.run.metrics import Accumulator
 
 
@@ -114,7 +114,9 @@ class LearnerGroup:
         context = context or self._context
         if len(self.actors) == context:
             return [(list(range(len(batch.sequence_ids))), batch)] * context
-        balanced = deal(sequence_costs(batch.row_lengths.tolist(), self._pair_cost), len(self.actors) // context)
+        balanced = balanced_shares(
+            sequence_costs(batch.row_lengths.tolist(), self._pair_cost), len(self.actors) // context
+        )
         shards = [(members, batch.select(members) if members else None) for members in balanced]
         return [shard for shard in shards for _ in range(context)]
 

@@ -43,7 +43,16 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
 from k3rl.model.costs import MicroBatch, flops
-from k3rl.parallel import DeepSpeedConfig, LearnerConfig, Mesh, Trainer, TrainerConfig, World, deal, make_trainer
+from k3rl.parallel import (
+    DeepSpeedConfig,
+    LearnerConfig,
+    Mesh,
+    Trainer,
+    TrainerConfig,
+    World,
+    balanced_shares,
+    make_trainer,
+)
 from k3rl.planner import Layout, LiveBytes, Method, expert_bytes, learner_memory, optimizer_costs
 
 PARTS = ("step", "eager", "memory", "layouts", "adamw")
@@ -155,12 +164,12 @@ class Clock:
         setattr(owner, method, timed)
 
     def watch(self, trainer: Trainer) -> None:
-        self.wrap(trainer, "_micro_loss", "forward and loss")
-        self.wrap(trainer, "_backward", "forward, loss and backward")
-        self.wrap(trainer, "_reduce_gradients", "reduce gradients")
-        self.wrap(trainer.optimizer, "step", "optimizer")
-        self.wrap(trainer.shards, "clip_grad_norm_", "gradient norm")
-        self.wrap(trainer.shards, "share_parameters", "send parameters")
+        self.wrap(trainer.native.forward_backward, "loss_of", "forward and loss")
+        self.wrap(trainer.native, "accumulate", "forward, loss and backward")
+        self.wrap(trainer.native, "reduce_gradients", "reduce gradients")
+        self.wrap(trainer.native.optimizer, "step_clipped", "optimizer")
+        self.wrap(trainer.native.clipping, "clip", "gradient norm")
+        self.wrap(trainer.native.shards, "share_parameters", "send parameters")
         self.wrap(trainer.balancer, "update", "balance")
         self.wrap_context(trainer.mesh.world, "during", "communication")
 
@@ -270,13 +279,11 @@ def memory_rows(name: str, given: argparse.Namespace) -> Iterator[Row]:
 
 
 def memory_row(shape: str, trainer: Trainer, batch: TrainBatch | None, planned: dict[str, float]) -> Row:
-    """Live bytes of a step beside the plan's. Weights, resting state and sums of experts' gradients, which are there
+    """Live bytes of a step beside the plan's. Weights, stored state and sums of experts' gradients, which are there
     before it, are added from their own sizes."""
     model, held = trainer.model, trainer.memory()
     sums = [total for part in model.moe_parts() if part.bank.sums is not None for total in part.bank.gradients()]
-    buckets = [*trainer.optimizer._muon, *trainer.optimizer._adam]
-    fields = ("master", "momentum", "first", "second")
-    state = [getattr(bucket, field) for bucket in buckets for field in fields if hasattr(bucket, field)]
+    state = trainer.native.optimizer.state.tensors()
     kept = [value for bank in model.packed_banks.values() for n in model.experts for leaf in ("w1", "w2", "w3")
             for value in bank.stored(n, leaf)]  # fmt: skip
     own = [p for p in model.parameters() if not p.is_meta]
@@ -306,7 +313,7 @@ def rank_main(given: argparse.Namespace) -> None:
     world = World(given.rank, size, given.address, timeout_s=300) if size > 1 else World.alone()
     mesh, config = Mesh(world, expert=expert, context=context), K3Config.named(name)
     whole = batch_of(config, given.tokens * size, given.length)  # each rank has `tokens` of it
-    members = deal(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
+    members = balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
     own = whole.select(members) if len(members) < len(whole.lengths) else whole
     if given.backend:
         settings = DeepSpeedConfig(stage=2, dtype="fp32")
@@ -320,7 +327,7 @@ def rank_main(given: argparse.Namespace) -> None:
     else:
         trainer = trainer_of(name, mesh, given.tokens)
         best, parts, share = timed_steps(trainer, own, given.repeats)
-        sent = 0 if trainer.experts is None else trainer.experts.sent_bytes / (given.repeats + 1)
+        sent = trainer.on_mesh.sent_bytes / (given.repeats + 1)
         layout, mix = Layout(*degrees), MicroBatch(given.tokens, given.length, given.tokens, 4)
         planned = learner_memory(config, layout, Method(weight_bytes=4), mix, only_one=True)
         memory = memory_row("", trainer_of(name, mesh, given.tokens), own, planned)

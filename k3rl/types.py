@@ -553,12 +553,12 @@ class WeightSlices(Protocol):
 
     in_place: bool  # whether all weights are there for a while, to be read
 
-    def need(self, module: Any) -> Any:
-        """The module, with its weights there. A collective, as is `passing`."""
+    def gather(self, module: Any) -> Any:
+        """The module, with its weights there. A collective, as is `gather_both_ways`."""
         ...
 
-    def passing(self, module: Any, rows: Any) -> Any:
-        """`rows` as they are; the part is needed now and when their gradient comes by."""
+    def gather_both_ways(self, module: Any, rows: Any) -> Any:
+        """`rows` as they are; the part is gathered now and when their gradient comes by."""
         ...
 
 

@@ -54,9 +54,9 @@ def compared(mesh: Mesh, ranks: int, **config: Any) -> dict[str, Any]:
     for number in (1, ranks):
         made = lora(mesh, shard_frozen=number, **config)
         made.train(share(batch(0), mesh), CrossEntropy())  # so that B is not zero
-        before = made.frozen.sent_bytes
+        before = made.on_mesh.frozen.sent_bytes
         results = gradients(made, batch(2))  # one pass
-        sent = made.frozen.sent_bytes - before
+        sent = made.on_mesh.frozen.sent_bytes - before
         results["logprobs"] = torch.from_numpy(made.logprobs(share(batch(2), mesh)))
         scores = made.evaluate(share(batch(2), mesh), CrossEntropy()).values()
         results["evaluated"] = torch.tensor(list(scores.values()))

@@ -187,7 +187,7 @@ def test_images_train_the_same_in_any_micro_batches_and_beside_text() -> None:
         trainer = Trainer(seeing(torch.float64), TrainerConfig(micro_batch_tokens=budget))
         for micro in whole.split(budget):
             CrossEntropy()(trainer.target_inputs(micro)).loss.backward()
-        found.append({n: p.grad.clone() for n, p in trainer.optimizer.params.items() if p.grad is not None})
+        found.append({n: p.grad.clone() for n, p in trainer.native.optimizer.params.items() if p.grad is not None})
     assert len(whole.split(70)) > 1
     assert found[0].keys() == found[1].keys()
     worst = max(float((found[0][n] - g).norm() / g.norm().clamp_min(1e-30)) for n, g in found[1].items())

@@ -54,20 +54,15 @@ def training_peak(model: K3ForCausalLM, tokens: int, length: int, targets: int) 
 
 
 def step_peak(trainer: Trainer) -> int:
-    """Bytes that the second of two optimizer steps takes at its worst, besides what is there between them."""
+    """Bytes that an optimizer step takes at its worst, besides parameters, gradients and its own state."""
     parameters = [parameter for _, parameter in trainer.model.official_parameters()]
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    live = LiveBytes(parameters + gradients)
+    optimizer = trainer.native.optimizer
+    live = LiveBytes([*parameters, *gradients, *optimizer.state.tensors()])
     with live:
-        _clip_and_step(trainer)  # in which masters and momentum, which stay, are seen
-        standing = live.peak = live.now
-        _clip_and_step(trainer)
-    return live.peak - standing
-
-
-def _clip_and_step(trainer: Trainer) -> None:
-    trainer.optimizer.clip_grad_norm_(1.0)
-    trainer.optimizer.step(1.0)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step(1.0)
+    return live.peak

@@ -135,7 +135,7 @@ def test_state_and_the_peak_of_a_step_are_within_15_percent(method, config) -> N
     model = measured.model_of("k3-nano", torch.float32)
     memory = learner_memory(model.config, Layout(), method, MicroBatch(16, 16, 1, 4))
     trainer = Trainer(model, config)
-    held = sum(tensor.nbytes for tensor in trainer.optimizer.state_tensors().values())
+    held = sum(tensor.nbytes for tensor in trainer.native.optimizer.state_tensors().values())
     assert optimizer_state_bytes(model.config, Layout(), method) == pytest.approx(
         held, rel=2e-3
     )  # less biases, step counts

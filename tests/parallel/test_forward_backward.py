@@ -1,4 +1,4 @@
-"""A micro-batch as a program of fixed shapes: its sums equal the ordinary path's, and the host reads nothing."""
+"""A micro-batch as a captured step of fixed shapes: its sums equal the eager path's, and the host reads nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, LossInputs, LossOutput, OnPolicyDistill
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import NonFiniteLoss, Trainer, TrainerConfig
-from k3rl.parallel.forward_backward import Size
+from k3rl.parallel.captured import CapturedForwardBackward, ShapeBucket
 
 TINY = K3Config.named("k3-nano").replace(num_experts=8)
 BUDGET = 128
@@ -22,7 +22,7 @@ BUDGET = 128
 
 @pytest.fixture(scope="module")
 def trainers():
-    """Two trainers of one model: by the ordinary path, and by programs."""
+    """Two trainers of one model: eager, and by captured steps."""
     found = []
     for capture in ("off", "on"):
         model = K3ForCausalLM(TINY, dtype=torch.float64)
@@ -52,10 +52,16 @@ def batch(seed: int, lengths: list[int], *, routes: bool = False, teacher: bool 
     return TrainBatch.pack(sequences)
 
 
-def passes(trainer: Trainer, whole: TrainBatch, loss) -> tuple[dict, dict, dict, list]:
-    """(gradients, metrics, largest logits, [loads, histograms]) of one step's passes."""
+def captured(trainers: list[Trainer]) -> CapturedForwardBackward:
+    found = trainers[1].native.forward_backward
+    assert isinstance(found, CapturedForwardBackward)
+    return found
+
+
+def sums(trainer: Trainer, whole: TrainBatch, loss) -> tuple[dict, dict, dict, list]:
+    """(gradients, metrics, largest logits, [loads, histograms]) of one step's forwards and backwards."""
     metrics, largest = trainer.gradients(whole, loss)
-    gradients = {n: p.grad.clone() for n, p in trainer.optimizer.params.items() if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in trainer.native.optimizer.params.items() if p.grad is not None}
     counted = [tensor.clone() for tensor in trainer.balancer.tensors()]
     trainer.balancer.clear()
     return gradients, metrics.values(), largest, counted
@@ -81,42 +87,42 @@ def check_equal(one: tuple, other: tuple) -> None:
     seed=st.integers(0, 99),
     loss=st.sampled_from([CrossEntropy(), K3Policy(0.5, 2.0, 0.02), GRPO(0.2, 0.28)]),
 )
-def test_gradients_metrics_and_counts_equal_the_ordinary_path(trainers, lengths, seed, loss):
+def test_gradients_metrics_and_counts_equal_the_eager_path(trainers, lengths, seed, loss):
     whole = batch(seed, [*lengths, 9])
-    check_equal(*(passes(trainer, whole, loss) for trainer in trainers))
-    assert trainers[1].notes == [], "nothing took the ordinary path"
+    check_equal(*(sums(trainer, whole, loss) for trainer in trainers))
+    assert trainers[1].notes == [], "nothing took the eager path"
 
 
 def test_recorded_routes_and_a_teacher_are_inputs_too(trainers):
     whole = batch(1, [40, 17, 30], routes=True, teacher=True)
-    found = [passes(trainer, whole, OnPolicyDistill()) for trainer in trainers]
+    found = [sums(trainer, whole, OnPolicyDistill()) for trainer in trainers]
     check_equal(*found)
     assert any(".experts.4." in name for name in found[1][0])
     assert not any(".experts.5." in name for name in found[1][0]), "an expert without rows has no gradient"
 
 
 def test_micro_batches_of_both_paths_add_up_in_one_step(trainers, monkeypatch):
-    whole, programs = batch(10, [100, 90, 80]), trainers[1].passes
+    whole = batch(10, [100, 90, 80])
     turns = iter([None, "this one does not", None])
-    monkeypatch.setattr(programs, "_why_not", lambda micro, loss: next(turns))
-    check_equal(*(passes(trainer, whole, CrossEntropy()) for trainer in trainers))
+    monkeypatch.setattr(captured(trainers), "refusal", lambda micro, loss: next(turns))
+    check_equal(*(sums(trainer, whole, CrossEntropy()) for trainer in trainers))
     assert trainers[1].notes == ["this one does not"]
     trainers[1].notes.clear()
 
 
-def test_a_size_serves_later_micro_batches_and_grows_where_it_has_to(trainers):
-    programs = trainers[1].passes
-    programs.forget()
+def test_a_bucket_serves_later_micro_batches_and_grows_where_it_has_to(trainers):
+    replayed = captured(trainers)
+    replayed.forget()
     small, many, wide = batch(2, [60, 60]), batch(3, [5] * 24), batch(4, [70, 50])
     for whole in (small, wide, small):
-        passes(trainers[1], whole, CrossEntropy())
-    (first,) = programs._programs.values()
-    passes(trainers[1], many, CrossEntropy())
-    (second,) = programs._programs.values()
-    assert (first.size.documents, second.size.documents) == (4, 32)
-    assert second.size.tokens == first.size.tokens == 128
-    check_equal(*(passes(trainer, small, CrossEntropy()) for trainer in trainers))
-    assert list(programs._programs.values()) == [second], "what fits in runs in what is there"
+        sums(trainers[1], whole, CrossEntropy())
+    (first,) = replayed.steps.values()
+    sums(trainers[1], many, CrossEntropy())
+    (second,) = replayed.steps.values()
+    assert (first.bucket.documents, second.bucket.documents) == (4, 32)
+    assert second.bucket.tokens == first.bucket.tokens == 128
+    check_equal(*(sums(trainer, small, CrossEntropy()) for trainer in trainers))
+    assert list(replayed.steps.values()) == [second], "what fits in runs in what is there"
 
 
 @settings(max_examples=20)
@@ -125,9 +131,9 @@ def test_a_size_serves_later_micro_batches_and_grows_where_it_has_to(trainers):
     more=st.lists(st.integers(1, 90), max_size=40),
     budget=st.integers(4000, 9000),
 )
-def test_a_size_holds_its_micro_batch_and_what_it_was_made_larger_for(lengths, more, budget):
+def test_a_bucket_holds_its_micro_batch_and_what_it_was_made_larger_for(lengths, more, budget):
     lengths = [*lengths, 9]
-    one, other = (Size.of(batch(0, found), budget) for found in (lengths, [*more, 9]))
+    one, other = (ShapeBucket.of(batch(0, found), budget) for found in (lengths, [*more, 9]))
     assert one.tokens >= sum(lengths)
     assert one.tokens - sum(lengths) < budget / 16 + 64
     assert one.documents >= len(lengths) + (one.tokens > sum(lengths))
@@ -156,21 +162,21 @@ def _shapes_of_kda(q, k, v, gate, beta, A_log, dt_bias, *, gate_lower_bound, ini
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), K3Policy(0.5, 2.0, 0.02), GRPO(0.2, 0.28), OnPolicyDistill()])
-def test_the_host_reads_nothing_inside_a_program(trainers, monkeypatch, loss):
+def test_the_host_reads_nothing_inside_a_captured_step(trainers, monkeypatch, loss):
     monkeypatch.setattr(kda_layer, "kda", _shapes_of_kda)
-    programs = trainers[1].passes
-    programs.forget()
+    replayed = captured(trainers)
+    replayed.forget()
     micro = batch(5, [50, 30], routes=False, teacher=True)
-    passes(trainers[1], micro, loss)
-    (program,) = programs._programs.values()
+    sums(trainers[1], micro, loss)
+    (only,) = replayed.steps.values()
     with _HostReads(), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "tolist", lambda _: pytest.fail("tolist makes the host wait"))
-        output = programs._compute(program)
+        output = only.step()
     assert bool(output.isfinite().all())
     with _HostReads(), pytest.raises(AssertionError, match="makes the host wait"):
         output[output > 0]
     trainers[1].balancer.clear()
-    programs.forget()
+    replayed.forget()
 
 
 def test_a_loss_that_is_not_finite_names_its_data_and_changes_nothing():
@@ -189,21 +195,21 @@ def test_a_loss_that_is_not_finite_names_its_data_and_changes_nothing():
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
-def test_a_loss_that_reads_numbers_takes_the_ordinary_path_and_that_is_said_once(trainers):
+def test_a_loss_that_reads_numbers_takes_the_eager_path_and_that_is_said_once(trainers):
     def reads(inputs: LossInputs) -> LossOutput:
         loss = -(inputs.weights * inputs.logprobs).sum()
         return LossOutput(loss, {"loss/mean": (loss.item(), 1.0)})
 
-    found = [passes(trainer, batch(8, [33, 20]), reads) for trainer in trainers]
+    found = [sums(trainer, batch(8, [33, 20]), reads) for trainer in trainers]
     assert all(torch.equal(found[0][0][n], found[1][0][n]) for n in found[0][0])
     (note,), trainers[1].notes = trainers[1].notes, []
     assert "reads numbers" in note
-    passes(trainers[1], batch(9, [33, 20]), reads)
+    sums(trainers[1], batch(9, [33, 20]), reads)
     assert trainers[1].notes == []
 
 
 @pytest.mark.parametrize("other", [{"exact": True}, {"balance_by": "auxiliary_loss"}, {"expert_parallel": 2}])
-def test_what_no_program_has_is_refused_where_programs_are_wanted(other):
-    with pytest.raises(ValueError, match=f"no program has {next(iter(other))}"):
+def test_what_no_captured_step_has_is_refused_where_they_are_wanted(other):
+    with pytest.raises(ValueError, match=f"no captured step has {next(iter(other))}"):
         TrainerConfig(capture="on", **other)
     assert TrainerConfig(**other).capture == "auto"

@@ -9,7 +9,7 @@ from k3rl.kernels.optim.muon import mxfp4
 from k3rl.numerics import project, stored_dtype
 
 
-def shipped(name: str, master: Tensor, weights: str, rule: str) -> Tensor:
+def stored_values(name: str, master: Tensor, weights: str, rule: str) -> Tensor:
     """The values of `k3rl.numerics.project` for this official name, master [..., n], in a dtype that holds them.
 
     weights, rule: `QuantizationConfig.weights` and `.scale_rule`. Raises QuantizationError as `project` does.
