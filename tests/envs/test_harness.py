@@ -260,7 +260,7 @@ def test_what_is_left_is_said_from_the_first_message_on_both_clocks_and_of_sub_a
     ]  # fmt: skip
 
 
-def test_real_time_goes_on_where_it_stood_when_an_episode_is_taken_up_again() -> None:
+def test_real_time_goes_on_where_it_stood_when_an_episode_is_resumed() -> None:
     context = EpisodeContext(budgets=Budgets(wall_s=7200.0), sandboxes=provider_named("bwrap"))
     first, second = harness(), harness()
 
