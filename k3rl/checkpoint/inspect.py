@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from k3rl.checkpoint.hf import CONFIG, CheckpointError, StoredFiles, as_stored
+from k3rl.checkpoint.hf import CONFIG, StoredFiles, as_stored
+from k3rl.checkpoint.official import CheckpointError
 from k3rl.model import K3Config
 from k3rl.model.config import MX_BLOCK
 from k3rl.model.table import TensorEntry, active_parameters, tensor_table
@@ -20,7 +21,7 @@ from k3rl.model.table import TensorEntry, active_parameters, tensor_table
 NAMED = ("k3-nano", "k3-mini", "k3-small", "k3")
 
 
-def inspect(directory_or_name: str | Path) -> dict[str, Any]:
+def inspect_model(directory_or_name: str | Path) -> dict[str, Any]:
     """A checkpoint directory, or one of the named sizes, as one JSON-ready object.
 
     A directory may hold all of a checkpoint, or only `config.json` and the index, without weights.

@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from k3rl.checkpoint import CheckpointError, fill, official_tensors
 from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
-from k3rl.checkpoint.hf import CheckpointError, fill, official_tensors
 from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
-from k3rl.checkpoint.partial import StoredView, copy_with, second_model
+from k3rl.checkpoint.official import StoredView, copy_with, second_model
 from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.memory import keep_experts_transposed
 from k3rl.engine.protocol import WeightUpdateError

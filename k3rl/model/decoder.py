@@ -322,14 +322,14 @@ class K3ForCausalLM(nn.Module):
         ids = torch.zeros(0, k, dtype=torch.int64, device=self.device)
 
         def passing(part: nn.Module, rows: Tensor) -> Tensor:
-            return rows if self.slices is None else self.slices.passing(part, rows)
+            return rows if self.slices is None else self.slices.gather_both_ways(part, rows)
 
         def experts(rows: Tensor, part: LatentMoE) -> Tensor:
             rows = passing(part, rows)
             return passing(part, rows if self.holds_all else part.bank(rows, weights, ids))
 
         if self.slices is not None:
-            self.slices.need(self.language_model.model.embed_tokens)  # which no backward reads
+            self.slices.gather(self.language_model.model.embed_tokens)  # which no backward reads
         layer: Any
         for layer in self.language_model.model.layers:
             rows = passing(layer.self_attn, rows)
@@ -414,7 +414,7 @@ class K3ForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows after the final norm [..., H] -> [..., V] in float32 or wider."""
         if self.slices is not None:
-            self.slices.need(self.language_model.lm_head)
+            self.slices.gather(self.language_model.lm_head)
         kind = wide(hidden.dtype)
         if hidden.device.type == "cuda" and hidden.dtype != kind and not torch.is_grad_enabled():
             # The same products and sums, without a wide copy of the matrix.
@@ -459,7 +459,7 @@ class K3ForCausalLM(nn.Module):
         with torch.no_grad() if cache is not None else nullcontext():
             lengths = self._lengths(input_ids, cu_seqlens)
             if self.slices is not None:
-                self.slices.need(self.language_model.model.embed_tokens)
+                self.slices.gather(self.language_model.model.embed_tokens)
             embedded = nn.functional.embedding(
                 input_ids.reshape(-1), self.language_model.model.embed_tokens.weight, self.config.pad_token_id
             )

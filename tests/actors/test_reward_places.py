@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import ray
 
-from k3rl.actors.environment import EnvironmentActor
-from k3rl.actors.fleet import Rollouts
-from k3rl.actors.jobs import EpisodeJob, TaskRef
-from k3rl.actors.reward import RewardActor
+from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
 from k3rl.envs import make
-from k3rl.pipelines.batches import policy_batches
+from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.presets import rl
+from k3rl.pipelines.rl import policy_batches
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Completion, SamplingParams, Scored, StopReason
 
@@ -33,8 +31,8 @@ class ScriptedRollout:
     """Stands where the engine stands and says what it is told, by sampling seed."""
 
     def __init__(self, answers: dict[int, str]) -> None:
-        self._answers = answers
-        self._tokenizer = Tokenizer.builtin()
+        self.answers = answers
+        self.tokenizer = Tokenizer.builtin()
 
     async def set_tokenizer(self, directory: str | None) -> None:
         pass
@@ -43,10 +41,10 @@ class ScriptedRollout:
         return [self._complete(params) for _, params in requests]
 
     def _complete(self, params: SamplingParams) -> Completion:
-        message = {"role": "assistant", "content": self._answers[params.seed // TURN_STRIDE]}
+        message = {"role": "assistant", "content": self.answers[params.seed // TURN_STRIDE]}
         segments = xtml.render([message], thinking=False, add_generation_prompt=False)
         prefix = xtml.render([], thinking=False, add_generation_prompt=True)
-        ids = tuple(self._tokenizer.encode_segments(segments[len(prefix) :]))
+        ids = tuple(self.tokenizer.encode_segments(segments[len(prefix) :]))
         return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)
 
 
@@ -66,21 +64,22 @@ def good() -> str:
 
 @pytest.fixture(scope="module")
 def rollouts(ray_cluster, good):
-    """One engine, player and judge; the engine gives the good program at a place of its group."""
+    """One engine, environment worker and reward worker; the engine gives the good program at a place of its group."""
     groups = {place: [*BAD[:place], good, *BAD[place:]] for place in PLACES}
     answers = {_seed(place, i): text for place, texts in groups.items() for i, text in enumerate(texts)}
     engine = ray.remote(ScriptedRollout).options(num_cpus=0).remote(answers)
-    player = ray.remote(EnvironmentActor).options(num_cpus=0).remote(ENV, {}, "bwrap", engine)
-    judge = ray.remote(RewardActor).options(num_cpus=0).remote(ENV, {}, "bwrap")
-    yield Rollouts(ray_cluster, [engine], [player], [judge])
-    for actor in (engine, player, judge):
+    worker = ray.remote(EnvironmentWorker).options(num_cpus=0).remote(EnvConfig(name=ENV), engine)
+    grader = ray.remote(RewardWorker).options(num_cpus=0).remote(EnvConfig(name=ENV))
+    timeout_s = ray_cluster.call_timeout_s
+    yield RolloutWorkers([engine], WorkerPool([worker]), WorkerPool([grader]), timeout_s=timeout_s)
+    for actor in (engine, worker, grader):
         ray.kill(actor)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(rollouts, good, place):
     jobs = [EpisodeJob(f"g{place}-{i}", f"g{place}", TASK, _seed(place, i)) for i in range(8)]
-    [group] = rollouts.play(jobs, SamplingParams(max_tokens=48))
+    [group] = rollouts.run(jobs, SamplingParams(max_tokens=48))
 
     assert [episode.id for episode in group.episodes] == [job.episode_id for job in jobs]
     assert [episode.score for episode in group.episodes if not isinstance(episode.score, Scored)] == []

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from k3rl.checkpoint import official_tensors
-from k3rl.data.images import ImagePatches, expand_placeholders, stack
+from k3rl.data.images import ImagePatches, rows_per_token, stack
 from k3rl.engine import Engine, InvalidRequest, NonFiniteLogits, PrefixCache
 from k3rl.engine.weights import manifest_of
 from k3rl.model import VisionConfig
@@ -57,7 +57,7 @@ def learned(seeing):
     """(logits [rows, V], routes) of a learner's pass over a prompt, its images and what was sampled behind them."""
 
     def run(prompt, images, sampled=()):
-        ids = expand_placeholders(prompt, images, PAD)
+        ids = np.repeat(prompt, rows_per_token(np.asarray(prompt), images, PAD)).tolist()
         shown = None
         with torch.no_grad():
             if images:

@@ -178,7 +178,7 @@ def test_a_run_of_experts_is_read_and_written_as_one_by_one(wide, later, served)
 
 @pytest.mark.parametrize("run_bytes", [1, 8 << 20])
 def test_a_delta_of_every_expert_turns_tiles_a_run_at_a_time(wide, stored, later, served, monkeypatch, run_bytes):
-    for place in ("k3rl.model.packed", "k3rl.checkpoint.partial", "k3rl.checkpoint.hf"):
+    for place in ("k3rl.model.packed", "k3rl.checkpoint.official"):
         monkeypatch.setattr(f"{place}.RUN_BYTES", run_bytes)
     only_codes = {name: later[name] if name.endswith("_packed") else stored[name] for name in stored}
     manifests = manifest_of(stored.items()), manifest_of(only_codes.items())

@@ -21,6 +21,7 @@ from packaging.version import InvalidVersion, Version
 from k3rl.config import MissingResource
 from k3rl.engine.protocol import EngineError
 from k3rl.engine.vllm.wire import GENERATE, ServerInfo, error_of, finite_seconds
+from k3rl.tokens import openai
 
 T = TypeVar("T")
 
@@ -210,7 +211,7 @@ class Client:
                     error = error_of(answer.status_code, _json_or_text(answer))
                     raise Unreachable(str(error)) if answer.status_code in _BUSY else error
                 async for line in self._lines(answer, moving):
-                    if line == "[DONE]":
+                    if line == openai.DONE:
                         return
                     feed(json.loads(line))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -241,8 +242,8 @@ class Client:
             last, line = time.monotonic(), following.result()
             if line is None:
                 return
-            if line.startswith("data:"):
-                yield line.removeprefix("data:").strip()
+            if (data := openai.event_data(line)) is not None:
+                yield data
 
 
 def _json_or_text(answer: Any) -> Any:

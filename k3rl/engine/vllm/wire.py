@@ -1,7 +1,8 @@
 """What goes over the wire to a vLLM server and back: request bodies, streamed chunks, errors. No sockets here.
 
-The door is `POST /inference/v1/generate`, vLLM's own token-in-token-out dialect (not OpenAI's), because it alone gives
-the sampling masks of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, routed experts and weight versions.
+The endpoint is `POST /inference/v1/generate`, vLLM's own token-in-token-out dialect, because it alone gives the
+sampling masks of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, routed experts and weight versions. Its
+usage, finish reasons, errors and events are those of the OpenAI dialect (`k3rl.tokens.openai`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from k3rl.engine.prompts import check_numbers, token_row
 from k3rl.engine.protocol import ContextExceeded, EngineError, InvalidRequest
+from k3rl.tokens import openai
 from k3rl.types import Completion, SamplingParams, StopReason
 
 GENERATE = "/inference/v1/generate"
@@ -25,7 +27,7 @@ _ID_PREFIX = "generate-tokens-"  # vLLM's, before the id that a request brings
 
 _BIAS = 100.0  # what the OpenAI dialect allows on either side; vLLM clamps to it at some of its doors
 _TEMPERATURES = (0.01, 2.0)  # vLLM raises what is below to 0.01 and refuses what is above
-_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_REASONS = {word: reason for reason, word in openai.FINISH_REASONS.items()} | {"abort": StopReason.ABORTED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,7 @@ class Answer:
         """Takes one event of the stream in."""
         if "error" in chunk:
             raise error_of(int(chunk["error"].get("code") or 500), chunk)
-        details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
-        self._cached = details.get("cached_tokens") or self._cached
+        self._cached = openai.cached_tokens(chunk) or self._cached
         for choice in chunk.get("choices", ()):
             ids = [int(token) for token in choice.get("token_ids") or ()]
             content = (choice.get("logprobs") or {}).get("content") or []
@@ -157,7 +158,7 @@ class Answer:
                 value = float(entry["logprob"])
                 if entry.get("token_id", token) != token:
                     raise EngineError(f"vLLM sent the logprob of token {entry['token_id']} with token {token}")
-                if not -9999.0 < value <= 0.0 + 1e-3:  # it writes -9999 for minus infinity
+                if not openai.LEAST_LOGPROB < value <= 0.0 + 1e-3:
                     raise EngineError(f"vLLM gave token {token} the logprob {value}; its logits are broken")
                 self.logprobs.append(min(value, 0.0))
             self.ids += ids
@@ -215,11 +216,7 @@ def decode_array(text: str) -> np.ndarray:
 
 def error_of(status: int, body: Any) -> EngineError:
     """The typed error of an HTTP answer: 400, 413 and 422 are the request's fault, everything else the engine's."""
-    message = body
-    if isinstance(body, Mapping):
-        inner = body.get("error", body.get("detail", body))
-        message = inner.get("message", inner) if isinstance(inner, Mapping) else inner
-    text = f"vLLM answered {status}: {str(message)[:1000]}"
+    text = f"vLLM answered {status}: {str(openai.error_message(body))[:1000]}"
     return InvalidRequest(text) if status in (400, 413, 422) else EngineError(text)
 
 
