@@ -32,7 +32,7 @@ class Scripted(Engine):
         super()._sample([(rows, self._forced(rows, logits)) for rows, logits in parts], drawn)
 
     def _forced(self, rows, logits):
-        counts = self._table.count[rows]
+        counts = self.batch.table.count[rows]
         wanted = [self.script[count] if count < len(self.script) else 502 for count in counts.tolist()]
         forced = torch.zeros_like(logits)
         forced[range(len(rows)), wanted] = 100.0
