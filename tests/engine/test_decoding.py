@@ -1,4 +1,4 @@
-"""Steps that are started before the last one's tokens are read, against an engine that waits for every token."""
+"""Steps that are launched before the last one's tokens are read, against an engine that waits for every token."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ actions = st.one_of(
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(schedule=st.lists(actions, min_size=4, max_size=12), bounded=st.booleans(), deferred=st.booleans())
-def test_an_engine_that_runs_ahead_gives_what_one_that_waits_gives(build_model, schedule, bounded, deferred):
+def test_an_engine_that_overlaps_steps_gives_what_one_that_waits_gives(build_model, schedule, bounded, deferred):
     """At the same steps: tokens, logprobs, routes, reasons and versions; with little memory, cancels and updates; and
     with states that are written now and then against states that are written at every token."""
     model, others = build_model(), [build_model(seed=8), build_model(seed=9)]
@@ -85,8 +85,8 @@ def test_an_engine_that_runs_ahead_gives_what_one_that_waits_gives(build_model, 
     for overlap, late in ((True, deferred), (False, False)):
         bound = {"memory_bytes": memory_of(model, 4, CONTEXT // PAGE + 2, late)} if bounded else {}
         engines.append(engine_of(model, late, overlap=overlap, **bound))
-    ahead, waiting = engines
-    (got, got_seen), (expected, expected_seen) = (played(engine, schedule, others) for engine in (ahead, waiting))
+    overlapping, waiting = engines
+    (got, got_seen), (expected, expected_seen) = (played(engine, schedule, others) for engine in (overlapping, waiting))
     assert got_seen == expected_seen
     for one, other in zip(got, expected, strict=True):
         assert [number for number, _ in one] == [number for number, _ in other]
@@ -96,7 +96,7 @@ def test_an_engine_that_runs_ahead_gives_what_one_that_waits_gives(build_model, 
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE, rtol=0)
             assert (a.routes is None) == (b.routes is None)
             assert a.routes is None or np.array_equal(np.sort(a.routes, -1), np.sort(b.routes, -1))
-    assert ahead.counters.sampled_tokens == waiting.counters.sampled_tokens
+    assert overlapping.counters.sampled_tokens == waiting.counters.sampled_tokens
 
 
 def launches(engine: Engine) -> list[int]:
@@ -112,17 +112,17 @@ def launches(engine: Engine) -> list[int]:
     return launched
 
 
-def test_the_next_step_is_started_before_this_one_is_read(model):
+def test_the_next_step_is_launched_before_this_one_is_read(model):
     engine = engine_of(model)
-    started = launches(engine)
+    launched = launches(engine)
     for seed in range(3):
         engine.submit(PROMPTS[1], SamplingParams(max_tokens=10, seed=seed))
     engine.step()  # the prompts
     for steps in range(1, 9):
         engine.step()
-        assert len(started) == min(steps + 1, 9)
+        assert len(launched) == min(steps + 1, 9)
     engine.drain()
-    assert len(started) == 9, "no step is started for rows that all end by their limit"
+    assert len(launched) == 9, "no step is launched for rows that all end by their limit"
 
 
 def test_what_waits_beside_a_state_goes_where_the_state_goes(model):
@@ -158,25 +158,25 @@ def test_the_memory_of_a_row_is_what_its_tensors_take(model):
 @pytest.mark.parametrize("asked", [{"top_p": 0.9}, {"logit_bias": ((3, 1.0),)}, {"top_k": 3}])
 def test_rows_that_need_their_logits_wait_for_their_tokens(model, asked):
     engine = engine_of(model)
-    started = launches(engine)
+    launched = launches(engine)
     engine.generate(PROMPTS, SamplingParams(max_tokens=5, seed=0, **asked))
-    assert not started
+    assert not launched
 
 
 @pytest.mark.parametrize("options", [{"in_flight": "carry"}, {"prefix_cache": True}, {"overlap": False}])
-def test_no_step_is_started_early_where_states_must_stand_as_the_tokens_do(model, options):
+def test_no_step_is_launched_early_where_states_must_stand_as_the_tokens_do(model, options):
     if "prefix_cache" in options:
         options = {"prefix_cache": PrefixCache.of_bytes(100_000)}
     engine = engine_of(model, **options)
-    started = launches(engine)
+    launched = launches(engine)
     engine.submit(PROMPTS[1], SamplingParams(max_tokens=5, seed=0))
     engine.step()
     for step in range(1, 4):
         engine.step()
-        assert len(started) == step
+        assert len(launched) == step
 
 
-def test_a_row_with_broken_logits_ends_alone_while_others_run_ahead(build_model):
+def test_a_row_with_broken_logits_ends_alone_while_steps_overlap(build_model):
     model = build_model()
     engine = engine_of(model)
     numbers = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=4)) for prompt in PROMPTS]
