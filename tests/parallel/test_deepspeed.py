@@ -76,7 +76,7 @@ def model_of(experts: bool, dtype: torch.dtype = torch.float32) -> K3ForCausalLM
     return model
 
 
-def batch_of(step: int, lengths: tuple[int, ...] = (6, 11, 30)) -> TrainBatch:
+def batch_of(step: int, lengths: tuple[int, ...] = (16, 20, 30)) -> TrainBatch:
     """Three sequences; two ranks get different numbers of micro-batches of at most 30 tokens."""
     rng = np.random.default_rng(step)
     sequences = []

@@ -8,10 +8,10 @@ import torch
 
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.data.packing import sequence_costs
-from k3rl.losses import CrossEntropy, K3Policy, LossInputs, LossOutput
+from k3rl.losses import CrossEntropy, K3Policy
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.numerics import project, stored_dtype
-from k3rl.parallel import NonFiniteLoss, Trainer, TrainerConfig, balanced_shares
+from k3rl.parallel import Trainer, TrainerConfig, balanced_shares
 
 TINY = K3Config.named("k3-nano").replace(num_experts=4)
 
@@ -89,18 +89,6 @@ def test_a_state_continues_to_the_bit():
         straight.model.official_parameters(), second.model.official_parameters(), strict=True
     ):
         assert torch.equal(left, right)
-
-
-def test_a_non_finite_loss_updates_nothing():
-    def broken(inputs: LossInputs) -> LossOutput:
-        return LossOutput(inputs.logprobs.sum() * float("nan"), {})
-
-    trainer = Trainer(model(torch.float32), TrainerConfig())
-    before = {n: t.clone() for n, t in trainer.state_tensors().items()}
-    with pytest.raises(NonFiniteLoss, match="weights are unchanged"):
-        trainer.train(batch(), broken)
-    after = trainer.state_tensors()
-    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_frozen_balance_keeps_the_bias_and_batch_balance_moves_it_once():
