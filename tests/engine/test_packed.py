@@ -169,7 +169,7 @@ def test_a_run_of_experts_is_read_and_written_as_one_by_one(wide, later, served)
         (number, leaf): tuple(later[f"{prefix}{number}.{leaf}.weight_{part}"] for part in ("packed", "scale"))
         for number, leaf in [(2, "w1"), (0, "w3"), (3, "w2"), (0, "w2"), (0, "w1")]
     }
-    bank.fill_packed(given)
+    bank.fill_many(given)
     for (number, leaf), parts in given.items():
         other.fill(number, leaf, parts)
     for expert, leaf in [(number, leaf) for number in range(wide.config.num_experts) for leaf in ("w1", "w2", "w3")]:
