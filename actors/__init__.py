@@ -1,13 +1,18 @@
-"""The Ray actors of a run, and what starts and stops them.
+"""The Ray actors of a run, and what starts and stops them. No algorithm lives here; loops are in `k3rl.pipelines`.
 
-`cluster.py` starts or joins Ray, `placement.py` reserves resources or says what is missing, one file each for the
-learner, rollout, environment, reward and weight-publishing actors (`publication.py` is what is published), and
-`fleet.py` holds them all for a pipeline.
-No algorithm lives here; loops are in `k3rl.pipelines`.
+`cluster.py` configures a cluster and starts or joins Ray, `placement.py` reserves resources or says what is missing,
+`fleet.py` holds all actors of a run. A file for each kind: `learner.py` (all ranks as one: `learner_group.py`, with
+`teachers.py`), `rollout.py`, `environment.py`, `reward.py`. `rollout_workers.py` gets `jobs.py` done by a
+`worker_pool.py` of each role; `calls.py` types what goes wrong between actors; `weight_sync/` brings weights to the
+engines.
 """
+
+from __future__ import annotations
 
 import os
 import secrets
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 # Ray reads these when it is imported, so they are set before any module of this package can import it: token
 # authentication is on for every cluster that k3rl starts or joins, because Ray's control port listens on all
@@ -21,3 +26,75 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 lets any other process hold up a step
 os.environ.setdefault("PYTHONSAFEPATH", "1")
+
+if TYPE_CHECKING:
+    from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost
+    from k3rl.actors.cluster import ClusterConfig, EngineConfig, RolloutConfig, start_ray
+    from k3rl.actors.environment import EnvironmentWorker
+    from k3rl.actors.fleet import Fleet, FleetConfig, start_fleet
+    from k3rl.actors.jobs import EpisodeJob, TaskRef
+    from k3rl.actors.learner import LearnerActor
+    from k3rl.actors.learner_group import LearnerGroup
+    from k3rl.actors.placement import reserve, shortage
+    from k3rl.actors.reward import RewardWorker
+    from k3rl.actors.rollout import RolloutActor
+    from k3rl.actors.rollout_workers import Dispatched, RolloutWorkers
+    from k3rl.actors.worker_pool import WorkerPool
+
+_HOMES = {
+    "ActorFailure": "calls",
+    "ActorHung": "calls",
+    "ActorLost": "calls",
+    "ClusterConfig": "cluster",
+    "Dispatched": "rollout_workers",
+    "EngineConfig": "cluster",
+    "EnvironmentWorker": "environment",
+    "EpisodeJob": "jobs",
+    "Fleet": "fleet",
+    "FleetConfig": "fleet",
+    "LearnerActor": "learner",
+    "LearnerGroup": "learner_group",
+    "RewardWorker": "reward",
+    "RolloutActor": "rollout",
+    "RolloutConfig": "cluster",
+    "RolloutWorkers": "rollout_workers",
+    "TaskRef": "jobs",
+    "WorkerPool": "worker_pool",
+    "reserve": "placement",
+    "shortage": "placement",
+    "start_fleet": "fleet",
+    "start_ray": "cluster",
+}
+"""Name -> the module that has it, imported when it is first asked for: configurations need no Ray, workers no torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "ActorFailure",
+    "ActorHung",
+    "ActorLost",
+    "ClusterConfig",
+    "Dispatched",
+    "EngineConfig",
+    "EnvironmentWorker",
+    "EpisodeJob",
+    "Fleet",
+    "FleetConfig",
+    "LearnerActor",
+    "LearnerGroup",
+    "RewardWorker",
+    "RolloutActor",
+    "RolloutConfig",
+    "RolloutWorkers",
+    "TaskRef",
+    "WorkerPool",
+    "reserve",
+    "shortage",
+    "start_fleet",
+    "start_ray",
+]

@@ -1,4 +1,7 @@
-"""Starts a local Ray or joins a cluster, with token authentication set explicitly either way."""
+"""Where a run's actors are: the configuration of a cluster, and Ray for the length of a run.
+
+A local Ray is started or a running cluster joined, with token authentication set explicitly either way.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-import ray
 from pydantic import Field, model_validator
 
 from k3rl.config import NOT_HASHED, Config
@@ -80,7 +82,7 @@ class ClusterConfig(Config):
     rollout_gpus: float = Field(1.0, gt=0)
     """With rollout_device cuda, of each rollout actor; several may share one."""
     environment_actors: int = Field(2, ge=1)
-    """Each plays against one rollout actor, taken in turn."""
+    """Each runs episodes against one rollout actor, taken in turn."""
     environment_cpus: float = Field(0.125, gt=0)
     reward_actors: int = Field(2, ge=1)
     reward_cpus: float = Field(0.125, gt=0)
@@ -97,8 +99,8 @@ class ClusterConfig(Config):
     each has a GPU of its own, gloo on CPUs), or through GPU memory that both open. `auto` takes `ipc` where all engines
     share the learner's GPU, `broadcast` between GPUs, `object_store` otherwise."""
     transfer_timeout_s: float = Field(60.0, gt=0, json_schema_extra=NOT_HASHED)
-    """How long learner and engines wait for each other at each message of a broadcast or of `ipc`. A way that broke is
-    left for the object store."""
+    """How long learner and engines wait for each other at each bucket of a broadcast or of `ipc`. A transport
+    that broke is left for the object store."""
     restarts: int = Field(2, ge=0)
     """How often a run may start its actors again, from its last training state, after one died or hung."""
     object_store_mb: int = Field(512, ge=100)
@@ -118,14 +120,14 @@ class ClusterConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _weights_can_go_that_way(self) -> ClusterConfig:
-        way = self.weight_transfer
-        if way in ("broadcast", "ipc") and self.rollout.backend == "vllm":
+    def _the_transport_can_work(self) -> ClusterConfig:
+        transport = self.weight_transfer
+        if transport in ("broadcast", "ipc") and self.rollout.backend == "vllm":
             raise ValueError(
-                f"weight_transfer is {way!r}, and vLLM servers are given weights by their actors; take 'auto' or "
+                f"weight_transfer is {transport!r}, and vLLM servers are given weights by their actors; take 'auto' or "
                 "'object_store'"
             )
-        if way == "ipc" and "cpu" in (self.learner_device, self.rollout_device):
+        if transport == "ipc" and "cpu" in (self.learner_device, self.rollout_device):
             raise ValueError(
                 "weight_transfer is 'ipc', which is GPU memory that learner and engines share; set learner_device and "
                 "rollout_device to cuda, or take 'auto'"
@@ -139,12 +141,14 @@ class ClusterConfig(Config):
 
 
 @contextmanager
-def cluster(config: ClusterConfig) -> Iterator[None]:
+def start_ray(config: ClusterConfig) -> Iterator[None]:
     """Ray for the length of the block. A Ray that was running before is joined and left running.
 
     A local Ray is started with a token of its own unless one is set, because its control port listens on every
     interface. Inside a Ray job (RAY_ADDRESS set, or `address`), the job's cluster is joined.
     """
+    import ray  # here, so that who only reads configurations does without
+
     joins = config.address is not None or bool(os.environ.get("RAY_ADDRESS"))
     if not joins:
         os.environ["OMP_NUM_THREADS"] = str(max(config.learner_threads, config.rollout_threads))

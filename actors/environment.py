@@ -1,21 +1,22 @@
-"""The environment actor: plays episodes against a rollout actor, each in an asyncio task of its own."""
+"""The environment worker: runs episodes against a rollout actor, each in an asyncio task of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from k3rl.actors.jobs import EpisodeJob, Tasks
-from k3rl.envs import EpisodeContext, make
-from k3rl.envs.faults import EngineFailed, FaultConfig
+from k3rl.envs import EnvConfig, EpisodeContext, make
+from k3rl.envs.faults import EngineFailed
 from k3rl.envs.gateway import run_program
 from k3rl.envs.guard import BlockWatch, GuardedEnv, GuardedHarness
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import ContextOutgrown, run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams, StopReason
+from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams
 
 
 class LockstepPolicy:
@@ -83,18 +84,17 @@ class _Seat:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
-class EnvironmentActor:
+class EnvironmentWorker:
     """An asyncio Ray actor without torch. Rewards are given elsewhere; episodes leave here ungraded."""
 
-    def __init__(
-        self, env: str, env_args: Mapping[str, Any], sandbox: str, rollout: Any, faults: FaultConfig | None = None
-    ) -> None:
-        self._faults = faults or FaultConfig()
+    def __init__(self, env: EnvConfig, rollout: Any) -> None:
+        """rollout: the actor whose engine samples."""
+        self._faults = env.faults
         self._watch: BlockWatch | None = None
-        self._environment = make(env, **env_args)
+        self._environment = make(env.name, **env.args)
         self._tasks = Tasks(self._environment.source)
         self._rollout = rollout
-        self._sandboxes = provider_named(sandbox)
+        self._sandboxes = provider_named(env.sandbox)
         self._programs = ProgramRunner(self._sandboxes) if self._environment.needs_programs else None
         self._tokenizer = Tokenizer.builtin()
 
@@ -102,47 +102,34 @@ class EnvironmentActor:
         """From now on the tokenizer of this checkpoint directory."""
         self._tokenizer = Tokenizer.load(directory)
 
-    async def play(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[Episode]:
+    async def run(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[Episode]:
         """One ungraded episode a job, in order. An episode whose environment fails says so; the others go on."""
         self._watch = self._watch or BlockWatch(self._faults.blocked_s)  # on the thread of the event loop
         policy = LockstepPolicy(self._rollout, len(jobs))
-        return list(await asyncio.gather(*(self._play(policy, i, job, sampling) for i, job in enumerate(jobs))))
+        return list(await asyncio.gather(*(self._run(policy, i, job, sampling) for i, job in enumerate(jobs))))
 
-    async def _play(self, policy: LockstepPolicy, order: int, job: EpisodeJob, sampling: SamplingParams) -> Episode:
+    async def _run(self, policy: LockstepPolicy, order: int, job: EpisodeJob, sampling: SamplingParams) -> Episode:
         try:
             task = self._tasks.get(job.task).public()
-            settings: dict[str, Any] = {
-                "episode_id": job.episode_id,
-                "sampling": replace(sampling, seed=job.sampling_seed),
-                "context": EpisodeContext(
-                    seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
-                ),
-            }
+            seat = _Seat(policy, order)
+            settings = TurnSettings(self._tokenizer, replace(sampling, seed=job.sampling_seed))
+            context = EpisodeContext(
+                seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
+            )
             if self._environment.make_harness is not None:
                 program = GuardedHarness(self._environment.make_harness(), self._watched())
-                return await run_program(program, task, _Seat(policy, order), self._tokenizer, **settings)
+                return await run_program(program, task, seat, settings, episode_id=job.episode_id, context=context)
             env = GuardedEnv(self._environment.make_env(), self._faults, self._watched())
-            return await run_episode(env, task, _Seat(policy, order), self._tokenizer, **settings)
+            return await run_episode(env, task, seat, settings, episode_id=job.episode_id, context=context)
         except (EngineFailed, ContextOutgrown) as error:
-            return self._broken(job, Failed(f"engine: {error}"[:500], FailureKind.ENGINE))
+            return job.failed(self._environment.name, Failed(f"engine: {error}"[:500], FailureKind.ENGINE))
         except Exception as error:  # the last line of defence: user code must not end the run
-            return self._broken(job, Failed(f"{type(error).__name__}: {error}"[:500], FailureKind.RAISED))
+            failed = Failed(f"{type(error).__name__}: {error}"[:500], FailureKind.RAISED)
+            return job.failed(self._environment.name, failed)
         finally:
             policy.leave()
 
     def _watched(self) -> BlockWatch:
         if self._watch is None:
-            raise RuntimeError("episodes are played by `play`")
+            raise RuntimeError("episodes are run by `run`")
         return self._watch
-
-    def _broken(self, job: EpisodeJob, failed: Failed) -> Episode:
-        return Episode(
-            id=job.episode_id,
-            task_id=f"{job.task.split}/{job.task.index}",
-            env=self._environment.name,
-            family=job.task.family or "unknown",
-            level=job.task.level or 0,
-            branches=(),
-            stop_reason=StopReason.INFRA_ERROR,
-            score=failed,
-        )

@@ -1,4 +1,4 @@
-"""What a driver asks an environment actor to play."""
+"""What a driver asks an environment worker to run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from k3rl.envs import TaskSource
-from k3rl.types import Task
+from k3rl.types import Episode, Failed, StopReason, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,22 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeJob:
-    """One episode to play: which task, under which ids, with which sampling seed."""
+    """One episode to run: which task, under which ids, with which sampling seed."""
 
     episode_id: str
     group_id: str
     task: TaskRef
     sampling_seed: int
+
+    def failed(self, env: str, score: Failed) -> Episode:
+        """The episode of this job that the infrastructure broke, or that was not run."""
+        return Episode(
+            id=self.episode_id,
+            task_id=f"{self.task.split}/{self.task.index}",
+            env=env,
+            family=self.task.family or "unknown",
+            level=self.task.level or 0,
+            branches=(),
+            stop_reason=StopReason.INFRA_ERROR,
+            score=score,
+        )

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from safetensors.torch import save
 
-from k3rl.actors.weight_sync.messages import BytesMessage, Message, tensor_messages
-from k3rl.actors.weight_sync.publication import POLICY, Form, Publication, Served
-from k3rl.actors.weight_sync.transfer import Link, Place, Route, Sender, place_here
-from k3rl.checkpoint import load_checkpoint, official_tensors, save_adapter, save_checkpoint, weights_of
-from k3rl.checkpoint.belonging import refuse_foreign
-from k3rl.checkpoint.delta import BUCKET_BYTES, encode
+from k3rl.actors.teachers import Teachers
+from k3rl.actors.weight_sync import BaseVersion, Link, Location, Publication, Transport, WeightSource
+from k3rl.checkpoint import load_checkpoint, save_adapter, save_checkpoint, weights_of
 from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.manifest import manifest_digest, manifest_of
-from k3rl.checkpoint.sharded import collected_tensors
-from k3rl.checkpoint.state_writer import StateWriter, restore
+from k3rl.checkpoint.state_writer import StateWriter, refuse_foreign, restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
 from k3rl.data.batch import TrainBatch
-from k3rl.engine.adapters import AdapterHeader
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.device import DeviceName, place_of
 from k3rl.model.lora import adapted
 from k3rl.parallel import LearnerConfig, Loss, Mesh, Trainer, TrainerConfig, World, make_trainer, pair_cost
 from k3rl.run.metrics import Accumulator
 from k3rl.tokens import Tokenizer
-from k3rl.types import WeightVersion
 
 _NATIVE = LearnerConfig()
 
@@ -55,17 +46,13 @@ class LearnerActor:
         self._meshes: dict[tuple[int, int], Mesh] = {}
         self._writer = StateWriter()
         self._trainer: Trainer | None = None
-        self._teachers: dict[str, Trainer] = {}
+        self._teachers = Teachers(self._dtype, self._device)
+        self.weights = WeightSource(self._device)
         self._tokenizer: Tokenizer | None = None
-        self._version = 0
         self._start: str | None = None  # the checkpoint that the weights came from
         self._seed = 0  # what fresh weights came from
-        self._base: str | None = None  # digest of the weights beside an adapter
         self._frozen: str | None = None  # on rank 0: fingerprint of weights that stay
         self._computes = "float32"  # in what steps are computed, which masters are rounded to
-        self._published: tuple[int, dict[str, str], dict[str, torch.Tensor]] | None = None  # version, manifest, tensors
-        self._sender: Sender | None = None  # of rank 0, where weights do not go through the object store
-        self._outgoing: tuple[str, Callable[[], Iterator[Message]]] | None = None  # what `send` is to send
 
     def address(self) -> str:
         """host:port on this node where the ranks may meet."""
@@ -101,7 +88,7 @@ class LearnerActor:
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
         packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
         held = mesh.experts(built.num_experts)
-        model = K3ForCausalLM(built, dtype=self._dtype, device=self._place(trainer), experts=held, packed=packed)
+        model = K3ForCausalLM(built, dtype=self._dtype, device=self._model_device(trainer), experts=held, packed=packed)
         model.init_weights(seed)
         return self._adopt(model, trainer, mesh, learner)
 
@@ -110,10 +97,10 @@ class LearnerActor:
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
         packed = _packs(trainer, learner)
-        model = load_checkpoint(checkpoint, self._dtype, self._place(trainer), mesh=mesh, packed=packed)
+        model = load_checkpoint(checkpoint, self._dtype, self._model_device(trainer), mesh=mesh, packed=packed)
         return self._adopt(model, trainer, mesh, learner)
 
-    def _place(self, trainer: TrainerConfig) -> torch.device:
+    def _model_device(self, trainer: TrainerConfig) -> torch.device:
         """Where a model begins: one that is cut over ranks need not fit a device whole, and is moved by its trainer."""
         place_of(self._device_name)
         return torch.device("cpu") if trainer.shard_frozen > 1 else self._device
@@ -121,8 +108,9 @@ class LearnerActor:
     def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh, learner: LearnerConfig) -> int:
         size = model.parameter_count()  # before a backend may cut parameters over the ranks
         self._trainer = make_trainer(model, config, learner, mesh)  # which also ships every parameter
+        self.weights.attach(self._trainer)
         self._teachers.clear()
-        self._base = self._frozen = None
+        self._frozen = None
         half = learner.backend == "deepspeed" and learner.deepspeed.dtype == "bf16"
         self._computes = "bfloat16" if half else "float32"
         stays = config.lora is not None or model.config.vision_config is not None
@@ -132,9 +120,7 @@ class LearnerActor:
 
     def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
         """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
-        trainer = trainer.replace(expert_parallel=1, context_parallel=1, shard_frozen=1, exact=False)
-        shared = {path: self._teacher(path, trainer) for path in set(checkpoints.values())}
-        self._teachers = {domain: shared[path] for domain, path in checkpoints.items()}
+        self._teachers.load(checkpoints, trainer)
 
     def train(
         self, batches: Sequence[TrainBatch | None], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
@@ -174,149 +160,39 @@ class LearnerActor:
         return self.trainer.logprobs(batch, temperature)
 
     def teacher_logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
-        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`. No collective.
+        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`. No collective."""
+        return self._teachers.logprobs(batch, domains, temperature)
 
-        Routes of the batch are those of the policy; a teacher goes its own.
-        """
-        batch = dataclasses.replace(batch, routes=None)
-        chosen = [domain if domain in self._teachers else "*" for domain in domains]
-        if missing := sorted(set(chosen) - set(self._teachers)):
-            raise KeyError(f"no teacher for {missing}; there are {sorted(self._teachers)}")
-        out = np.zeros(batch.input_ids.size, np.float32)
-        for domain in sorted(set(chosen)):
-            members = [i for i, name in enumerate(chosen) if name == domain]
-            rows = np.concatenate([np.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in members])
-            out[rows] = self._teachers[domain].logprobs(batch.select(members), temperature)
-        return out
-
-    def place(self) -> Place:
-        """Where this rank's weights are."""
-        return place_here(self._device)
-
-    def open_transfer(self, route: Route, receivers: int, timeout_s: float, *, nccl: bool) -> Link:
-        """Where engines may meet this rank; `join_transfer` then waits for them."""
-        self.close_transfer()
-        host = ray.util.get_node_ip_address()
-        self._sender = Sender(route, receivers, self._device, timeout_s, host=host, nccl=nccl)
-        return self._sender.link
-
-    def join_transfer(self) -> None:
-        """Raises TransferBroken when an engine does not come."""
-        self._opened().join()
-
-    def close_transfer(self) -> None:
-        sender, self._sender, self._outgoing = self._sender, None, None
-        if sender is not None:
-            sender.close()
-
-    def send(self) -> int:
-        """Sends what was published last to the engines that prepare it meanwhile; returns its bytes.
-
-        Raises TransferBroken.
-        """
-        outgoing, self._outgoing = self._outgoing, None
-        if outgoing is None:
-            raise RuntimeError("nothing was published to be sent; call publish(..., stream=True) first")
-        key, messages = outgoing
-        return self._opened().send(key, messages())
-
-    def _opened(self) -> Sender:
-        if self._sender is None:
-            raise RuntimeError("this learner sends no weights itself; call open_transfer(...) first")
-        return self._sender
-
-    def publish(self, served: Sequence[Served], stream: bool = False) -> Publication | None:
-        """The next weight version, in the forms that engines which serve `served` need.
-
-        A delta where an engine serves the version before this one, everything where it does not. Messages lie in the
-        object store, in buckets of bounded size: hundreds of small tensors pickled one by one cost more than their
-        bytes. The stored tensors of a version are kept until the next one, for the delta. Rank 0 gives them out, with
-        the experts of the others; other ranks give None. Of a learner that trains an adapter only that is sent, to
-        engines that serve the weights beside it.
-
-        stream: messages stay here until `send`; all engines then get one form, a delta where all serve its base.
-        """
-        base, self._version = self._published, self._version + 1
-        adapter = self.trainer.model.adapter
-        if adapter is not None and self._base is None:
-            self._base = self._digest()
-        tensors = self._stored() if adapter is None else self._adapter_tensors()
-        if tensors is None or self._world.rank:
-            return None
-        manifest, half = manifest_of(tensors.items()), self.trainer.model.dtype == torch.bfloat16
-        forms: dict[Served, Form] = {}
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        if adapter is not None and self._base is not None:
-            about = AdapterHeader(POLICY, adapter.config, self._base).to_bytes()
-            if stream:
-                form = self._held_back("adapter", about, lambda: tensor_messages(tensors.items(), BUCKET_BYTES))
-            else:
-                form = _placed("adapter", about, _messages(tensors, sizes))
-            version = WeightVersion(self._version, manifest)
-            return Publication(version, dict.fromkeys(served, form), sum(sizes.values()), POLICY, half)
-        known_base = None
-        if base is not None and base[1].keys() == manifest.keys():
-            known_base = base[0], manifest_digest(base[1])
-        if base is not None and known_base in served and (not stream or set(served) == {known_base}):
-            header, buckets = encode(base[2], tensors, (base[1], manifest), (base[0], self._version))
-            about = header.to_bytes(base[1])
-            delta = self._held_back("delta", about, lambda: map(BytesMessage, buckets)) if stream else None
-            forms[base[0], manifest_digest(base[1])] = delta or _placed("delta", about, buckets)
-        if forms.keys() != set(served):
-            if stream:
-                whole = self._held_back("whole", b"", lambda: tensor_messages(self._source(tensors), BUCKET_BYTES))
-            else:
-                whole = _placed("whole", b"", _messages(tensors, sizes))
-            forms |= {known: whole for known in served if known not in forms}
-        self._published = self._version, manifest, tensors
-        return Publication(WeightVersion(self._version, manifest), forms, sum(sizes.values()), half=half)
-
-    def _held_back(self, kind: str, header: bytes, messages: Callable[[], Iterator[Message]]) -> Form:
-        """A form that `send` sends."""
-        key = f"{self._version}"
-        self._outgoing = key, messages
-        return Form(kind, header, (), 0, key)
-
-    def _source(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """All stored tensors once more: from the GPU where this rank holds them all, which no host memory is as near
-        to; else those that were gathered."""
-        if self._device.type != "cuda" or self._world.size > 1:
-            yield from tensors.items()
-            return
-        with self.trainer.whole() as model:
-            yield from official_tensors(model)
+    # --------------------------------------------------------------------------------------------------- weights
 
     def set_version(self, number: int) -> None:
         """Continues the numbering of versions, after engines were loaded afresh with the weights that are held now."""
-        self._version, self._published = number, None
-        if self.trainer.model.adapter is not None:
-            return
-        tensors = self._stored()
-        self._published = None if tensors is None else (number, manifest_of(tensors.items()), tensors)
+        self.weights.set_version(number)
 
-    def _stored(self) -> dict[str, torch.Tensor] | None:
-        """On rank 0 all tensors as a checkpoint stores them, on the host; None on the others. A collective."""
-        mesh = self.trainer.mesh
-        with self.trainer.whole() as model:
-            collected = collected_tensors(official_tensors(model), model, mesh, lambda name: 0)
-            tensors = {name: tensor.cpu() for name, tensor in collected}
-        return None if self._world.rank else tensors
+    def publish(self, served: Sequence[BaseVersion], stream: bool = False) -> Publication | None:
+        """The next weight version for engines that serve these; see `WeightSource.publish`."""
+        return self.weights.publish(served, stream)
 
-    def _digest(self) -> str:
-        """Of the weights as they are stored, on rank 0, one tensor after the other; empty elsewhere. A collective."""
-        with self.trainer.whole() as model:
-            stored = collected_tensors(official_tensors(model), model, self.trainer.mesh, lambda name: 0)
-            manifest = manifest_of(stored)
-        return "" if self._world.rank else manifest_digest(manifest)
+    def location(self) -> Location:
+        """Where this rank's weights are."""
+        return self.weights.location()
 
-    def _adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """All of the adapter, on the host. A collective."""
-        return {name: tensor.cpu() for name, tensor in self.trainer.adapter_tensors().items()}
+    def open_transfer(self, transport: Transport, receivers: int, timeout_s: float, *, nccl: bool) -> Link:
+        """Where engines may meet this rank; `join_transfer` then waits for them."""
+        return self.weights.open(transport, receivers, timeout_s, nccl=nccl)
 
-    def _teacher(self, checkpoint: str, config: TrainerConfig) -> Trainer:
-        """A frozen policy; its adapter, if it has one, stays attached."""
-        model = load_checkpoint(checkpoint, self._dtype, self._device)
-        return Trainer(model, config.replace(lora=None if model.adapter is None else model.adapter.config))
+    def join_transfer(self) -> None:
+        """Raises TransferBroken when an engine does not come."""
+        self.weights.join()
+
+    def send(self) -> int:
+        """Sends what was published last to the engines that prepare it meanwhile; returns its bytes."""
+        return self.weights.send()
+
+    def close_transfer(self) -> None:
+        self.weights.close()
+
+    # ----------------------------------------------------------------------------------------------------- files
 
     def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
         """Writes the official layout, each rank its files; returns the directory."""
@@ -336,7 +212,7 @@ class LearnerActor:
         if self._start is None:
             with trainer.whole() as model, adapted(model, None):
                 save_checkpoint(model, base, tokenizer=self._tokenizer, mesh=trainer.mesh)
-        tensors = self._adapter_tensors()
+        tensors = {name: tensor.cpu() for name, tensor in trainer.adapter_tensors().items()}
         with self._world.together("writing an adapter"):
             if self._world.rank == 0:
                 save_adapter(
@@ -360,7 +236,7 @@ class LearnerActor:
         model = {"config": self.trainer.model.config.to_dict(), "start": self._start, "seed": self._seed}
         settings = self.trainer.config.model_dump(mode="json")
         learner = {"model": model | {"frozen": self._frozen}, "trainer": settings, "rounded_to": self._computes}
-        extra = {**extra, "weight_version": self._version, "learner": learner}
+        extra = {**extra, "weight_version": self.weights.version, "learner": learner}
         self._writer.save(Path(directory), self.trainer.owned_state(), extra, save_id=save_id)
 
     def state_saved(self) -> None:
@@ -374,31 +250,10 @@ class LearnerActor:
             frozen = None if self._frozen is None else (self._start, self._frozen)
             refuse_foreign(state, trainer.model.config, trainer.config.lora, frozen)
         extra = restore(trainer, state, self._writer.rank)
-        self._version = extra["weight_version"]
+        self.weights.version = extra["weight_version"]
         return extra
 
 
 def _packs(trainer: TrainerConfig, learner: LearnerConfig) -> bool:
     """Whether experts are kept packed from the start. DeepSpeed takes hold of every parameter, frozen ones too."""
     return trainer.packs and learner.backend == "native"
-
-
-def _messages(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Iterator[bytes]:
-    """Safetensors messages of whole tensors, each of about a bucket's size unless one tensor is larger."""
-    pending: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if pending and sum(sizes[held] for held in pending) + sizes[name] > BUCKET_BYTES:
-            yield save(pending)
-            pending = {}
-        pending[name] = tensor.contiguous()
-    if pending:
-        yield save(pending)
-
-
-def _placed(kind: str, header: bytes, buckets: Iterable[bytes]) -> Form:
-    """A form whose buckets are in the object store."""
-    size, refs = len(header), []
-    for bucket in buckets:
-        size += len(bucket)
-        refs.append(ray.put(bucket))
-    return Form(kind, header, tuple(refs), size)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 Bundle = dict[str, float]
 
 
-def reserve(roles: list[tuple[str, Bundle]], *, deadline_s: float, strategy: str = "PACK") -> PlacementGroup:
+def reserve(roles: list[tuple[str, Bundle]], *, deadline_s: float) -> PlacementGroup:
     """A ready placement group with one bundle for each (role, bundle), in order.
 
     Raises MissingResource with a table of what was asked for and what exists when the cluster cannot place it
     within `deadline_s`; nothing stays reserved then.
     """
-    group = placement_group([bundle for _, bundle in roles], strategy=strategy)
+    group = placement_group([bundle for _, bundle in roles], strategy="PACK")
     try:
         ready = group.wait(deadline_s)
     except BaseException:

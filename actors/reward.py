@@ -1,25 +1,24 @@
-"""The reward actor: grades episodes with tasks that it draws itself, so hidden parts never travel."""
+"""The reward worker: grades episodes with tasks that it draws itself, so hidden parts never travel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from k3rl.actors.jobs import EpisodeJob, Tasks
-from k3rl.envs import make
+from k3rl.envs import EnvConfig, make
 from k3rl.envs.faults import grade
 from k3rl.envs.rollout import NOT_GRADED, gradable
 from k3rl.types import Episode, Failed
 
 
-class RewardActor:
+class RewardWorker:
     """A synchronous Ray actor without torch, owning one grader and its sandbox."""
 
-    def __init__(self, env: str, env_args: Mapping[str, Any], sandbox: str) -> None:
-        self._environment = make(env, **env_args)
+    def __init__(self, env: EnvConfig) -> None:
+        self._environment = make(env.name, **env.args)
         self._tasks = Tasks(self._environment.source)
-        self._grader = self._environment.grader(provider=sandbox)
+        self._grader = self._environment.grader(provider=env.sandbox)
 
     def grade(self, jobs: Sequence[EpisodeJob], episodes: Sequence[Episode]) -> list[Episode]:
         """The episodes with their scores, in order. An episode that the infrastructure broke stays Failed, and a score

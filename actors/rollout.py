@@ -9,22 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load
-from torch import Tensor
 
-from k3rl.actors.cluster import EngineConfig, RolloutConfig
-from k3rl.actors.weight_sync.messages import content_of, tensors_in
-from k3rl.actors.weight_sync.publication import Form, Served
-from k3rl.actors.weight_sync.transfer import Link, Place, Receiver, TransferBroken, place_here
+from k3rl.actors.cluster import ClusterConfig, EngineConfig
+from k3rl.actors.weight_sync import BaseVersion, Link, Location, Payload, WeightSink, base_version
 from k3rl.checkpoint import is_adapter, load_checkpoint
 from k3rl.checkpoint.hf import StoredFiles
-from k3rl.checkpoint.manifest import manifest_digest
 from k3rl.config import K3Error
 from k3rl.data.images import ImageError, ImagePatches, preprocess_files
 from k3rl.engine import ContextExceeded, Engine, PrefixCache, VLLMEngine, WeightUpdateError
 from k3rl.envs.rollout import ContextOutgrown
 from k3rl.model import K3Config
-from k3rl.model.device import DeviceName, place_of
+from k3rl.model.device import place_of
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
@@ -33,45 +28,29 @@ Request = tuple[Sequence[int], SamplingParams] | tuple[Sequence[int], SamplingPa
 
 
 class RolloutActor:
-    """An asyncio Ray actor. Calls overlap; their requests share the engine's batch.
+    """An asyncio Ray actor. Calls overlap; their requests share the engine's batch."""
 
-    server: with the vLLM backend, its configuration and the URL of the server that is this actor's engine.
-    """
-
-    def __init__(
-        self,
-        threads: int,
-        max_running: int,
-        seed: int,
-        config: EngineConfig | None = None,
-        server: tuple[RolloutConfig, str] | None = None,
-        device: DeviceName = "cpu",
-    ) -> None:
-        torch.set_num_threads(threads)
+    def __init__(self, config: ClusterConfig, number: int = 0, max_running: int = 64, seed: int = 0) -> None:
+        """number: of this actor among those of the cluster; with the vLLM backend, of its server too."""
+        torch.set_num_threads(config.rollout_threads)
         torch.set_flush_denormal(True)
+        self._config = config
+        self._number = number
         self._max_running = max_running
         self._seed = seed
-        self._config = config or EngineConfig()
-        self._server = server
-        self._device = device
         self._engine: Engine | VLLMEngine | None = None
         self._futures: dict[Any, asyncio.Future[Completion]] = {}
-        self._wake = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
-        self._receiver: Receiver | None = None
+        self.weights = WeightSink(config.rollout_device, direct=config.rollout.backend == "k3rl")
 
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def load(self, checkpoint: str, dtype: str | None = None) -> int:
-        """A fresh engine over a checkpoint directory; returns its weight version (0). dtype: that of the device."""
+    async def load(self, checkpoint: str) -> int:
+        """A fresh engine over a checkpoint directory; returns its weight version (0)."""
         if self._futures:
             raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
-        if self._server is not None:
-            return self._load_into_server(*self._server, Path(checkpoint))
-        device, kind = place_of(self._device)
-        kind, config = getattr(torch, dtype) if dtype else kind, self._config
-        model = load_checkpoint(checkpoint, kind, device, packed=not config.exact and "served")
+        if self._config.rollout.backend == "vllm":
+            return self._load_into_server(Path(checkpoint))
+        (device, dtype), config = place_of(self._config.rollout_device), self._config.engine
+        model = load_checkpoint(checkpoint, dtype, device, packed=not config.exact and "served")
         self._engine = Engine(
             model,
             max_running=self._max_running,
@@ -84,8 +63,9 @@ class RolloutActor:
         )
         return self._engine.version
 
-    def _load_into_server(self, config: RolloutConfig, url: str, checkpoint: Path) -> int:
+    def _load_into_server(self, checkpoint: Path) -> int:
         """Gives the server these weights; the handshake, which is the first time, tells what it lacks."""
+        config = self._config.rollout
         if is_adapter(checkpoint):
             raise WeightUpdateError(
                 f"{checkpoint} is an adapter, which vLLM servers are not given; merge it (`k3rl export --merge`), or "
@@ -93,14 +73,14 @@ class RolloutActor:
             )
         if not isinstance(self._engine, VLLMEngine):
             self._engine = VLLMEngine.for_config(
-                url,
+                config.url[self._number],
                 K3Config.from_json(checkpoint / "config.json"),
                 model=config.model,
                 token=os.environ.get(config.token_variable),
                 max_running=self._max_running,
                 seed=self._seed,
                 transfer_dir=config.transfer_dir,
-                in_flight=self._config.in_flight,
+                in_flight=self._config.engine.in_flight,
             )
         stored = StoredFiles(checkpoint)
         self._engine.init_weight_transfer(stored.keys())
@@ -163,75 +143,26 @@ class RolloutActor:
             self._futures.clear()
             raise
 
-    async def served(self) -> Served:
-        """The version that samples the next token, and the digest of its manifest.
+    # --------------------------------------------------------------------------------------------------- weights
 
-        A server takes no deltas: it names no digest, so that the learner knows no base and sends it whole versions.
-        """
-        if isinstance(self.engine, VLLMEngine):
-            return self.engine.version, ""
-        return self.engine.version, manifest_digest(self.engine.manifest)
+    async def served(self) -> BaseVersion:
+        """The version that samples the next token."""
+        return base_version(self.engine)
 
-    async def place(self) -> Place:
+    async def location(self) -> Location:
         """Where this engine's weights are."""
-        if self._server is not None:
-            return place_here(torch.device("cpu"), direct=False)
-        return place_here(place_of(self._device)[0])
+        return self.weights.location()
 
     async def join_transfer(self, link: Link, number: int) -> None:
         """Meets the learner, as receiver `number`, to be sent weights by it. Raises TransferBroken."""
-        self.close_transfer()
-        self._receiver = Receiver(link, number, place_of(self._device)[0])
-        await asyncio.to_thread(self._receiver.join)
+        await self.weights.join(link, number)
 
-    def close_transfer(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+    async def close_transfer(self) -> None:
+        self.weights.close()
 
-    async def prepare(self, version: int, manifest: Mapping[str, str], form: Form) -> None:
-        """First phase: builds and verifies version `version` beside the one that serves. Buckets come one at a time."""
-        opened = False
-
-        def take(bucket: bytes | Tensor) -> None:
-            nonlocal opened
-            if not opened:
-                self._open_update(version, manifest, form)
-            opened = True
-            self._take_bucket(form.kind, bucket)
-
-        if form.stream:
-            if self._receiver is None:
-                raise TransferBroken("this rollout actor has not met the learner; call join_transfer(...) first")
-            await self._receiver.receive(form.stream, take)
-        for ref in form.buckets:
-            take(await ref)
-        if not opened:  # a delta of nothing has no bucket
-            self._open_update(version, manifest, form)
-        self.engine.verify_weight_update()
-
-    def _open_update(self, version: int, manifest: Mapping[str, str], form: Form) -> None:
-        if form.kind == "whole":
-            self.engine.start_weight_update(version, manifest)
-        elif isinstance(self.engine, VLLMEngine):
-            what = "came as a delta" if form.kind == "delta" else "is of an adapter"
-            raise WeightUpdateError(f"weight version {version} {what}; a vLLM server takes whole versions")
-        elif form.kind == "delta":
-            self.engine.start_weight_delta(form.header)
-        else:
-            base = manifest_digest(self.engine.manifest)
-            self.engine.adapters.open(version, form.header, manifest, base)
-
-    def _take_bucket(self, kind: str, bucket: bytes | Tensor) -> None:
-        """bucket: as it came, through the object store or by a transfer."""
-        if kind == "delta" and isinstance(self.engine, Engine):
-            self.engine.update_weights_by_delta(bucket if isinstance(bucket, bytes) else content_of(bucket))
-            return
-        tensors = load(bucket).items() if isinstance(bucket, bytes) else tensors_in(bucket)
-        if kind == "adapter" and isinstance(self.engine, Engine):
-            self.engine.adapters.add((name, tensor.cpu()) for name, tensor in tensors)
-        else:
-            self.engine.update_weights(tensors)
+    async def prepare(self, version: int, manifest: Mapping[str, str], payload: Payload) -> None:
+        """First phase: builds and verifies version `version` beside the one that serves."""
+        await self.weights.prepare(self.engine, version, manifest, payload)
 
     async def commit(self, version: int) -> int:
         """Second phase: switches to the prepared version."""

@@ -1,4 +1,4 @@
-"""Actors that run user code: what became of a call, and a fresh actor in the place of one that is gone."""
+"""Pools of workers: actors that run user code, each replaced by a fresh one where it hangs or dies."""
 
 from __future__ import annotations
 
@@ -6,81 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    GetTimeoutError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    WorkerCrashedError,
-)
-
-from k3rl.config import K3Error
-from k3rl.types import Failed, FailureKind
 
 
-class ActorFailure(K3Error):
-    """An actor died, hung, or raised what no one is meant to handle."""
-
-
-class ActorLost(ActorFailure):
-    """An actor died or hung. Fresh actors may well get through the same work."""
-
-
-class ActorHung(ActorLost):
-    """An actor gave no answer in its time."""
-
-
-def no_answer(what: str, timeout_s: float) -> ActorHung:
-    """The error of a call that came too late."""
-    return ActorHung(f"{what} gave no answer within {timeout_s:g} s; raise --cluster.call-timeout-s if that is normal")
-
-
-def wait(ref: Any, timeout_s: float, what: str) -> Any:
-    """The value of a Ray reference. A typed error of k3rl comes through as itself; others become ActorFailure."""
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise no_answer(what, timeout_s) from error
-    except RayTaskError as error:
-        if isinstance(error.cause, K3Error):
-            raise error.cause from None
-        if isinstance(error.cause, RayActorError | GetTimeoutError):  # one actor found another one dead, or hanging
-            raise ActorLost(f"an actor that {what} needs died, or hangs:\n{error}") from error
-        raise ActorFailure(f"{what} failed:\n{error}") from error
-    except (RayActorError, OutOfMemoryError, WorkerCrashedError) as error:
-        raise ActorLost(f"the actor of {what} died:\n{error}") from error
-
-
-def outcome(ref: Any, timeout_s: float, what: str) -> Any:
-    """The value of a Ray reference, or `Failed` when the actor hung, died or raised.
-
-    A typed error of k3rl is raised as itself, and so is an actor that cannot be started at all.
-    """
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError:
-        return Failed(f"{what} gave no answer within {timeout_s:g} s and was ended", FailureKind.HUNG)
-    except RayActorError as error:
-        if error.actor_init_failed:
-            raise ActorFailure(f"the actor for {what} cannot be started:\n{error}") from error
-        return Failed(f"the process of {what} died: {_first_line(error)}", FailureKind.DIED)
-    except RayTaskError as error:
-        if isinstance(error.cause, K3Error):
-            raise error.cause from None
-        return Failed(f"{what}: {type(error.cause).__name__}: {error.cause}"[:500], FailureKind.RAISED)
-    except OutOfMemoryError as error:
-        return Failed(f"the process of {what} was ended for lack of memory: {_first_line(error)}", FailureKind.DIED)
-    except RayError as error:  # an object that was lost with its node
-        return Failed(f"{what}: {type(error).__name__}: {_first_line(error)}", FailureKind.DIED)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
-
-
-class Crew:
-    """Actors of one role. `make(place)` starts one; without it none can be replaced (its calls then fail for good)."""
+class WorkerPool:
+    """Workers of one role. `make(place)` starts one; without it none can be replaced (its calls then fail for good)."""
 
     def __init__(self, actors: Sequence[Any], make: Callable[[int], Any] | None = None) -> None:
         self.actors: list[Any] = list(actors)
@@ -96,7 +25,7 @@ class Crew:
         return self._make is not None
 
     def replace(self, place: int) -> None:
-        """End the actor at a place and start another one there."""
+        """Ends the worker at a place and starts another one there."""
         if self._make is None:
             return
         ray.kill(self.actors[place])
@@ -104,6 +33,6 @@ class Crew:
         self.replaced += 1
 
     def end(self) -> None:
-        """End all of them."""
+        """Ends all of them."""
         for actor in self.actors:
             ray.kill(actor)

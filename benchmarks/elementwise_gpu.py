@@ -65,7 +65,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def check_rounding(report: Any, inputs: Inputs) -> None:
-    trial = moe_grouped._trial(inputs.device)
+    trial = moe_grouped.rounding_trial(inputs.device)
     for rule in mx.RULES:
         got, want = mxfp8.mxfp8(trial, rule).cpu(), mx.fake_quantize_mxfp8(trial.cpu(), rule)
         equal = (got == want) | (got.isnan() & want.isnan())
@@ -235,7 +235,7 @@ def time_gather(timed: Timed, inputs: Inputs, tokens: int, width: int, k: int) -
     timed("sum of choices", shape, bytes_of(grad, rows, inverse),
           lambda: decode_routing.sum_choices(grad, inverse, weight, grad.dtype),
           lambda: decode_routing.sum_reference(grad, inverse, weight, grad.dtype),
-          lambda: moe_grouped._sum_of_choices(grad, sort, weight, k).to(grad.dtype))  # fmt: skip
+          lambda: moe_grouped.sum_of_choices(grad, sort, weight, k).to(grad.dtype))  # fmt: skip
 
 
 PARTS: tuple[tuple[Callable[..., None], tuple[tuple[int, ...], ...]], ...] = (

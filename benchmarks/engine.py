@@ -35,10 +35,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from k3rl.engine import Completion, Engine, PrefixCache, SamplingParams
-from k3rl.engine.cache import MemoryPlan, StatePool
-from k3rl.engine.paged import PagedCache
-from k3rl.engine.prefix.cache import FixedState, Hit
+from k3rl.engine import (
+    Completion,
+    Engine,
+    FixedState,
+    Hit,
+    MemoryPlan,
+    PagedCache,
+    PrefixCache,
+    SamplingParams,
+    StatePool,
+)
 from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, QuantizationConfig
 
 PROMPT_TOKENS = 128
@@ -331,15 +338,15 @@ def memory_rows(lengths: tuple[int, ...] = (1_000, 10_000, 100_000), page: int =
         states = [torch.cat([read(layer) for layer in kda]) for read in (view.recurrent, view.conv)]
         latent = torch.zeros(len(mla), length, 512 + 64)
         pool.restore(0, Hit(length, FixedState(*states, None), latent, None))
-        store = pool.paged._store
-        owned = sum(storage[0].nbytes * store.owned[0] for storage in store.latent.values())
+        table = pool.paged.table
+        owned = sum(storage[0].nbytes * int(table.held[0]) for storage in pool.paged.latent.values())
         entry = row("memory", f"{length} tokens, {len(kda)} KDA and {len(mla)} MLA layers", "none", 0.0, None, None)
         entry |= {
             "kda_bytes": sum(state.nbytes for state in states),
             "mla_bytes": owned,
             "mla_values_per_token_and_layer": round(owned / 4 / len(mla) / length, 2),
-            "page_table_bytes": store.table[0, : store.owned[0]].nbytes,
-            "other_growth_bytes": held_bytes(pool.paged) - held - store.table.nbytes + 8 * store.table.itemsize * 2,
+            "page_table_bytes": table.table[0, : table.held[0]].nbytes,
+            "other_growth_bytes": held_bytes(pool.paged) - held - table.table.nbytes + 8 * table.table.itemsize * 2,
         }
         rows.append(entry)
     return rows
@@ -348,11 +355,11 @@ def memory_rows(lengths: tuple[int, ...] = (1_000, 10_000, 100_000), page: int =
 def held_bytes(cache: PagedCache) -> int:
     """All that a paged cache holds, used or free."""
     held = {}
-    for value in vars(cache._store).values():
+    for value in vars(cache).values():
         tensors = value.values() if isinstance(value, dict) else [value]
         storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
         held |= {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(held.values())
+    return sum(held.values()) + cache.table.table.nbytes
 
 
 def exact_row(name: str, batch: int, sampled: int, repeats: int) -> dict[str, Any]:

@@ -31,9 +31,7 @@ import numpy as np
 import torch
 
 from k3rl.checkpoint.hf import load_checkpoint
-from k3rl.engine import Engine, SamplingParams
-from k3rl.engine.compute.decode_graph import padded_batch
-from k3rl.engine.sampling.device_sampler import sample_uncut
+from k3rl.engine import Engine, SamplingParams, padded_batch, sample_uncut
 from k3rl.kernels.gemm import grouped_skinny, w4_grouped_skinny
 from k3rl.kernels.mla import decode_attention
 from k3rl.kernels.moe import decode_routing
@@ -45,7 +43,7 @@ from k3rl.model.fuse import fusing
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.layout import Layout
 from k3rl.model.mla import GatedMLA
-from k3rl.model.moe_grouped import _exact_rounding, _trial, rounded
+from k3rl.model.moe_grouped import rounded, rounding_trial, rounds_exactly
 from k3rl.numerics import mx
 
 
@@ -97,7 +95,7 @@ def started(model: K3ForCausalLM, batch: int, setting: Setting, **options: Any) 
     params = SamplingParams(max_tokens=setting.context - setting.prompt - 1)
     for ids in prompts(model.config, batch, setting.prompt):
         engine.submit(ids, params)
-    while int((engine._table.count[:batch] > 0).sum()) < batch:
+    while int((engine.batch.table.count[:batch] > 0).sum()) < batch:
         engine.step()
     return engine
 
@@ -163,14 +161,12 @@ def logprobs_of(model: K3ForCausalLM, ids: list[int], routes: np.ndarray | None 
 
 def check_quantizer(report: Any, setting: Setting) -> None:
     """Every bf16 bit pattern, rounded on the device, has the bits that a CPU gives it; compiled or not."""
-    trial = _trial(setting.device)
+    trial = rounding_trial(setting.device)
     expected = mx.fake_quantize_mxfp8(trial.cpu(), "ceil")
     for name, found in (("eager", mx.fake_quantize_mxfp8(trial, "ceil")), ("used", rounded(trial, "ceil"))):
         own = found.cpu()
         same = bool(((own == expected) | (own.isnan() & expected.isnan())).all())
-        report.check(
-            f"MXFP8 on the device, {name}", ok=same, compiled=bool(_exact_rounding.get((trial.device, "ceil")))
-        )
+        report.check(f"MXFP8 on the device, {name}", ok=same, compiled_is_exact=rounds_exactly(trial.device, "ceil"))
 
 
 def in_float32(model: K3ForCausalLM) -> K3ForCausalLM:
@@ -370,8 +366,8 @@ def check_engine(report: Any, setting: Setting) -> None:
     report.check("a request alone against in a batch", ok=max(known, default=0.0) < 0.1,
                  largest_nats=max(known, default=None), other_tokens=differ.count(None))  # fmt: skip
     engine = Engine(model, max_running=len(given), **options)
-    if engine.program is not None:
-        engine.program.capture = False
+    if engine.captured_decode is not None:
+        engine.captured_decode.buckets.stop_capturing()
     again = engine.generate(given, own)
     report.check("graphs on against off", ok=[c.logprobs for c in again] == [c.logprobs for c in done])
     exact = Engine(model, max_running=2, max_context=setting.context, exact=True).generate(given[:1], own)[0]
@@ -397,10 +393,10 @@ def decode_row(report: Any, setting: Setting, model: K3ForCausalLM, name: str, b
         own: dict[str, Any] = {"static_decode": True} if setting.dry else {}
         own |= {"overlap": variant != "overlap off", "packed": variant != "experts in bf16"}
         engine = started(model, batch, setting, **own)
-        if variant == "graphs off" and engine.program is not None:
-            engine.program.capture = False
+        if variant == "graphs off" and engine.captured_decode is not None:
+            engine.captured_decode.buckets.stop_capturing()
         took = step_seconds(engine, setting.steps, setting.device)
-        length = int(engine._pool.cache.lengths[:batch].max())
+        length = int(engine.batch.pool.cache.select(torch.arange(batch)).lengths.max())
         stored, held = floors(model, batch, length)
         held = stored if engine.model.packed else held
         device_s = replay_seconds(engine, batch) if variant == "as it is" else None
@@ -409,27 +405,28 @@ def decode_row(report: Any, setting: Setting, model: K3ForCausalLM, name: str, b
             tokens_per_s=round(batch / took, 1), floor_as_held_ms=round(1e3 * held, 4),
             share_of_floor_as_held=round(held / took, 4),
             device_ms=None if device_s is None else round(1e3 * device_s, 4),
-            captured=engine.program.captured if engine.program is not None else 0,
+            captured=0 if engine.captured_decode is None else engine.captured_decode.buckets.captured,
         )  # fmt: skip
 
 
 @torch.inference_mode()
 def replay_seconds(engine: Engine, batch: int) -> float | None:
     """Seconds of a decode graph by itself, over padding rows, which move no state; None where nothing is captured."""
-    program = engine.program
-    shapes = [] if program is None else [s for (b, _), s in program._shapes.items() if b == padded_batch(batch)]
-    captured = [shape for shape in shapes if shape.graph is not None]
+    decode, cache = engine.captured_decode, engine.batch.pool.paged
+    if decode is None or cache is None:
+        return None
+    mine = [decode.buckets[shape] for shape in decode.shapes if shape[0] == padded_batch(batch)]
+    captured = [bucket for bucket in mine if bucket.step.is_captured]
     if not captured:
         return None
-    graph = captured[-1].graph
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    states = [tensor.clone() for tensor in engine._pool.paged._store.recurrent.values()]
+    states = [tensor.clone() for tensor in cache.recurrent.values()]
     start.record()
     for _ in range(20):
-        graph.replay()
+        captured[-1].step()
     end.record()
     torch.cuda.synchronize()
-    for tensor, before in zip(engine._pool.paged._store.recurrent.values(), states, strict=True):
+    for tensor, before in zip(cache.recurrent.values(), states, strict=True):
         tensor.copy_(before)
     return start.elapsed_time(end) / 1e3 / 20
 
@@ -446,12 +443,11 @@ def decode(report: Any, setting: Setting) -> None:
 def split_rows(report: Any, setting: Setting, model: K3ForCausalLM, name: str, batch: int) -> None:
     """Each part captured by itself; the engine's own buffers, all rows live."""
     engine = started(model, batch, setting, **({"static_decode": True} if setting.dry else {}))
-    program, model, config = engine.program, engine.model, model.config
-    if program is None:
-        raise RuntimeError("the engine decodes by the ordinary path here; there is no program to split")
+    decode, cache, model, config = engine.captured_decode, engine.batch.pool.paged, engine.model, model.config
+    if decode is None or cache is None:
+        raise RuntimeError("the engine decodes by the ordinary path here; there is no step of fixed shapes to split")
     engine.step()
-    shape = list(program._shapes.values())[-1]
-    tokens, states = shape.inputs(engine._pool.paged)
+    tokens, states = decode.buckets[list(decode.shapes)[-1]].inputs.read(cache)
     layers, layout = model.language_model.model.layers, Layout([1] * len(tokens), setting.device)
     x = torch.randn(len(tokens), config.hidden_size, device=setting.device).to(setting.dtype)
     kda = next(m for m in layers.modules() if isinstance(m, KimiDeltaAttention))
@@ -491,7 +487,7 @@ def split_rows(report: Any, setting: Setting, model: K3ForCausalLM, name: str, b
 def prefix(report: Any, setting: Setting) -> None:
     guarded(report, "check_attention", "checks", lambda: prefixes.check_attention(report, setting))
     model = setting.model(setting.small)
-    guarded(report, "check_program", "checks", lambda: prefixes.check_program(report, setting, model, distance))
+    guarded(report, "check_chunks", "checks", lambda: prefixes.check_chunks(report, setting, model, distance))
     for variant in prefixes.VARIANTS:
         guarded(report, f"first_token, {variant}", "k3-small",
                 lambda v=variant: prefixes.rows(report, setting, model, v))  # fmt: skip
@@ -502,13 +498,16 @@ def memory(report: Any, setting: Setting) -> None:
     config = setting.small.replace(max_position_embeddings=max(setting.lengths) + 64)
     model = setting.model(config)
     engine = Engine(model, max_running=1, static_decode=True)
-    pool, store = engine._pool, engine._pool.paged._store
+    pool, cache = engine.batch.pool, engine.batch.pool.paged
+    if cache is None:
+        raise RuntimeError("an engine that decodes in fixed shapes has no pages here; the bytes would be of others")
     before = torch.cuda.memory_allocated() if setting.device.type == "cuda" else 0
-    fixed = sum(pool.cache.recurrent(n)[:1].nbytes + pool.cache.conv(n)[:1].nbytes for n in config.kda_layers)
+    view = pool.view([0])
+    fixed = sum(view.recurrent(n).nbytes + view.conv(n).nbytes for n in config.kda_layers)
     for length in setting.lengths:
         pool.reset([0])
         pool.claim([0], [length])
-        owned = sum(latent[0].nbytes * store.owned[0] for latent in store.latent.values())
+        owned = sum(latent[0].nbytes * int(cache.table.held[0]) for latent in cache.latent.values())
         grown = torch.cuda.memory_allocated() - before if setting.device.type == "cuda" else 0
         values = owned / 2 / len(config.mla_layers) / length
         report.row("memory", f"k3-small, {length} tokens", None, kda_bytes=fixed, mla_bytes=owned,

@@ -1,7 +1,7 @@
-"""Time to the first token behind cached prefixes, and checks of the program that computes the new ones (engine_gpu.py).
+"""Time to the first token behind cached prefixes, and checks of the steps that compute the new ones (engine_gpu.py).
 
 `first_token` rows: so many cached tokens and so many new ones, against the same prompt cold. Variants: "as it is",
-where chunks of few tokens are captured programs; "uncaptured", the same programs run as they are written; "ordinary
+where chunks of few tokens are captured steps; "uncaptured", the same steps run as they are written; "ordinary
 path", without them. cached_share: what a cached token costs, (hit - new tokens alone) / cached ones, over what a token
 of the cold prompt costs. The figures of a variant are the least of several prompts; the first two, which compile and
 capture, are left out.
@@ -46,10 +46,11 @@ def engine_of(model: K3ForCausalLM, setting: Any, variant: str, *, cached: bool)
         model, max_running=1, max_context=room, prefill_tokens=chunk, static_decode=True if setting.dry else None,
         prefix_cache=PrefixCache.of_bytes(8 << 30) if cached else None,
     )  # fmt: skip
-    if variant not in VARIANTS[:2]:
-        engine.prefill = None
-    if variant == "uncaptured" and engine.prefill is not None:
-        engine.prefill.capture = False
+    if engine.captured_prefill is not None:
+        if variant not in VARIANTS[:2]:
+            setattr(engine.captured_prefill, "takes", lambda *_: False)  # noqa: B010, as mypy wants it
+        elif variant == "uncaptured":
+            engine.captured_prefill.buckets.stop_capturing()
     return engine
 
 
@@ -80,7 +81,7 @@ def rows(report: Any, setting: Any, model: K3ForCausalLM, variant: str) -> None:
                 peer="the same prompt cold", peer_s=cold_s, share_of_cold=round(warm_s / cold_s, 4),
                 new_alone_ms=round(1e3 * new_s, 4), cached_token_us=round(cached_us, 4),
                 fresh_token_us=round(fresh_us, 4), cached_share=round(cached_us / fresh_us, 4), hits=counters.hits,
-                captured=warm.prefill.captured if warm.prefill is not None else 0,
+                captured=0 if warm.captured_prefill is None else warm.captured_prefill.buckets.captured,
             )  # fmt: skip
 
 
@@ -100,18 +101,18 @@ def check_attention(report: Any, setting: Any) -> None:
         given = [torch.randn(*shape, generator=generator).to(setting.device, setting.dtype)
                  for shape in ((h, n, z), (n, h, 64), (table.numel(), 64, z + 64))]  # fmt: skip
         where = [x.to(setting.device) for x in (table, past, ends)]
-        found = chunked_prefill.attend_chunks(*given, *where, 0.05).double()
-        wanted = chunked_prefill.attend_chunks_reference(*(x.double() for x in given), *where, 0.05)
+        found = chunked_prefill.attend(*given, *where, 0.05).double()
+        wanted = chunked_prefill.attend_reference(*(x.double() for x in given), *where, 0.05)
         gap = float((found - wanted).abs().max() / wanted.abs().max())
-        again = chunked_prefill.attend_chunks(*given, *where, 0.05).double()
+        again = chunked_prefill.attend(*given, *where, 0.05).double()
         report.check(f"latent attention of {lengths} tokens behind {before}, {h} heads, {z} + 64",
                      ok=gap < 1e-2 and torch.equal(found, again), gap=gap)  # fmt: skip
-        call = lambda own=given, at=where: chunked_prefill.attend_chunks(*own, *at, 0.05)  # noqa: E731
+        call = lambda own=given, at=where: chunked_prefill.attend(*own, *at, 0.05)  # noqa: E731
         report.row("latent attention of a chunk", f"{lengths} tokens behind {before}, {h} heads, {z} + 64",
                    gpu.replayed(call, setting.device))  # fmt: skip
 
 
-def check_program(
+def check_chunks(
     report: Any,
     setting: Any,
     model: K3ForCausalLM,
@@ -121,7 +122,7 @@ def check_program(
 
     The ways among themselves differ more, and that says less: a route that flips, or a value that MXFP8 rounds the
     other way, changes a logprob by tenths on random weights. So the ordinary path in chunks of another size is a
-    contender: what it differs by from itself is no fault of the program.
+    contender: what it differs by from itself is no fault of the captured steps.
     """
     config, tokens = model.config, 4 if setting.dry else 32
     own = SamplingParams(max_tokens=tokens, seed=3, return_routes=True)

@@ -5,12 +5,13 @@
 
 Widths of K3 (56 experts, 16 choices) and of k3-small (64 experts, 8 choices); as many tokens as sequences decode. Times
 are of captured graphs, over as many copies of the matrices as the cache cannot hold. Floor: packed bytes and scales of
-the experts that have rows, over 4.3 TB/s. `--variants` adds the launches of `few_rows_packed_kernels` and others.
+the experts that have rows, over 4.3 TB/s. `--variants` adds the launches of `w4_grouped_skinny_kernels` and others.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from k3rl.kernels import limits
 from k3rl.kernels.gemm import grouped_skinny, w4_grouped_skinny
 from k3rl.kernels.moe import decode_routing, situ
 from k3rl.numerics import mx
@@ -123,13 +125,14 @@ def unit(report: Any, case: Case, shape: str) -> None:
         return w4_grouped_skinny.activated(*given, *UNIT)
 
     given = (case.rows, case.token, *case.tiles, case.ends)
-    before, w4_grouped_skinny.UNIT_CHUNKS = w4_grouped_skinny.UNIT_CHUNKS, 1 << 10
+    before = limits.W4_GROUPED_SKINNY
+    limits.W4_GROUPED_SKINNY = dataclasses.replace(before, activated_chunks=1 << 10)
     try:
         report.check(f"bits of the unit, {shape}", ok=torch.equal(together(*given), apart(*given)))
         report.row("packed product and unit in one", shape, case.seconds(together, case.tiles), peer="two kernels",
                    peer_s=case.seconds(apart, case.tiles), floor_s=case.floor_s)  # fmt: skip
     finally:
-        w4_grouped_skinny.UNIT_CHUNKS = before
+        limits.W4_GROUPED_SKINNY = before
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ import torch
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
-from k3rl.parallel import Mesh, Trainer, TrainerConfig, World, deal
-from k3rl.parallel.frozen import _Part
+from k3rl.parallel import Mesh, Trainer, TrainerConfig, World, balanced_shares
+from k3rl.parallel.frozen import SlicedPart
 
 _spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
 if _spec is None or _spec.loader is None:
@@ -69,7 +69,7 @@ def trainer_of(config: K3Config, mesh: Mesh, ranks: int, given: argparse.Namespa
 def gradients(trainer: Trainer, batch: TrainBatch) -> dict[str, torch.Tensor]:
     trainer.gradients(batch, CrossEntropy())
     trainer.balancer.clear()
-    return {n: p.grad.double() for n, p in trainer.shards.params.items() if p.grad is not None}
+    return {n: p.grad.double() for n, p in trainer.native.shards.params.items() if p.grad is not None}
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[Any]:
@@ -86,16 +86,16 @@ def rank_main(given: argparse.Namespace) -> None:
     world = World(given.rank, given.ranks, given.address, timeout_s=240, device=device)
     mesh, config = Mesh(world), K3Config.named(given.model)
     whole = batch_of(config, given.tokens * given.ranks, given.length)
-    own = whole.select(deal(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank])
-    waited, inner = [0.0], _Part.whole
+    own = whole.select(balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank])
+    waited, inner = [0.0], SlicedPart.whole
 
-    def waiting(part: _Part) -> torch.Tensor:
+    def waiting(part: SlicedPart) -> torch.Tensor:
         began = time.perf_counter()
         gathered = inner(part)
         waited[0] += time.perf_counter() - began
         return gathered
 
-    _Part.whole = waiting  # type: ignore[method-assign]
+    SlicedPart.whole = waiting  # type: ignore[method-assign]
     trainers = [trainer_of(config, mesh, ranks, given) for ranks in (1, given.ranks)]
     seconds, peaks, total = [float("inf")] * 2, [0, 0], 0.0
     for turn in range(given.repeats + 1):

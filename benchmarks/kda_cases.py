@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from k3rl.kernels.kda import autograd, decode, decode_kernels, short_conv, short_conv_kernels
-from k3rl.kernels.kda import operator as kda_module
+from k3rl.kernels.kda import PendingRows, autograd, decode_kernels, kda, kda_decode, short_conv, short_conv_kernels
 from k3rl.kernels.norm import gated_norm
 
 BANDWIDTH = 4.3e12
@@ -137,7 +136,7 @@ def _forward(H: int, T: int, regime: str, packing: str | None) -> Contenders:
     if packing:
         lengths = PACKINGS[packing] if SIZE == "full" else [tokens(T) - 33, 0, 33]
         cu = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
-    run = lambda: kda_module.kda(*args, cu_seqlens=cu)  # noqa: E731
+    run = lambda: kda(*args, cu_seqlens=cu)  # noqa: E731
     contenders: Contenders = {"ours": run}
     if not packing:
         contenders["ours: loads where they are used"] = under(autograd, run, EARLY_PREPARE=False)
@@ -174,7 +173,7 @@ def _training(H: int, regime: str, packing: str | None) -> Contenders:
         for x in args:
             x.grad = None
 
-    ours = lambda: step(lambda: kda_module.kda(*args, cu_seqlens=cu))  # noqa: E731
+    ours = lambda: step(lambda: kda(*args, cu_seqlens=cu))  # noqa: E731
     contenders = {"ours": ours, "ours: loads where they are used": under(autograd, ours, EARLY=False)}
     if have_peer():
         peer = fla_kda(args, cu)
@@ -208,9 +207,9 @@ def decode_arguments(B: int, H: int, regime: str = "production", seed: int = 0):
     return rows, shared, new(B, 3, 3 * P).bfloat16(), new(B, H, D, D)
 
 
-def waiting_rows(pool, B: int) -> decode.PendingRows:
+def waiting_rows(pool, B: int) -> PendingRows:
     """Rows of every phase of a chunk, by turns: the mean cost of such a batch is what a token costs."""
-    pending = decode.PendingRows.empty(pool)
+    pending = PendingRows.empty(pool)
     pending.keys.normal_()
     pending.updates.normal_()
     pending.decay.fill_(-1.0)
@@ -222,7 +221,7 @@ def _decode(H: int, B: int) -> Contenders:
     H, B = heads(H), rows_of(B)
     rows, shared, conv_pool, pool = decode_arguments(B, H)
     index = torch.randperm(B, device=device()).int()
-    plain = functools.partial(decode.kda_decode, *rows, *shared, conv_pool, pool, index, index)
+    plain = functools.partial(kda_decode, *rows, *shared, conv_pool, pool, index, index)
     late = [functools.partial(plain, pending=waiting_rows(pool, B)) for _ in range(3)]
     contenders: Contenders = {"ours": plain, "ours: with pending": late[0]}
     contenders["ours: deferred"] = under(decode_kernels, late[1], DEFERRED_FROM=0)
@@ -259,7 +258,7 @@ def _decode_layers(H: int, B: int) -> Contenders:
     for layer in range(count):
         rows, shared, conv_pool, pool = decode_arguments(B, H, seed=layer)
         index = torch.randperm(B, device=device()).int()
-        step = functools.partial(decode.kda_decode, *rows, *shared)
+        step = functools.partial(kda_decode, *rows, *shared)
         plain.append(functools.partial(step, conv_pool, pool, index, index))
         if B * H >= decode_kernels.DEFERRED_FROM:
             pools = conv_pool.clone(), pool.clone()
@@ -334,7 +333,7 @@ def _conv(backward: bool) -> Contenders:
     xs = [torch.randn(1, T, P, device=device()).bfloat16().requires_grad_() for _ in range(3)]
     ws = [torch.randn(P, 4, device=device()).requires_grad_() for _ in range(3)]
     up = [torch.randn_like(x) for x in xs]
-    run = lambda: short_conv.short_conv(xs, ws)  # noqa: E731
+    run = lambda: short_conv(xs, ws)  # noqa: E731
     contenders: Contenders = {}
     if backward:
         both = lambda: torch.autograd.grad(run()[0], [*xs, *ws], up)  # noqa: E731
@@ -359,7 +358,7 @@ def _norm(backward: bool) -> Contenders:
     n = tokens(8192) * heads(96)
     x, g, dy = (torch.randn(n, D, device=device()).bfloat16() for _ in range(3))
     leaves = [t.requires_grad_() for t in (x, g, torch.ones(D, device=device()))]
-    run = lambda: gated_norm.gated_norm(*leaves)  # noqa: E731
+    run = lambda: gated_norm(*leaves)  # noqa: E731
     contenders: Contenders = {"ours": torch.no_grad()(run)}
     if backward:
         both = lambda: torch.autograd.grad(run(), leaves, dy)  # noqa: E731

@@ -14,9 +14,21 @@ from collections.abc import Callable, Iterator
 import kda_cases as cases
 import torch
 
-from k3rl.kernels.kda import autograd, decode, decode_kernels, short_conv, short_conv_kernels
-from k3rl.kernels.kda import operator as kda_module
+from k3rl.kernels.kda import (
+    PendingRows,
+    autograd,
+    decode_kernels,
+    flush_pending,
+    kda,
+    kda_decode,
+    kda_reference,
+    short_conv,
+    short_conv_kernels,
+)  # fmt: skip
+from k3rl.kernels.kda.decode import kda_decode_reference
+from k3rl.kernels.kda.short_conv import short_conv_reference
 from k3rl.kernels.norm import gated_norm
+from k3rl.kernels.norm.gated_norm import gated_norm_reference
 
 CAPS = {"o": 6e-3, "state": 3e-3, "dq": 1e-2, "dk": 1e-2, "dv": 1e-2, "dgate": 1.5e-2, "dbeta": 1.5e-2}
 CAPS |= {"dA_log": 2e-2, "ddt_bias": 2e-2, "dstate": 1e-2}
@@ -80,15 +92,15 @@ def oracle(regime: str) -> dict[str, float]:
     cu = packed(lengths)
     state = 0.3 * torch.randn(len(lengths), H, D, D, device=cases.device())
     args = [x.requires_grad_() for x in [*cases.inputs(T, H, regime), state]]
-    o, S = kda_module.kda(*args[:7], initial_state=args[7], cu_seqlens=cu)
+    o, S = kda(*args[:7], initial_state=args[7], cu_seqlens=cu)
     with torch.no_grad():
-        again = kda_module.kda(*args[:7], initial_state=args[7], cu_seqlens=cu)
+        again = kda(*args[:7], initial_state=args[7], cu_seqlens=cu)
     require(torch.equal(o, again[0]) and torch.equal(S, again[1]), "the forward is not bit-identical on repeat")
     require(not o[:, sum(lengths) :].any(), "rows past the last sequence are not 0")
     up = [torch.randn_like(o), 0.1 * torch.randn_like(S)]
     torch.autograd.backward([o, S], up)
     wide = [x.detach().double().requires_grad_() for x in args]
-    o2, S2 = kda_module.kda_reference(*wide[:7], -5.0, wide[7], cu)
+    o2, S2 = kda_reference(*wide[:7], -5.0, wide[7], cu)
     torch.autograd.backward([o2, S2], [x.double() for x in up])
     found = {"o": error(o, o2), "state": error(S, S2)}
     found |= {name: error(x.grad, y.grad) for name, x, y in zip(GRADIENTS, args, wide, strict=True)}
@@ -107,7 +119,7 @@ def suffix() -> dict[str, float]:
         for x in args[:5]:
             x[:, cut:] += change
         args = [x.requires_grad_() for x in args]
-        o = kda_module.kda(*args)[0]
+        o = kda(*args)[0]
         grads = torch.autograd.grad(o[:, :cut].float().square().sum(), args[:5])
         results.append([x[:, :cut] for x in (o, *grads)])
     require(all(map(torch.equal, *results)), "a later token changed an earlier output or gradient")
@@ -122,7 +134,7 @@ def extremes() -> dict[str, float]:
         args[5].fill_(A)
         args[6].fill_(bias)
         args = [x.requires_grad_() for x in args]
-        o, S = kda_module.kda(*args)
+        o, S = kda(*args)
         values = (o, S, *torch.autograd.grad([o, S], args, [torch.ones_like(o), torch.ones_like(S)]))
         require(all(bool(torch.isfinite(x).all()) for x in values), f"not finite at A_log {A}, bias {bias}")
     return {}
@@ -134,7 +146,7 @@ def lengths_repeat() -> dict[str, float]:
     args = [x.requires_grad_() for x in cases.inputs(sum(lengths), 2 if cases.SIZE != "dry" else 1, "production")]
     first = None
     for _ in range(50 if cases.SIZE == "full" else 2):
-        o, S = kda_module.kda(*args, cu_seqlens=packed(lengths))
+        o, S = kda(*args, cu_seqlens=packed(lengths))
         found = (o, S, *torch.autograd.grad(o.float().sum() + S.sum(), args))
         first = first or found
         require(all(map(torch.equal, first, found)), "a repeat differs")
@@ -149,12 +161,12 @@ def upstreams() -> dict[str, float]:
         buffer = torch.full((x.numel() + 4096,), float("nan"), dtype=x.dtype, device=x.device)
         buffer[: x.numel()] = x.flatten()
         args.append(buffer[: x.numel()].view(x.shape).requires_grad_())
-    o = kda_module.kda(*args)[0]
+    o = kda(*args)[0]
     wide = torch.randn(1, T, 3 * H, D, device=o.device).to(o.dtype)
     for up in (wide[:, :, H : 2 * H], torch.ones(1, 1, 1, 1, device=o.device).to(o.dtype).expand_as(o)):
         results = []
         for given in (up, up.contiguous()):
-            o = kda_module.kda(*args)[0]
+            o = kda(*args)[0]
             results.append(torch.autograd.grad(o, args, given))
         require(all(map(torch.equal, *results)), "a strided gradient gives another result")
         require(all(bool(torch.isfinite(x).all()) for x in results[0]), "NaN from behind an input")
@@ -166,12 +178,12 @@ def far_offsets() -> dict[str, float]:
     """11: a sequence whose offsets pass 2^31, against its last part from the state at the cut (H=96)."""
     T, H, last = {"full": (174_784 + 320, 96, 320), "small": (640, 96, 320), "dry": (96, 1, 32)}[cases.SIZE]
     args = cases.inputs(T, H, "slow")
-    o, S = kda_module.kda(*args)
+    o, S = kda(*args)
     tail = o[:, T - last :].clone()
     del o
     head = [x[:, : T - last] for x in args[:5]]
-    state = kda_module.kda(*head, *args[5:])[1]
-    o2, S2 = kda_module.kda(*(x[:, T - last :] for x in args[:5]), *args[5:], initial_state=state)
+    state = kda(*head, *args[5:])[1]
+    o2, S2 = kda(*(x[:, T - last :] for x in args[:5]), *args[5:], initial_state=state)
     return within({"o": error(tail, o2), "state": error(S, S2)}, {"o": 2e-3, "state": 1e-4})
 
 
@@ -184,17 +196,17 @@ def layer(T: int, H: int, regime: str):
 
     def prefill(first: int, last: int, history, state):
         xs = [x[:, first:last].flatten(2) for x in (q, k, v)]
-        mixed, history = short_conv.short_conv(xs, weights, history=history)
+        mixed, history = short_conv(xs, weights, history=history)
         mixed = [x.view(1, last - first, H, D) for x in mixed]
         part = (gate[:, first:last], beta[:, first:last])
-        o, state = kda_module.kda(*mixed, *part, A_log, dt_bias, initial_state=state)
-        return gated_norm.gated_norm(o, z[:, first:last].contiguous(), norm), history, state
+        o, state = kda(*mixed, *part, A_log, dt_bias, initial_state=state)
+        return gated_norm(o, z[:, first:last].contiguous(), norm), history, state
 
     def decode_one(t: int, conv_pool, pool, pending):
         index = torch.zeros(1, dtype=torch.int32, device=q.device)
         rows = [x[:, t] for x in (q, k, v, gate, beta, z)]
         shared = (weights, A_log, dt_bias, norm)
-        return decode.kda_decode(*rows, *shared, conv_pool, pool, index, index, pending=pending)
+        return kda_decode(*rows, *shared, conv_pool, pool, index, index, pending=pending)
 
     return prefill, decode_one
 
@@ -216,13 +228,13 @@ def splits(regime: str) -> dict[str, float]:
             at += piece
         pool, conv_pool = state.contiguous(), history.contiguous()
         slots = torch.zeros(1, dtype=torch.int64, device=pool.device)
-        pending = decode.PendingRows.empty(pool) if deferred else None
+        pending = PendingRows.empty(pool) if deferred else None
         if pending is not None:
             pending.begin(slots, slots + at)
         for t in range(at, at + steps):
             parts.append(decode_one(t, conv_pool, pool, pending)[:, None])
         if pending is not None:
-            decode.flush_pending(pool, pending, slots)
+            flush_pending(pool, pending, slots)
         parts.append(prefill(at + steps, T, conv_pool, pool)[0])
         state = prefill(at + steps, T, conv_pool, pool)[2]
         worst["y"] = max(worst["y"], error(torch.cat(parts, 1), y))
@@ -251,13 +263,11 @@ def decode_steps(regime: str) -> dict[str, float]:
         pool = torch.randn(slots, H, D, D, device=cases.device(), generator=generator)
         wide = [conv_pool.clone(), pool.double()]
         before = pool.clone()
-        pending = decode.PendingRows.empty(pool) if waiting else None
+        pending = PendingRows.empty(pool) if waiting else None
         if pending is not None:
             pending.begin(torch.arange(slots, device=pool.device), torch.arange(slots, device=pool.device))
         table = torch.full((B, 2), -1, dtype=torch.int32, device=pool.device)
-        step = functools.partial(
-            decode.kda_decode, *rows, *shared, conv_pool, pool, table[:, 0], table[:, 1], pending=pending
-        )
+        step = functools.partial(kda_decode, *rows, *shared, conv_pool, pool, table[:, 0], table[:, 1], pending=pending)
         limits = (0, 0, 1 << 30) if least is None else (least,)
         fixed = {"PARTS": (parts,), "SPLIT_PROGRAMS": 1 << 30}
         runs = [_graphed(cases.under(kernels, step, DEFERRED_FROM=n, **fixed)) for n in limits]
@@ -272,12 +282,12 @@ def decode_steps(regime: str) -> dict[str, float]:
             y = runs[at % len(runs)]()
             wide_rows = [x.double() for x in rows[3:5]]
             args = (*rows[:3], *wide_rows, rows[5], *shared, wide[0], wide[1], table[:, 0], table[:, 1])
-            y2 = decode.kda_decode_reference(*args)
+            y2 = kda_decode_reference(*args)
             found = max(found, error(y, y2))
             require(not y[at % B].any(), f"{name}: a padded row is not 0")
             require(torch.equal(conv_pool, wide[0]), f"{name}: the convolution's history differs")
         if pending is not None:
-            decode.flush_pending(pool, pending, torch.arange(slots, device=pool.device).int())
+            flush_pending(pool, pending, torch.arange(slots, device=pool.device).int())
         untouched = torch.arange(slots, device=pool.device) >= 2 * B - 1
         require(torch.equal(pool[untouched], before[untouched]), f"{name}: wrote a slot that no row named")
         worst |= {f"{name}: y": found, f"{name}: state": error(pool, wide[1])}
@@ -318,11 +328,11 @@ def convolution() -> dict[str, float]:
             history = new(n, 3, 3 * C).bfloat16()
             cu = None if lengths is None else packed(lengths)
             with cases.setting(short_conv_kernels, BACKWARD=backward):
-                ys, last = short_conv.short_conv(xs, ws, history=history, cu_seqlens=cu)
+                ys, last = short_conv(xs, ws, history=history, cu_seqlens=cu)
                 up = [new(B, 2 * T, C).bfloat16()[:, ::2] for _ in ys]
                 got = torch.autograd.grad(ys, [*xs, *ws], up)
             wide = [x.detach().double().requires_grad_() for x in [*xs, *ws]]
-            ys2, last2 = short_conv.short_conv_reference(wide[:3], wide[3:], history=history.double(), cu_seqlens=cu)
+            ys2, last2 = short_conv_reference(wide[:3], wide[3:], history=history.double(), cu_seqlens=cu)
             want = torch.autograd.grad(ys2, wide, [x.double() for x in up])
             require(torch.equal(last, last2.to(last.dtype)), "the new history differs")
             worst["y"] = max(worst["y"], *map(error, ys, ys2))
@@ -338,10 +348,10 @@ def norms() -> dict[str, float]:
         args = [new(rows, 3, D).bfloat16(), new(rows, 3, D).bfloat16(), new(D)]
         args[1][0] = 0
         args = [x.requires_grad_() for x in args]
-        y = gated_norm.gated_norm(*args)
+        y = gated_norm(*args)
         got = torch.autograd.grad(y.sum(), args)
         wide = [x.detach().double().requires_grad_() for x in args]
-        y2 = gated_norm.gated_norm_reference(*wide)
+        y2 = gated_norm_reference(*wide)
         worst["y"] = max(worst["y"], error(y, y2))
         worst["gradient"] = max(worst["gradient"], *map(error, got, torch.autograd.grad(y2.sum(), wide)))
     return within(worst, {"y": 3e-3, "gradient": 4e-3})
@@ -360,7 +370,7 @@ def recompilation() -> dict[str, float]:
     for seed in range(51):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, 200, (12,), generator=generator).tolist()
-        kda_module.kda(*cases.inputs(sum(lengths) + seed, 2, "production"), cu_seqlens=packed(lengths))
+        kda(*cases.inputs(sum(lengths) + seed, 2, "production"), cu_seqlens=packed(lengths))
         counts.append(sum(len(kernel.device_caches[0][0]) for kernel in watched))
     require(counts[0] == counts[-1], f"compiled variants grew from {counts[0]} to {counts[-1]}")
     return {"variants": counts[-1]}
@@ -370,9 +380,9 @@ def segments() -> dict[str, float]:
     """A scan cut into segments (few heads) against the float64 reference."""
     T, H = (4096, 2) if cases.SIZE != "dry" else (70, 1)
     args = cases.inputs(T, H, "slow")
-    o2, S2 = kda_module.kda_reference(*(x.double() for x in args))
+    o2, S2 = kda_reference(*(x.double() for x in args))
     with torch.no_grad(), cases.setting(autograd, SEGMENT_LEAST=32 if cases.SIZE != "dry" else 1):
-        o, S = kda_module.kda(*args)
+        o, S = kda(*args)
     return within({"o": error(o, o2), "state": error(S, S2)}, CAPS)
 
 

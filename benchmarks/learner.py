@@ -5,7 +5,7 @@
                                  [--variants plain recompute offload bf16-momentum lora] [--out FILE]
 
 `step` rows: one optimizer step of packed sequences on one process in float32, `parts_ms` of it, tokens a second; the
-floor is the work of its matrix products (`k3rl.planner.costs`: three forwards, and Newton-Schulz) at the rate of a
+floor is the work of its matrix products (`k3rl.model.costs`: three forwards, and Newton-Schulz) at the rate of a
 large product timed here. `eager` rows: the same model in plain operations with every logit materialized
 (`benchmarks/eager_k3.py`) and `torch.optim.AdamW`, on the same tokens, turn by turn with ours: with AdamW and without
 the optimizer; `loss_difference` says that both computed the same. `memory` rows: live bytes of a step of one
@@ -42,11 +42,18 @@ import torch
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
-from k3rl.parallel import DeepSpeedConfig, LearnerConfig, Mesh, Trainer, TrainerConfig, World, deal, make_trainer
-from k3rl.planner import costs
-from k3rl.planner.costs import Mix
-from k3rl.planner.live_bytes import LiveBytes
-from k3rl.planner.plan import Layout, Method, expert_bytes, learner_memory
+from k3rl.model.costs import MicroBatch, flops
+from k3rl.parallel import (
+    DeepSpeedConfig,
+    LearnerConfig,
+    Mesh,
+    Trainer,
+    TrainerConfig,
+    World,
+    balanced_shares,
+    make_trainer,
+)
+from k3rl.planner import Layout, LiveBytes, Method, expert_bytes, learner_memory, optimizer_costs
 
 PARTS = ("step", "eager", "memory", "layouts", "adamw")
 LAYOUTS = {"dp2": (2, 1, 1), "ep2": (1, 2, 1), "cp2": (1, 1, 2), "dp2xep2": (2, 2, 1), "ep2xcp2": (1, 2, 2),
@@ -157,12 +164,12 @@ class Clock:
         setattr(owner, method, timed)
 
     def watch(self, trainer: Trainer) -> None:
-        self.wrap(trainer, "_micro_loss", "forward and loss")
-        self.wrap(trainer, "_backward", "forward, loss and backward")
-        self.wrap(trainer, "_reduce_gradients", "reduce gradients")
-        self.wrap(trainer.optimizer, "step", "optimizer")
-        self.wrap(trainer.shards, "clip_grad_norm_", "gradient norm")
-        self.wrap(trainer.shards, "share_parameters", "send parameters")
+        self.wrap(trainer.native.forward_backward, "loss_of", "forward and loss")
+        self.wrap(trainer.native, "accumulate", "forward, loss and backward")
+        self.wrap(trainer.native, "reduce_gradients", "reduce gradients")
+        self.wrap(trainer.native.optimizer, "step_clipped", "optimizer")
+        self.wrap(trainer.native.clipping, "clip", "gradient norm")
+        self.wrap(trainer.native.shards, "share_parameters", "send parameters")
         self.wrap(trainer.balancer, "update", "balance")
         self.wrap_context(trainer.mesh.world, "during", "communication")
 
@@ -195,11 +202,11 @@ def product_rate() -> float:
     return 2 * 1024**3 / fastest(5, lambda: a @ b)[0]
 
 
-def floor_s(config: K3Config, mix: Mix, optimizer: str = "per_head_muon") -> float:
+def floor_s(config: K3Config, mix: MicroBatch, optimizer: str = "per_head_muon") -> float:
     """Seconds of the matrix products of a step at the rate of a large one."""
-    work = 3 * sum(costs.flops(config, mix).values())
+    work = 3 * sum(flops(config, mix).values())
     if optimizer != "adamw":
-        work += sum(costs.optimizer_costs(config, optimizer).flops.values())
+        work += sum(optimizer_costs(config, optimizer).flops.values())
     return work / product_rate()
 
 
@@ -207,7 +214,7 @@ def floor_s(config: K3Config, mix: Mix, optimizer: str = "per_head_muon") -> flo
 
 
 def step_rows(name: str, given: argparse.Namespace) -> Iterator[Row]:
-    config, mix = K3Config.named(name), Mix(given.tokens, given.length, given.tokens, 4)
+    config, mix = K3Config.named(name), MicroBatch(given.tokens, given.length, given.tokens, 4)
     for variant in given.variants:
         options, _ = VARIANTS[variant]
         trainer = trainer_of(name, Mesh.alone(), given.tokens, **options)
@@ -266,19 +273,17 @@ def memory_rows(name: str, given: argparse.Namespace) -> Iterator[Row]:
     for variant in given.variants:
         options, method = VARIANTS[variant]
         trainer = trainer_of(name, Mesh.alone(), given.tokens, **options)
-        mix = Mix(given.tokens, given.length, given.tokens, 4)
-        planned = learner_memory(config, Layout(), Method(weight_bytes=4, **method), mix, one_pass=True)
+        mix = MicroBatch(given.tokens, given.length, given.tokens, 4)
+        planned = learner_memory(config, Layout(), Method(weight_bytes=4, **method), mix, only_one=True)
         yield memory_row(f"{name}, {variant}, {given.tokens} tokens of {given.length}", trainer, batch, planned)
 
 
 def memory_row(shape: str, trainer: Trainer, batch: TrainBatch | None, planned: dict[str, float]) -> Row:
-    """Live bytes of a step beside the plan's. Weights, resting state and sums of experts' gradients, which are there
+    """Live bytes of a step beside the plan's. Weights, stored state and sums of experts' gradients, which are there
     before it, are added from their own sizes."""
     model, held = trainer.model, trainer.memory()
     sums = [total for part in model.moe_parts() if part.bank.sums is not None for total in part.bank.gradients()]
-    buckets = [*trainer.optimizer._muon, *trainer.optimizer._adam]
-    fields = ("master", "momentum", "first", "second")
-    state = [getattr(bucket, field) for bucket in buckets for field in fields if hasattr(bucket, field)]
+    state = trainer.native.optimizer.state.tensors()
     kept = [value for bank in model.packed_banks.values() for n in model.experts for leaf in ("w1", "w2", "w3")
             for value in bank.stored(n, leaf)]  # fmt: skip
     own = [p for p in model.parameters() if not p.is_meta]
@@ -308,7 +313,7 @@ def rank_main(given: argparse.Namespace) -> None:
     world = World(given.rank, size, given.address, timeout_s=300) if size > 1 else World.alone()
     mesh, config = Mesh(world, expert=expert, context=context), K3Config.named(name)
     whole = batch_of(config, given.tokens * size, given.length)  # each rank has `tokens` of it
-    members = deal(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
+    members = balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
     own = whole.select(members) if len(members) < len(whole.lengths) else whole
     if given.backend:
         settings = DeepSpeedConfig(stage=2, dtype="fp32")
@@ -322,9 +327,9 @@ def rank_main(given: argparse.Namespace) -> None:
     else:
         trainer = trainer_of(name, mesh, given.tokens)
         best, parts, share = timed_steps(trainer, own, given.repeats)
-        sent = 0 if trainer.experts is None else trainer.experts.sent_bytes / (given.repeats + 1)
-        layout, mix = Layout(*degrees), Mix(given.tokens, given.length, given.tokens, 4)
-        planned = learner_memory(config, layout, Method(weight_bytes=4), mix, one_pass=True)
+        sent = trainer.on_mesh.sent_bytes / (given.repeats + 1)
+        layout, mix = Layout(*degrees), MicroBatch(given.tokens, given.length, given.tokens, 4)
+        planned = learner_memory(config, layout, Method(weight_bytes=4), mix, only_one=True)
         memory = memory_row("", trainer_of(name, mesh, given.tokens), own, planned)
         found = {"seconds": best, "parts_ms": parts, "communication_share": share, "expert_bytes": sent} | {
             key: memory[key] for key in ("peak_bytes", "planned_bytes", "planned_over_measured")

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from k3rl.kernels.moe import add_groups
+from k3rl.kernels.moe.add_groups import add_groups, add_groups_reference
 from k3rl.kernels.optim import muon
 from k3rl.losses import CrossEntropy
-from k3rl.model.moe import ExpertBank, _ExpertBank
+from k3rl.model.moe import ExpertBank, ExpertByExpert
 from k3rl.model.moe_grouped import GroupedExperts
 from k3rl.numerics import project
 from k3rl.optim.newton_schulz import iterated
@@ -59,7 +59,7 @@ def expert_by_expert() -> Iterator[None]:
 def gradients_of(trainer: Trainer, batch: Any) -> Found:
     trainer.gradients(batch, CrossEntropy())
     trainer.balancer.clear()
-    return {n: p.grad.clone() for n, p in trainer.shards.params.items() if p.grad is not None}
+    return {n: p.grad.clone() for n, p in trainer.native.shards.params.items() if p.grad is not None}
 
 
 def together(found: Found, wanted: Found, names: list[str]) -> float:
@@ -86,7 +86,7 @@ def gradients(report: Any, setting: Any) -> None:
         apart = gradients_of(trainer, batch)
     for part in trainer.model.moe_parts():
         part.bank.keep_sums(None)
-    trainer.shards._sums = []
+    trainer.native.shards.experts.sums = []
     by_leaf = gradients_of(trainer, batch)
     names = [name for name in ours if ".experts." in name]
     others = [name for name in ours if name not in names]
@@ -110,7 +110,7 @@ def one_bank(report: Any, setting: Any, bank: ExpertBank) -> None:
 
     def run(function: Any, kind: torch.dtype) -> list[torch.Tensor]:
         given = [z.to(kind).requires_grad_(), weights.clone().requires_grad_()]
-        leaves = [leaf.detach().to(kind).requires_grad_() for leaf in bank._leaves]
+        leaves = [leaf.detach().to(kind).requires_grad_() for leaf in bank.leaves]
         matrices = bank.matrices
         if kind != torch.bfloat16:
             bank.matrices = lambda: tuple(m.to(kind) for m in matrices())  # type: ignore[method-assign]
@@ -124,8 +124,8 @@ def one_bank(report: Any, setting: Any, bank: ExpertBank) -> None:
 
     sums, bank.sums = bank.sums, None
     try:
-        exact = run(_ExpertBank, torch.float32)
-        for name, function in (("grouped", GroupedExperts), ("expert by expert", _ExpertBank)):
+        exact = run(ExpertByExpert, torch.float32)
+        for name, function in (("grouped", GroupedExperts), ("expert by expert", ExpertByExpert)):
             found = run(function, torch.bfloat16)
             errors = [relative(a, b) for a, b in zip(found, exact, strict=True)]
             report.check(f"one bank, {name}, against float32",
@@ -169,18 +169,19 @@ def kernels(report: Any, setting: Any) -> None:
     part[3] = float("nan")
     ends = torch.tensor([5, 9, 12, 12, 20, 21, 30, 31], dtype=torch.int32, device=device)
     expected = total.clone()
-    add_groups.add_groups(total, part, ends)
-    add_groups.add_groups_reference(expected, part, ends)
+    add_groups(total, part, ends)
+    add_groups_reference(expected, part, ends)
     report.check("add_groups", same_bits=torch.equal(total, expected))
 
 
 def moved(trainer: Trainer, given: Found) -> Found:
-    before = trainer.optimizer.masters(trainer.optimizer.params)
-    for name, parameter in trainer.shards.params.items():
+    optimizer = trainer.native.optimizer
+    before = optimizer.masters(optimizer.params)
+    for name, parameter in trainer.native.shards.params.items():
         parameter.grad = given[name].clone() if name in given else None
-    trainer.optimizer.clip_grad_norm_(1.0)
-    trainer.optimizer.step(checked=True)
-    return {n: value - before[n] for n, value in trainer.optimizer.masters(trainer.optimizer.params).items()}
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step_clipped()
+    return {n: value - before[n] for n, value in optimizer.masters(optimizer.params).items()}
 
 
 def step(report: Any, setting: Any) -> None:
@@ -208,23 +209,23 @@ def replayed(report: Any, setting: Any, given: Found) -> None:
     found: list[Found] = []
     for capture in ("auto", "off"):
         trainer = learner_gpu.trainer_of(setting, capture=capture)
-        optimizer, held = trainer.optimizer, {name: value.clone() for name, value in given.items()}
-        for name, parameter in trainer.shards.params.items():
+        optimizer, held = trainer.native.optimizer, {name: value.clone() for name, value in given.items()}
+        for name, parameter in trainer.native.shards.params.items():
             parameter.grad = held.get(name)
         took: dict[str, float] = {}
         for number in range(5):
             for name, value in given.items():
                 held[name].copy_(value).mul_(1 + number)
             calls = {
-                "norm": functools.partial(optimizer.clip_grad_norm_, 1.0, in_step=True),
-                "step": functools.partial(optimizer.step, 1 / (1 + number), checked=True),
+                "norm": functools.partial(optimizer.gradients.clip_in_step, 1.0),
+                "step": functools.partial(optimizer.step_clipped, 1 / (1 + number)),
             }
             took = {name: round(1e3 * gpu.wall(call, setting.device, 1, 0), 3) for name, call in calls.items()}
         found.append(optimizer.masters(optimizer.params))
+        captured = [one for one in (optimizer.gradients.captured, optimizer.captured_step) if one is not None]
         report.check(
             f"optimizer, capture {capture}", captures=optimizer.captures, last_ms=took,
-            refused=[optimizer._captured_clip.refused, optimizer._captured_step.refused],
-            replayed=[p._replay is not None for p in (optimizer._captured_clip, optimizer._captured_step)],
+            refused=[one.refused for one in captured], replayed=[one.is_captured for one in captured],
         )  # fmt: skip
         calls.clear()
         del trainer, optimizer, held
@@ -239,12 +240,12 @@ def counted(report: Any, setting: Any, batch: Any) -> None:
         trainer.train(batch, CrossEntropy())
     held: dict[str, Any] = {}
     phases: dict[str, Callable[[], Any]] = {
-        "zero": trainer.shards.zero_grad,
+        "zero": trainer.native.reduction.zero_grad,
         "forward": lambda: held.update(loss=CrossEntropy()(trainer.target_inputs(batch)).loss),
         "backward": lambda: held["loss"].backward(),
-        "collect": trainer.shards.collect_gradients,
-        "norm and clip": lambda: trainer.shards.clip_grad_norm_(trainer.optimizer, trainer.config.grad_clip),
-        "optimizer": lambda: trainer.optimizer.step(checked=True),
+        "collect": trainer.native.reduction.collect,
+        "norm and clip": trainer.native.clipping.clip,
+        "optimizer": trainer.native.optimizer.step_clipped,
     }
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (setting.device.type == "cuda")
     for name, call in phases.items():
@@ -263,7 +264,7 @@ def counted(report: Any, setting: Any, batch: Any) -> None:
             most={key: round(value) for key, value in sorted(top.items(), key=lambda item: -item[1])[:8]},
         )  # fmt: skip
     plain = {name: gpu.wall(call, setting.device, 3, 1) for name, call in phases.items() if name in ("zero", "collect")}
-    report.row("calls, zeroing and collecting", f"{len(trainer.shards.params)} parameters", sum(plain.values()))
+    report.row("calls, zeroing and collecting", f"{len(trainer.native.shards.params)} parameters", sum(plain.values()))
 
 
 PARTS = {"kernels": kernels, "gradients": gradients, "step": step}

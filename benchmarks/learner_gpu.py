@@ -46,15 +46,17 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.attn_res import ResidualStream
+from k3rl.model.costs import MicroBatch
 from k3rl.model.fuse import fusing
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.layout import Layout
 from k3rl.model.mla import GatedMLA
 from k3rl.optim import buckets
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.planner.costs import Mix, optimizer_costs
-from k3rl.planner.plan import Layout as Degrees
-from k3rl.planner.plan import Method, learner_memory
+from k3rl.parallel.captured import CapturedForwardBackward
+from k3rl.parallel.forward_backward import ForwardBackward
+from k3rl.planner import Layout as Degrees
+from k3rl.planner import Method, learner_memory, optimizer_costs
 
 if "gpu" not in sys.modules:
     _spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
@@ -129,7 +131,7 @@ def peak(setting: Setting, call: Callable[[], object], trainer: Trainer | None =
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
-    held = 0 if trainer is None else trainer.graph_bytes
+    held = 0 if trainer is None else trainer.backend.graph_bytes
     return round((torch.cuda.max_memory_allocated() + held) / GIB, 3)
 
 
@@ -144,10 +146,11 @@ def planned(trainer: Trainer, tokens: int, length: int, *, step: bool = True) ->
     """What `k3rl plan` says of this trainer's passes of so many tokens, and of its steps, on one GPU."""
     config = trainer.model.config
     method = Method.of(trainer.config, config, "h200")
-    if trainer.passes is None or not trainer.passes.capture:
+    forward_backward = trainer.native.forward_backward
+    if not isinstance(forward_backward, CapturedForwardBackward) or not forward_backward.capture:
         method = dataclasses.replace(method, capture=False)
-    mix = Mix(tokens, length, tokens - tokens // length, kernels=method.kernels)
-    memory = learner_memory(config, Degrees(), method, mix, one_pass=True)
+    mix = MicroBatch(tokens, length, tokens - tokens // length, kernels=method.kernels)
+    memory = learner_memory(config, Degrees(), method, mix, only_one=True)
     if not step:
         memory.pop("step", None)
     parts = {name: round(value / GIB, 3) for name, value in memory.items()}
@@ -167,6 +170,12 @@ def passes_of(trainer: Trainer, batch: TrainBatch) -> Callable[[], object]:
         trainer.balancer.clear()
 
     return passes
+
+
+def eager_of(trainer: Trainer) -> ForwardBackward:
+    """The eager path of a trainer, which may be its only one."""
+    found = trainer.native.forward_backward
+    return found.eager if isinstance(found, CapturedForwardBackward) else found
 
 
 def trainer_of(setting: Setting, **options: Any) -> Trainer:
@@ -189,21 +198,23 @@ class _Steps:
         self.report.row(
             name, self.shape, took, floor_s=self.work / gpu.MATRIX_RATE,
             share_of_peak=round(self.work / took / PEAK, 4), tokens_per_s=round(self.setting.tokens / took),
-            tera_operations=round(self.work / 1e12, 3), **(self.programs() if step else {}), **beside_plan(plan, gib),
+            tera_operations=round(self.work / 1e12, 3), **(self.captured() if step else {}), **beside_plan(plan, gib),
         )  # fmt: skip
 
-    def programs(self) -> dict[str, Any]:
+    def captured(self) -> dict[str, Any]:
         """Which parts of the optimizer are replayed, and why one is not: what cannot be captured, or what moves."""
-        optimizer = self.trainer.optimizer
-        both = {"norm": optimizer._captured_clip, "step": optimizer._captured_step}
-        first = len(optimizer._addresses()) - len(optimizer.params)
+        optimizer = self.trainer.native.optimizer
+        if optimizer.gradients.captured is None or optimizer.captured_step is None:
+            return {}
+        both = {"norm": optimizer.gradients.captured, "step": optimizer.captured_step}
+        first = len(optimizer.gradients.addresses()) - len(optimizer.params)
         names = [f"bucket {number}" for number in range(first)] + list(optimizer.params)
         before, now = (key[0] if isinstance(key, tuple) else () for key in (both["norm"].previous, both["norm"].key))
         moved = [name for name, one, other in zip(names, before, now, strict=False) if one != other]
         return {
-            "optimizer_replayed": {name: program._replay is not None for name, program in both.items()},
-            "optimizer_refused": {name: program.refused for name, program in both.items()},
-            "optimizer_keys": {name: 1 + program.changes for name, program in both.items()},
+            "optimizer_replayed": {name: one.is_captured for name, one in both.items()},
+            "optimizer_refused": {name: one.refused for name, one in both.items()},
+            "optimizer_keys": {name: 1 + one.changes for name, one in both.items()},
             "optimizer_moved": [len(moved), *moved[:3]],
         }
 
@@ -230,7 +241,7 @@ def step(report: Any, setting: Setting) -> None:
 def plain(report: Any, setting: Setting) -> None:
     """The passes without capture, without fusing, and without kernels: the last take minutes to compile and run."""
     own = _Steps(report, setting)
-    own.trainer.passes = None
+    own.trainer.native.forward_backward = eager_of(own.trainer)
     contexts = {"not captured": contextlib.nullcontext(), "fusing off": fusing(False)}
     for name, context in (contexts | {"kernels off": gpu.without_kernels()}).items():
         if report.time_left(f"step without optimizer, {name}"):
@@ -240,31 +251,29 @@ def plain(report: Any, setting: Setting) -> None:
 
 
 def capture(report: Any, setting: Setting) -> None:
-    """Passes as a captured program beside the ordinary ones: what they add up to, and their time."""
+    """Forward and backward as a captured step beside the eager one: what they add up to, and their time."""
     trainer = trainer_of(setting, capture="on")
-    replaying = trainer.passes
-    assert replaying is not None
-    trainer.passes = None
+    replaying, eager = trainer.native.forward_backward, eager_of(trainer)
+    assert isinstance(replaying, CapturedForwardBackward)
     cases = {
         "full": batch_of(setting.small, setting.tokens, setting.length),
         "padded": batch_of(setting.small, setting.tokens, setting.length).select([0]),
     }
     for name, batch in cases.items():
         found = []
-        for passes in (None, None, replaying, replaying):  # the first two say what one path differs by from itself
-            trainer.passes = passes
+        for path in (eager, eager, replaying, replaying):  # the first two say what one path differs by from itself
+            trainer.native.forward_backward = path
             metrics, largest = trainer.gradients(batch, CrossEntropy())
-            grads = {n: p.grad.clone() for n, p in trainer.shards.params.items() if p.grad is not None}
+            grads = {n: p.grad.clone() for n, p in trainer.native.shards.params.items() if p.grad is not None}
             counted = [tensor.clone() for tensor in trainer.balancer.tensors()]
             trainer.balancer.clear()
             found.append((metrics.values(), largest, grads, counted))
-        trainer.passes = None
         for what, one, other in (("itself", 0, 1), ("captured", 0, 2), ("replayed", 0, 3)):
             report.check(f"passes, {name}, {what}", **differences(found[one], found[other]), notes=trainer.notes)
-    print(f"captured sizes: {replaying.captured}", flush=True)
+    print(f"captured shape buckets: {replaying.captured}", flush=True)
     batch = cases["full"]
-    for name, passes in (("replayed", replaying), ("ordinary", None)):
-        trainer.passes = passes
+    for name, path in (("replayed", replaying), ("eager", eager)):
+        trainer.native.forward_backward = path
         took = gpu.wall(passes_of(trainer, batch), setting.device, setting.repeats, 1 if setting.dry else 3)
         report.row(f"passes, {name}", f"k3-small, {setting.tokens} tokens", took, captured=replaying.captured,
                    peak_gib=peak(setting, passes_of(trainer, batch), trainer))  # fmt: skip
@@ -300,12 +309,12 @@ def part_rows(report: Any, setting: Setting, trainer: Trainer, batch: TrainBatch
         return found
 
     for _ in range(setting.repeats):
-        timed("gradients to zero", trainer.shards.zero_grad)
+        timed("gradients to zero", trainer.native.reduction.zero_grad)
         loss = timed("forward and loss", lambda: CrossEntropy()(trainer.target_inputs(batch)).loss)
         timed("backward", loss.backward)
-        timed("gradients of experts", trainer.shards.collect_gradients)
-        timed("gradient norm", lambda: trainer.shards.clip_grad_norm_(trainer.optimizer, trainer.config.grad_clip))
-        timed("optimizer, masters to shipped values", lambda: trainer.optimizer.step(checked=True))
+        timed("gradients of experts", trainer.native.reduction.collect)
+        timed("gradient norm", trainer.native.clipping.clip)
+        timed("optimizer, masters to stored values", trainer.native.optimizer.step_clipped)
     for name, took in spent.items():
         report.row(f"part, {name}", shape, min(took))
 
@@ -413,12 +422,12 @@ def host_check(report: Any, setting: Setting) -> None:
     for _ in range(2):
         here.gradients(batch, CrossEntropy())
         here.balancer.clear()
-        here.shards.clip_grad_norm_(here.optimizer, here.config.grad_clip)  # sums have an order, of how gradients lie
-        for name, parameter in here.shards.params.items():
-            away.shards.params[name].grad = None if parameter.grad is None else parameter.grad.clone()
+        here.native.clipping.clip()  # sums have an order, of how gradients lie
+        for name, parameter in here.native.shards.params.items():
+            away.native.shards.params[name].grad = None if parameter.grad is None else parameter.grad.clone()
         for trainer in (here, away):
-            trainer.optimizer.step(checked=True)
-    states = [trainer.optimizer.state_tensors() for trainer in (here, away)]
+            trainer.native.optimizer.step_clipped()
+    states = [trainer.native.optimizer.state_tensors() for trainer in (here, away)]
     unequal = [name for name, tensor in states[0].items() if not torch.equal(tensor.cpu(), states[1][name].cpu())]
     report.check(
         "state on the host, bits of a resident one", ok=not unequal, tensors=len(states[0]), unequal=unequal[:4]
@@ -453,12 +462,13 @@ def wide_row(
     newton_schulz = sum(optimizer_costs(setting.wide).flops.values())
     floor = (work + newton_schulz) / gpu.MATRIX_RATE
     if config.offload_optimizer:
-        floor = max(floor, trainer.optimizer.nbytes / PCIE)
+        floor = max(floor, trainer.native.optimizer.nbytes / PCIE)
     plan = planned(trainer, setting.wide_tokens, setting.wide_length)
     report.row(name, shape, min(took[1:]), floor_s=floor, first_ms=round(1e3 * took[0], 1), set_up_s=round(set_up, 2),
                without_optimizer_ms=round(1e3 * alone, 2), parameters=model.parameter_count(),
                share_of_peak_without_optimizer=round(work / alone / PEAK, 4), tera_operations=round(work / 1e12, 1),
-               tera_operations_newton_schulz=round(newton_schulz / 1e12, 1), state_bytes=trainer.optimizer.nbytes,
+               tera_operations_newton_schulz=round(newton_schulz / 1e12, 1),
+               state_bytes=trainer.native.optimizer.nbytes,
                peak_gib_without_optimizer=gib, **beside_plan(plan, peaks[-1]))  # fmt: skip
     parts = optimizer_split(setting, trainer, batch)
     report.row(f"{name}, optimizer", shape, (parts["norm"] + parts["step"]) / 1e3,
@@ -498,22 +508,22 @@ class _Spans:
 
 def optimizer_split(setting: Setting, trainer: Trainer, batch: TrainBatch) -> dict[str, float]:
     """What the norm and the optimizer's step are made of; `other` are AdamW, copies and waiting for state."""
-    spans, optimizer = _Spans(setting), trainer.optimizer
+    spans, optimizer = _Spans(setting), trainer.native.optimizer
     trainer.gradients(batch, CrossEntropy())
     trainer.balancer.clear()
-    kept = buckets.iterated, buckets.muon.start, buckets.muon.finish, optimizer.project
+    state = optimizer.state
+    kept = buckets.iterated, buckets.muon.start, buckets.muon.finish, state.project
     buckets.iterated = spans.around("Newton-Schulz", kept[0])
     buckets.muon.start = spans.around("momentum and start", kept[1])
     buckets.muon.finish = spans.around("masters", kept[2])
     if kept[3] is not None:
-        optimizer.project = spans.around("shipped values", kept[3])
+        state.project = spans.around("stored values", kept[3])
     try:
-        clip = spans.around("norm", trainer.shards.clip_grad_norm_)
-        clip(optimizer, trainer.config.grad_clip)
-        spans.around("step", optimizer.step)(checked=True)
+        spans.around("norm", trainer.native.clipping.clip)()
+        spans.around("step", optimizer.step_clipped)()
         gpu.synchronize(setting.device)
     finally:
-        buckets.iterated, buckets.muon.start, buckets.muon.finish, optimizer.project = kept
+        buckets.iterated, buckets.muon.start, buckets.muon.finish, state.project = kept
     found = spans.totals()
     return found | {"other": round(2 * found["step"] + found["norm"] - sum(found.values()), 2)}
 

@@ -44,14 +44,22 @@ from k3rl.data.batch import TrainBatch
 from k3rl.kernels.kda.operator import kda
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, flash
+from k3rl.model.costs import MicroBatch
 from k3rl.model.fuse import fusing
 from k3rl.model.layout import Layout as Rows
-from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
-from k3rl.parallel import zero as zero_module
+from k3rl.parallel import (
+    Mesh,
+    RankFailed,
+    Trainer,
+    TrainerConfig,
+    World,
+    balanced_shares,
+    flat_bucket,
+    gather_tensors,
+)
+from k3rl.parallel.captured import CapturedForwardBackward
 from k3rl.parallel.context import ContextParallel
-from k3rl.parallel.zero import gather_tensors
-from k3rl.planner.costs import Mix
-from k3rl.planner.plan import Layout, Method, gradient_bytes, learner_memory
+from k3rl.planner import Layout, Method, gradient_bytes, learner_memory
 
 _spec = importlib.util.spec_from_file_location("learner_gpu", Path(__file__).with_name("learner_gpu.py"))
 if _spec is None or _spec.loader is None:
@@ -123,7 +131,7 @@ def trainer_of(config: K3Config, mesh: Mesh, dtype: torch.dtype, **options: Any)
 
 
 def share(whole: TrainBatch, mesh: Mesh) -> TrainBatch:
-    return whole.select(deal(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank])
+    return whole.select(balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank])
 
 
 def total_loss(metrics: Any, mesh: Mesh) -> float:
@@ -144,15 +152,15 @@ def check_gradients(world: World, found: dict[str, Any]) -> None:
     batch = learner_gpu.batch_of(config, 32 * world.size * 2, 32)
     alone = trainer_of(config, Mesh.alone(world.device), torch.float64)
     metrics, _ = alone.gradients(batch, CrossEntropy())
-    wanted = {name: p.grad for name, p in alone.shards.params.items() if p.grad is not None}
+    wanted = {name: p.grad for name, p in alone.native.shards.params.items() if p.grad is not None}
     for name in DEGREES:
         expert, context = degrees_of(name, world.size)
         mesh = Mesh(world, expert=expert, context=context)
         trainer = trainer_of(config, mesh, torch.float64)
         own, _ = trainer.gradients(share(batch, mesh), CrossEntropy())
         loss = total_loss(own, mesh)
-        params = trainer.shards.params.items()
-        mine = {n: p.grad for n, p in params if p.grad is not None and n in trainer.shards.counted}
+        params = trainer.native.shards.params.items()
+        mine = {n: p.grad for n, p in params if p.grad is not None and n in trainer.native.shards.counted}
         every = gather_tensors(world, mine)
         gaps = {n: float((every[n] - g).norm() / g.norm().clamp_min(1e-30)) for n, g in wanted.items() if n in every}
         worst = max(gaps, key=lambda n: gaps[n])
@@ -221,7 +229,7 @@ def check_context_kernels(world: World, found: dict[str, Any], tokens: int = 409
 def counted(world: World) -> Iterator[dict[str, float]]:
     """Seconds in collectives, and bytes of gradients and weights that this rank sends."""
     seen = {"waiting": 0.0, "bytes": 0.0}
-    during, inner = World.during, zero_module.dist
+    during, inner = World.during, flat_bucket.dist
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -243,11 +251,11 @@ def counted(world: World) -> Iterator[dict[str, float]]:
             yield
         seen["waiting"] += time.perf_counter() - began
 
-    World.during, zero_module.dist = timed, Counting()  # type: ignore[method-assign, assignment]
+    World.during, flat_bucket.dist = timed, Counting()  # type: ignore[method-assign, assignment]
     try:
         yield seen
     finally:
-        World.during, zero_module.dist = during, inner  # type: ignore[method-assign]
+        World.during, flat_bucket.dist = during, inner  # type: ignore[method-assign]
 
 
 def timed_steps(world: World, mesh: Mesh, given: argparse.Namespace, row: Row, found: dict[str, Any]) -> None:
@@ -275,10 +283,11 @@ def timed_steps(world: World, mesh: Mesh, given: argparse.Namespace, row: Row, f
         print(f"{'x'.join(map(str, mesh.shape))}: steps of {[round(1e3 * s, 1) for s in seconds]} ms", flush=True)
     timed = seconds[given.warm :]
     passes = gpu.wall(lambda: drop(trainer, trainer.gradients(batch, CrossEntropy())), world.device, 2, 1)
+    path = trainer.native.forward_backward
     found["rows"].append({
         "seconds": min(timed), "median": statistics.median(timed), "losses": losses, "waiting": waited,
         "expert_bytes": sent, "gradient_bytes": gradient_bytes, "passes": passes,
-        "captured": trainer.passes is not None and trainer.passes.captured > 0,
+        "captured": isinstance(path, CapturedForwardBackward) and path.captured > 0,
         "work": 3 * learner_gpu.forward_work(trainer.model, length) * tokens if mesh.expert.size == 1 else None,
         "peak_gib": metrics.values().get("memory/peak", 0.0) / learner_gpu.GIB or None, "notes": trainer.notes,
         "profile": profile_of(lambda: trainer.train(batch, CrossEntropy())),
@@ -390,9 +399,9 @@ def planned_gib(config: K3Config, row: Row, layout: Layout, given: argparse.Name
     )  # fmt: skip
     method = Method.of(settings, config, "h200")
     own = settings.micro_batch_tokens
-    mix = Mix(own, length, own - max(1, own // length), kernels=method.kernels)
+    mix = MicroBatch(own, length, own - max(1, own // length), kernels=method.kernels)
     one_pass = parallel or row.whole
-    return sum(learner_memory(config, layout, method, mix, one_pass=one_pass).values()) / learner_gpu.GIB
+    return sum(learner_memory(config, layout, method, mix, only_one=one_pass).values()) / learner_gpu.GIB
 
 
 def say(report: Any, given: argparse.Namespace) -> bool:

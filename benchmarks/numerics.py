@@ -27,9 +27,7 @@ from torch import Tensor
 
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.numerics import mx, project, stored_dtype
-from k3rl.optim import PerHeadMuon
-from k3rl.optim.buckets import Project
-from k3rl.optim.per_head_muon import Variant
+from k3rl.optim import MuonConfig, PerHeadMuon, Project, Variant
 
 Timed = dict[str, Callable[[], object]]
 
@@ -193,7 +191,7 @@ def optimizer_rows(model_name: str, repeats: int) -> list[dict[str, Any]]:
         return project(master, stored_dtype(name), "ceil")
 
     def build(variant: Variant, project: Project | None = None) -> PerHeadMuon:
-        return PerHeadMuon(params, config, lr=1e-4, adamw_lr=1e-4, variant=variant, project=project)
+        return PerHeadMuon(params, config, MuonConfig(1e-4, 1e-4, variant=variant), project=project)
 
     ours = {
         "per_head_muon": build("per_head_muon"),

@@ -1,11 +1,12 @@
-"""Publishing a weight version: bytes as a delta against the whole, in real runs; time and memory of each form.
+"""Publishing a weight version: bytes as a delta against the whole, in real runs; time and memory of each encoding.
 
     python benchmarks/publish.py [--runs RUN_DIR ...] [--model k3-mini] [--share 0.02] [--out FILE] [--json]
 
 `publish` rows read the metrics that `k3rl rl` wrote: bytes received by an engine as a share of the version's stored
 bytes, over the publications after the first optimizer step. `take` rows change a `--share` of a model's values by one
-place and time what an engine does from the first message to the proved second model; `peak_of_model` is the largest
-resident memory meanwhile, less that before, in sizes of the model's parameters. Each form runs in a process of its own.
+place and time what an engine does from the first bucket to the proved second model; `peak_of_model` is the largest
+resident memory meanwhile, less that before, in sizes of the model's parameters. Each encoding runs in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def resident(key: str) -> int:
 
 
 def make(name: str, share: float, folder: Path) -> dict[str, Any]:
-    """Writes a checkpoint of the model and the messages of a version with some values changed, in both forms."""
+    """Writes a checkpoint of the model and the buckets of a version with some values changed, in both encodings."""
     model = K3ForCausalLM(K3Config.named(name))
     model.init_weights(0)
     stored = dict(official_tensors(model))
@@ -83,26 +84,26 @@ def make(name: str, share: float, folder: Path) -> dict[str, Any]:
     manifests = manifest_of(stored.items()), manifest_of(new.items())
     began = time.perf_counter()
     header, made = encode(stored, new, manifests, (0, 1))
-    messages, head = list(made), header.to_bytes(manifests[0])
+    buckets, head = list(made), header.to_bytes(manifests[0])
     made_s = time.perf_counter() - began
-    for form, parts in (("delta", messages), ("whole", (save({key: tensor}) for key, tensor in new.items()))):
-        (folder / form).mkdir()
+    for encoding, parts in (("delta", buckets), ("whole", (save({key: tensor}) for key, tensor in new.items()))):
+        (folder / encoding).mkdir()
         for number, part in enumerate(parts):
-            (folder / form / f"{number:06}").write_bytes(part)
+            (folder / encoding / f"{number:06}").write_bytes(part)
     (folder / "header").write_bytes(head)
     (folder / "manifest.json").write_text(json.dumps(manifests[1]))
     return {"make_ms": round(1e3 * made_s, 1), "bytes_full": sum(tensor.nbytes for tensor in new.values())}
 
 
-def take(form: str, folder: Path) -> dict[str, Any]:
-    """In a process that has nothing but an engine: time and memory of the first phase, in one form."""
+def take(encoding: str, folder: Path) -> dict[str, Any]:
+    """In a process that has nothing but an engine: time and memory of the first phase, in one encoding."""
     engine = Engine(load_checkpoint(folder / "base", dtype=torch.float32))
     parameters = sum(p.nbytes for p in engine.model.parameters())
-    manifest, files = json.loads((folder / "manifest.json").read_text()), sorted((folder / form).iterdir())
+    manifest, files = json.loads((folder / "manifest.json").read_text()), sorted((folder / encoding).iterdir())
     assert len(engine.manifest) == len(manifest)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before, began = resident("VmRSS"), time.perf_counter()
-    send(engine, form, (folder / "header").read_bytes(), (file.read_bytes() for file in files), manifest)
+    send(engine, encoding, (folder / "header").read_bytes(), (file.read_bytes() for file in files), manifest)
     return {
         "ours_ms": round(1e3 * (time.perf_counter() - began), 1),
         "bytes": sum(file.stat().st_size for file in files),
@@ -112,15 +113,15 @@ def take(form: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def send(engine: Engine, form: str, head: bytes, messages: Iterable[bytes], manifest: dict[str, str]) -> None:
-    if form == "delta":
+def send(engine: Engine, encoding: str, head: bytes, buckets: Iterable[bytes], manifest: dict[str, str]) -> None:
+    if encoding == "delta":
         engine.start_weight_delta(head)
-        for message in messages:
-            engine.update_weights_by_delta(message)
+        for bucket in buckets:
+            engine.update_weights_by_delta(bucket)
     else:
         engine.start_weight_update(1, manifest)
-        for message in messages:
-            engine.update_weights(load(message).items())
+        for bucket in buckets:
+            engine.update_weights(load(bucket).items())
     engine.verify_weight_update()
 
 
@@ -129,26 +130,26 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="run directories of `k3rl rl`")
     parser.add_argument("--model", default="k3-mini")
     parser.add_argument("--share", type=float, default=0.02)
-    parser.add_argument("--form", choices=["delta", "whole"], help=argparse.SUPPRESS)
+    parser.add_argument("--encoding", choices=["delta", "whole"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.form:
-        print(json.dumps(take(arguments.form, arguments.folder)))
+    if arguments.encoding:
+        print(json.dumps(take(arguments.encoding, arguments.folder)))
         return
     rows = [run_row(run) for run in arguments.runs]
     with tempfile.TemporaryDirectory() as folder:
         made = make(arguments.model, arguments.share, Path(folder))
-        for form in ("whole", "delta"):
-            words = [sys.executable, __file__, "--form", form, "--folder", folder]
+        for encoding in ("whole", "delta"):
+            words = [sys.executable, __file__, "--encoding", encoding, "--folder", folder]
             # Freed blocks go back at once, so that the resident size is what is held.
             environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
             done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
             figures = {**made, **json.loads(done.stdout.splitlines()[-1])}
             rows.append(
-                row(f"take, {form}", f"{arguments.model}, {arguments.share:g} of the values changed", **figures)
+                row(f"take, {encoding}", f"{arguments.model}, {arguments.share:g} of the values changed", **figures)
             )
     report = {
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},

@@ -76,7 +76,7 @@ def run_quickstart(seed: int, folder: Path) -> Path:
     command = [
         sys.executable,
         "-m",
-        "k3rl.cli",
+        "k3rl",
         "rl",
         "quickstart",
         "--seed",

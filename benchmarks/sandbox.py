@@ -23,8 +23,15 @@ from typing import Any
 
 from k3rl.envs import make
 from k3rl.envs.leaks import watched
-from k3rl.envs.sandbox import ExecOutcome, ProgramJob, ProgramRunner, ProgramStatus, SandboxLimits, provider_named
-from k3rl.envs.sandbox.cgroups import available
+from k3rl.envs.sandbox import (
+    ExecOutcome,
+    ProgramJob,
+    ProgramRunner,
+    ProgramStatus,
+    SandboxLimits,
+    cgroups,
+    provider_named,
+)
 
 CALL_MS, CALLS_PER_S = 15.0, 150.0  # the bars
 BADLY = (  # (command, seconds that it gets)
@@ -205,7 +212,7 @@ def main() -> None:
             )
         return
     bwrap = subprocess.run(["bwrap", "--version"], check=True, capture_output=True, text=True).stdout.strip()
-    groups = available()
+    groups = cgroups.available()
     machine = {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),

@@ -1,19 +1,20 @@
 """Publishing weights straight into an engine's process, through shared GPU memory or by a broadcast, against the host.
 
-    python benchmarks/transfer.py --way ipc --out FILE                      # learner and engine on one GPU
-    python benchmarks/transfer.py --way broadcast --out FILE [--engines N]  # each on a GPU of its own, NCCL
-    python benchmarks/transfer.py --way broadcast --device cpu --model k3-nano   # the same through gloo
+    python benchmarks/transfer.py --transport ipc --out FILE                      # learner and engine on one GPU
+    python benchmarks/transfer.py --transport broadcast --out FILE [--engines N]  # each on a GPU of its own, NCCL
+    python benchmarks/transfer.py --transport broadcast --device cpu --model k3-nano   # the same through gloo
 
 The learner's weights lie on its device; two processes at least, without Ray. Checks first: after each publication every
 digest of the engine equals the learner's, and both agree on a canary: the median difference of the sampled tokens'
 logprobs, in nats, with the experts that the engine recorded (`own_experts_nats` is without them: bf16 sums of
-another batch shape may choose others). The same for a delta; a message with a flipped byte is refused, the old version
-serves on, and the next one arrives. Rows time a whole version: `sent` from the first message packed until every engine
-has the last, `proved` until every engine has compared its digests and built the second model. The peer is the object
-store's way: messages packed on the host and put into shared host memory, then copied out, one after the other, by the
-engine. Common to all and apart: `gathered` (stored tensors to the host) and `digested` (the learner's manifest).
+another batch shape may choose others). The same for a delta; a bucket with a flipped byte is refused, the old version
+serves on, and the next one arrives. Rows time a whole version: `sent` from the first bucket packed until every engine
+has the last, `proved` until every engine has compared its digests and built the second model. The peer is what the
+object store does: buckets packed on the host and put into shared host memory, then copied out, one after the other, by
+the engine. Common to all and apart: `gathered` (stored tensors to the host) and `digested` (the learner's manifest).
 A last row is a delta in which nearly every tensor changed a little, as after a step of RL, against the whole version by
-the same way: from the first record made until it is proved; `sent_s` of it until the engine has all, `proof_s` after.
+the same transport: from the first record made until it is proved; `sent_s` of it until the engine has all, `proof_s`
+after.
 """
 
 from __future__ import annotations
@@ -27,21 +28,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
-from k3rl.actors.weight_sync.messages import BytesMessage, content_of, tensor_messages, tensors_in
-from k3rl.actors.weight_sync.transfer import Link, Receiver, Sender
-from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
+from k3rl.actors.weight_sync import BytesBucket, Link, Receiver, Sender, content_of, tensor_buckets, tensors_in
+from k3rl.checkpoint import assign_official_tensors, load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import BUCKET_BYTES, encode
-from k3rl.checkpoint.hf import assign_official_tensors
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch, TrainSequence
@@ -89,13 +87,13 @@ class Peer:
         else:
             self.engine.start_weight_update(version, manifest)
 
-    def _take(self, message: Tensor, header: bytes, flip: bool) -> None:
+    def _take(self, bucket: Tensor, header: bytes, flip: bool) -> None:
         if flip:
-            message[-1] ^= 1
+            bucket[-1] ^= 1
         if header:
-            self.engine.update_weights_by_delta(content_of(message))
+            self.engine.update_weights_by_delta(content_of(bucket))
         else:
-            self.engine.update_weights(tensors_in(message))
+            self.engine.update_weights(tensors_in(bucket))
 
     def copied(self, version: int, manifest: dict[str, str], names: list[tuple[str, int]]) -> float:
         """The same from buckets in shared host memory."""
@@ -232,7 +230,7 @@ class Publisher:
         self.version += 1
         began = time.perf_counter()
         self.engines.start("stream", self.version, self.manifest, b"", flip)
-        source = tensor_messages(official_tensors(self.model), BUCKET_BYTES)
+        source = tensor_buckets(official_tensors(self.model), BUCKET_BYTES)
         size = self.sender.send(f"{self.version}", source)
         sent = time.perf_counter() - began
         answers = self.engines.answers()
@@ -246,7 +244,7 @@ class Publisher:
         header, buckets = encode(base[0], self.stored, (base[1], self.manifest), (served, self.version))
         began = time.perf_counter()
         self.engines.start("stream", self.version, {}, header.to_bytes(base[1]), False)
-        size = self.sender.send(f"{self.version}", map(BytesMessage, buckets))
+        size = self.sender.send(f"{self.version}", map(BytesBucket, buckets))
         sent = time.perf_counter() - began
         answers = self.engines.answers()
         return sent, time.perf_counter() - began, size, answers
@@ -255,7 +253,7 @@ class Publisher:
         """(seconds until all lies in shared host memory, seconds proved) of a whole version."""
         self.version += 1
         began = time.perf_counter()
-        held = [placed(bucket) for bucket in host_messages(self.stored)]
+        held = [placed(each.to_bytes()) for each in tensor_buckets(self.stored.items(), BUCKET_BYTES)]
         sent = time.perf_counter() - began
         names = [(memory.name, size) for memory, size in held]
         self.engines.call("copied", self.version, self.manifest, names)
@@ -285,19 +283,6 @@ class Publisher:
             routes = np.concatenate([routes, last])
         batch = TrainBatch.pack([TrainSequence("canary", row, mask, zeros, zeros, routes=routes)])
         return float(np.median(np.abs(self.trainer.logprobs(batch)[len(PROMPT) :] - np.asarray(logprobs, np.float32))))
-
-
-def host_messages(tensors: dict[str, Tensor]) -> Iterator[bytes]:
-    pending: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        own = tensor.numel() * tensor.element_size()
-        if pending and size + own > BUCKET_BYTES:
-            yield save(pending)
-            pending, size = {}, 0
-        pending[name] = tensor
-        size += own
-    yield save(pending)
 
 
 def placed(bucket: bytes) -> tuple[SharedMemory, int]:
@@ -363,15 +348,15 @@ def measure(publisher: Publisher, name: str, repeats: int) -> None:
     sent, took, size = (statistics.median(each[place] for each in deltas) for place in range(3))
     report.row(
         "delta, proved", f"{name}, {changed} of {len(publisher.manifest)} tensors, {len(engines.pipes)} engines", took,
-        peer="the whole version by the same way", peer_s=statistics.median(pair[1] for pair in direct), bytes=size,
-        threads=torch.get_num_threads(), sent_s=sent,
+        peer="the whole version by the same transport", peer_s=statistics.median(pair[1] for pair in direct),
+        bytes=size, threads=torch.get_num_threads(), sent_s=sent,
         proof_s=statistics.median(max(answer[1] for answer in answers) for *_, answers in deltas),
     )  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--way", choices=("ipc", "broadcast"), required=True)
+    parser.add_argument("--transport", choices=("ipc", "broadcast"), required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", default="k3-small")
     parser.add_argument("--engines", type=int, default=1)
@@ -381,9 +366,9 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     cuda = args.device == "cuda"
-    if args.way == "ipc" and not cuda:
-        parser.error("ipc is GPU memory that two processes share; take --way broadcast on a CPU")
-    nccl = cuda and args.way == "broadcast"
+    if args.transport == "ipc" and not cuda:
+        parser.error("ipc is GPU memory that two processes share; take --transport broadcast on a CPU")
+    nccl = cuda and args.transport == "broadcast"
     if nccl and torch.cuda.device_count() <= args.engines:
         parser.error(f"{args.engines} engines and a learner need as many GPUs; {torch.cuda.device_count()} are here")
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
@@ -393,11 +378,11 @@ def main() -> int:
         directory = str(Path(folder) / "start")
         save_checkpoint(model, directory)
         engines = Engines(args.engines, directory, args.device, apart=nccl)
-    sender = Sender(args.way, args.engines, device, 60.0, nccl=nccl)
+    sender = Sender(args.transport, args.engines, device, 60.0, nccl=nccl)
     engines.start("join", sender.link, numbered=True)
     sender.join()
     engines.values()
-    name = f"{args.model} by {args.way}" + ("" if cuda else " (gloo)")
+    name = f"{args.model} by {args.transport}" + ("" if cuda else " (gloo)")
     measure(Publisher(model, sender, engines, report), name, args.repeats)
     engines.stop()
     sender.close()

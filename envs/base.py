@@ -1,4 +1,4 @@
-"""What an environment is: tasks, an episode's rules, and a judge. No torch and no ray here.
+"""What an environment is: tasks, an episode's rules, and a rubric. No torch and no ray here.
 
 Task source   -> Task with its hidden part (deterministic in split, index and seed, so a run can resume)
 Env           -> what a policy sees and may do; single use, made by a factory, given `task.public()` only
@@ -53,7 +53,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the environment answers. When `done`, `answer` is what the rubric will judge.
+    """What the environment answers. When `done`, `answer` is what the rubric will score.
 
     `metrics` are of the whole episode so far; those of the last step are kept.
     """
@@ -97,7 +97,7 @@ class NoOracle(ConfigError):
 
 
 class NoSnapshot(RuntimeError):
-    """This environment cannot be put aside and taken up again."""
+    """This environment cannot be paused and resumed."""
 
 
 def tighter(one: Budgets, other: Budgets) -> Budgets:
@@ -126,11 +126,11 @@ class Env(ABC):
 
     async def snapshot(self) -> bytes:
         """Everything that `restore` needs to go on from this turn. Raises NoSnapshot where that is not possible."""
-        raise NoSnapshot(f"{type(self).__name__} cannot be put aside; episodes of it start again")
+        raise NoSnapshot(f"{type(self).__name__} cannot be paused; episodes of it start again")
 
     async def restore(self, task: Task, context: EpisodeContext, snapshot: bytes) -> None:
         """In place of `reset`: go on where an episode of the same task was when `snapshot` was taken."""
-        raise NoSnapshot(f"{type(self).__name__} cannot be taken up again; episodes of it start again")
+        raise NoSnapshot(f"{type(self).__name__} cannot be resumed; episodes of it start again")
 
     async def close(self) -> None:
         """Give back whatever the episode holds. Called once or more, also after an error."""
@@ -157,7 +157,7 @@ class TaskSource(Protocol):
 
 
 class Rubric(ABC):
-    """Judges answers. Wrong is Scored(0.0), cheating is Invalid, a broken judge is Failed; never mixed up.
+    """Scores answers. Wrong is Scored(0.0), cheating is Invalid, a broken grader is Failed; never mixed up.
 
     `Rubric.of(function, ...)` makes the grader of an environment from plain functions; see `k3rl.envs.rubric`.
     """

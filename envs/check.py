@@ -27,7 +27,7 @@ from k3rl.envs.base import Environment, EpisodeContext, Hack, NoOracle, Rubric
 from k3rl.envs.faults import grade as graded
 from k3rl.envs.faults import honest as honest_score
 from k3rl.envs.leaks import watched
-from k3rl.envs.played import Says, acted, play, way
+from k3rl.envs.played import Says, acted, conduct, play
 from k3rl.envs.registry import make
 from k3rl.envs.rollout import gradable
 from k3rl.envs.sandbox import ProgramRunner, provider_named
@@ -335,7 +335,7 @@ async def _all_episodes(
 async def _apart(
     environment: Environment, two: tuple[Task, Task], context: EpisodeContext, rubric: Rubric, report: Report
 ) -> None:
-    """An episode goes the same way alone and beside another one, and one that is given up can be closed."""
+    """An episode goes the same way alone and beside another one, and one that is abandoned can be closed."""
     one, other = two
     if environment.make_harness is None:
         envs = [environment.make_env(), environment.make_env()]
@@ -354,7 +354,7 @@ async def _apart(
         _played(environment, other, "null", context, rubric, report),
     )
     report.episodes += [row, *rows, *more]
-    if way(alone) != way(beside):
+    if conduct(alone) != conduct(beside):
         report.problems.append(f"{one.id}: an episode goes another way when another one runs beside it")
 
 

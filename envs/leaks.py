@@ -46,16 +46,16 @@ class Census:
 
 
 class Watch:
-    """A span of work. `leaks` says what it has left behind; made by `watched`."""
+    """A span of work and the folder of its temporary files, made by `watched`. `leaks` says what it left behind."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._before = Census.take(folder)
 
     def leaks(self) -> list[str]:
         """What is new and does not go away by itself."""
         deadline = time.monotonic() + SETTLE_S
-        while (found := Census.take(self._folder).more_than(self._before)) and time.monotonic() < deadline:
+        while (found := Census.take(self.folder).more_than(self._before)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
 

@@ -1,4 +1,4 @@
-"""Episodes that a script plays, by the way of a run: an answer, acted out under an environment's rules.
+"""Episodes that a script plays, as a run plays them: an answer, acted out under an environment's rules.
 
 What a script says reaches the environment as the tokens that a model would have sampled for it.
 """
@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from k3rl.envs.base import Action, Env, Environment, EpisodeContext, Observation, StepResult
 from k3rl.envs.gateway import run_program
 from k3rl.envs.harness import files_from
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Completion, EncodedImage, Episode, Message, SamplingParams, StopReason, Task, ToolCall
@@ -43,23 +44,20 @@ def acted(answer: str) -> Says:
 
 
 async def play(environment: Environment, task: Task, says: Says, context: EpisodeContext) -> Episode:
-    """One ungraded episode, through the door that the environment has; it is closed twice, which must not matter.
+    """One ungraded episode, by `run_episode` or `run_program`. An `Env` is closed twice, which must not matter.
 
     Budgets of tokens and of task time depend on a model and do not bind a script.
     """
     budgets = dataclasses.replace(task.budgets, tokens=None, tokens_per_turn=None, virtual_s=None)
     task = dataclasses.replace(task.public(), budgets=budgets)
     script = Script(says)
-    settings: dict[str, Any] = {
-        "episode_id": "scripted",
-        "sampling": SamplingParams(max_tokens=MAX_TURN_TOKENS),
-        "context": context,
-    }
+    settings = TurnSettings(script.tokenizer, SamplingParams(max_tokens=MAX_TURN_TOKENS))
     if environment.make_harness is not None:
-        return await run_program(environment.make_harness(), task, script, script.tokenizer, **settings)
-    env = environment.make_env()
+        harness = environment.make_harness()
+        return await run_program(harness, task, script, settings, episode_id="scripted", context=context)
+    env = ObservedEnv(environment.make_env(), script.see)
     try:
-        return await run_episode(Seen(env, script.see), task, script, script.tokenizer, **settings)
+        return await run_episode(env, task, script, settings, episode_id="scripted", context=context)
     finally:
         await env.close()
 
@@ -94,7 +92,7 @@ def sampled(turn: Message, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(tokenizer.encode_segments([one for one, mine in zip(segments, own, strict=True) if mine]))
 
 
-class Seen(Env):
+class ObservedEnv(Env):
     """An environment whose observations somebody else sees too."""
 
     def __init__(self, env: Env, see: Callable[[Observation], None]) -> None:
@@ -131,7 +129,7 @@ class Seen(Env):
         await self._env.close()
 
 
-def way(episode: Episode) -> Mapping[str, Any]:
+def conduct(episode: Episode) -> Mapping[str, Any]:
     """What of an episode must not depend on others beside it; times that tools tell a policy may."""
     begun = next((n for n, message in enumerate(episode.messages) if message.role == "assistant"), None)
     return {

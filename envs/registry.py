@@ -72,7 +72,7 @@ def names() -> list[str]:
     return sorted({*_BUILTIN, *_registered, *_installed()})
 
 
-def shipped() -> list[str]:
+def builtin_names() -> list[str]:
     """The names of the environments of this package."""
     return sorted(_BUILTIN)
 

@@ -14,9 +14,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from k3rl.envs import Env, EpisodeContext, make
+from k3rl.envs import Env, EpisodeContext, TurnSettings, make, run_episode
 from k3rl.envs.harness import files_from
-from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import provider_named
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Completion, Episode, Message, SamplingParams, StopReason, Task, ToolCall
@@ -53,10 +52,8 @@ class ScriptedPolicy:
 def play(env: Env, task: Task, turns: Sequence[Message]) -> Episode:
     """One episode in a real sandbox."""
     context = EpisodeContext(sandboxes=provider_named("bwrap"))
-    sampling = SamplingParams(max_tokens=200_000)
-    return asyncio.run(
-        run_episode(env, task, ScriptedPolicy(turns), TOKENIZER, episode_id="e", sampling=sampling, context=context)
-    )
+    settings = TurnSettings(TOKENIZER, SamplingParams(max_tokens=200_000))
+    return asyncio.run(run_episode(env, task, ScriptedPolicy(turns), settings, episode_id="e", context=context))
 
 
 def tool_results(episode: Episode) -> list[str]:

@@ -6,7 +6,8 @@ Dimension letters: T tokens of one sequence, M MoE layers in depth order, k expe
 Message, ToolCall          what is said; `k3rl.tokens.xtml` turns it into tokens and back
 EncodedImage               an image of a conversation, as the bytes of its file
 Task, Budgets              what is asked of a policy, and how much it may spend
-SamplingParams, Completion what an engine is asked for, and what it gives; Constraint: what its text must match
+SamplingParams, Completion what an engine is asked for, and what it gives; Constraint: what its text must match;
+                           SamplingMasks: the tokens that each one was drawn from
 Turn, Branch, Episode      what happened when a policy acted on a task
 Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed (FailureKind), never 0
 Group                      the episodes of one task, joined by id
@@ -552,17 +553,17 @@ class WeightSlices(Protocol):
 
     in_place: bool  # whether all weights are there for a while, to be read
 
-    def need(self, module: Any) -> Any:
-        """The module, with its weights there. A collective, as is `passing`."""
+    def gather(self, module: Any) -> Any:
+        """The module, with its weights there. A collective, as is `gather_both_ways`."""
         ...
 
-    def passing(self, module: Any, rows: Any) -> Any:
-        """`rows` as they are; the part is needed now and when their gradient comes by."""
+    def gather_both_ways(self, module: Any, rows: Any) -> Any:
+        """`rows` as they are; the part is gathered now and when their gradient comes by."""
         ...
 
 
 class ForwardObserver(Protocol):
-    """What a training forward reports, at no extra pass. Called under no_grad with detached tensors."""
+    """What a training forward reports, without another one. Called under no_grad with detached tensors."""
 
     def router(self, layer: int, scores: Any, cutoff: Any) -> None:
         """scores [N, E]: sigmoid scores before bias; cutoff [N]: the (k+1)-th biased score of each token."""

@@ -1,14 +1,27 @@
 """Triton kernels, each beside the plain torch function that defines it.
 
-`kda` (Kimi Delta Attention, training and prefill), `kda_decode` (one fused decode step), `short_conv`, `gated_norm`,
-`muon` (the optimizer's element-wise passes), `add_groups` (sums of experts' gradients).
-`dispatch` picks kernel or reference; `ptxas` says which assembler is in use and whether it is safe on Hopper.
-Importing this package needs no Triton: kernel files (`*_kernels`, `kda_forward`, `kda_backward`) load on first use.
-No model code, no quantizer definitions (those are in k3rl.numerics), no competitors.
+kda/ mla/ moe/ norm/ gemm/ optim/ sampling/    a folder a part; its `*_kernels` files need Triton and load on first use
+dispatch.py     kernel or reference: device, dtypes, toolchain      limits.py    what each kernel takes, in one table
+cuda_graph.py   steps of fixed shapes, captured and replayed        ptxas.py     the assembler, and whether it is safe
+triton_ops.py   what kernels share
+Not here: model code, quantizer definitions (`k3rl.numerics`), competitors.
 """
 
-from __future__ import annotations
-
+from k3rl.kernels import cuda_graph, dispatch, limits, ptxas
+from k3rl.kernels.cuda_graph import CapturedStep, GraphPool, KeyedStep, StagedInputs
+from k3rl.kernels.dispatch import HEAD_DIMS, UnsupportedKernel
 from k3rl.kernels.ptxas import doctor_checks
 
-__all__ = ["doctor_checks"]
+__all__ = [
+    "HEAD_DIMS",
+    "CapturedStep",
+    "GraphPool",
+    "KeyedStep",
+    "StagedInputs",
+    "UnsupportedKernel",
+    "cuda_graph",
+    "dispatch",
+    "doctor_checks",
+    "limits",
+    "ptxas",
+]

@@ -8,9 +8,11 @@ moves by one copy. On a CPU the same step runs uncaptured.
 from __future__ import annotations
 
 import contextlib
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -29,6 +31,10 @@ _MOST_WAITS = 64
 def reserved_bytes() -> int:
     """Bytes that torch's allocator holds on the current device; 0 before a GPU is used."""
     return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+
+
+class CaptureError(RuntimeError):
+    """A step did something that a CUDA graph cannot record; the message says where."""
 
 
 class StagedInputs:
@@ -98,10 +104,18 @@ class CapturedStep(Generic[T]):
     def is_captured(self) -> bool:
         return self._graph is not None
 
-    def capture(self, pool: GraphPool, around: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
+    def capture(
+        self,
+        pool: GraphPool,
+        around: Callable[[], AbstractContextManager[Any]] | None = None,
+        *,
+        empty_cache: bool = False,
+    ) -> None:
         """Warms up on a side stream and records the graph in the pool's memory.
 
-        around: a context to warm up and record in. Raises RuntimeError when an operation cannot be captured.
+        around: a context to warm up and record in. empty_cache: give back cached memory, which a graph cannot use,
+        before recording. Raises CaptureError when an operation cannot be captured; errors of the step itself, which
+        the warm-up meets first, are raised as they are.
         """
         context = contextlib.nullcontext if around is None else around
         side = torch.cuda.Stream()
@@ -110,10 +124,16 @@ class CapturedStep(Generic[T]):
             for _ in range(1 if self._warm else WARM_UPS):
                 self._run()
         torch.cuda.current_stream().wait_stream(side)
-        graph, before = torch.cuda.CUDAGraph(), reserved_bytes()
-        # Other threads of the process may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"), context():
-            self._outputs = self._run()
+        handle, graph = pool.handle, torch.cuda.CUDAGraph()
+        if empty_cache:
+            torch.cuda.empty_cache()
+        before = reserved_bytes()
+        try:
+            # Other threads of the process may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"), context():
+                self._outputs = self._run()
+        except RuntimeError as error:
+            raise CaptureError(_said(error)) from error
         pool.held += reserved_bytes() - before
         self._graph, self._warm = graph, True
 
@@ -128,6 +148,13 @@ class CapturedStep(Generic[T]):
     def drop(self) -> None:
         """Forgets the graph, as when something that it reads was replaced."""
         self._graph, self._outputs = None, None
+
+
+def _said(error: Exception) -> str:
+    """Where an error was raised, its type and its first line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    said = str(error).partition("\n")[0]
+    return f"{Path(last.filename).name} line {last.lineno}: {type(error).__name__}: {said}"
 
 
 def record(run: Run) -> Replay:
@@ -180,6 +207,11 @@ class KeyedStep:
         self.previous, self.key = self.key, key
         self._replay, self.held = None, 0  # the memory of another capture is given back
         self._calls = self._replays = 0
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph, of the last key."""
+        return self._replay is not None
 
     def has(self, key: Hashable) -> bool:
         """Whether a call with this key is a replay."""

@@ -54,7 +54,7 @@ def use_kernel(
     """
     if tensors[0].device.type == "cpu":
         return False
-    reason = _why_not(tensors, head_dims, float32_rows)
+    reason = why_not(tensors, head_dims, float32_rows)
     if reason is None:
         return True
     if _strict:
@@ -65,7 +65,7 @@ def use_kernel(
     return False
 
 
-def _why_not(tensors: tuple[torch.Tensor, ...], head_dims: tuple[int, int] | None, float32_rows: bool) -> str | None:
+def why_not(tensors: tuple[torch.Tensor, ...], head_dims: tuple[int, int] | None, float32_rows: bool) -> str | None:
     """The reason why no kernel takes this call, with the fix where there is one; None if one does."""
     device = tensors[0].device
     if device.type != "cuda" or torch.version.hip is not None:

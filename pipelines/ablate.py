@@ -137,8 +137,8 @@ def _batches(seed: int, steps: int, batch_size: int, heldout: int) -> tuple[list
     return train, pack(demonstrations(0, heldout, split="heldout"))
 
 
-def _build(variant: Variant, base: K3Config, seed: int) -> K3ForCausalLM:
-    """Fresh weights of `seed`, equal to K3's wherever K3 has a parameter of that name and shape."""
+def build(variant: Variant, base: K3Config, seed: int) -> K3ForCausalLM:
+    """Fresh weights of `seed`, equal to those of `base` wherever K3 has a parameter of that name and shape."""
     built = K3ForCausalLM(variant.model(base))
     built.init_weights(seed)
     reference = K3ForCausalLM(base.replace(quantization=built.config.quantization))
@@ -154,7 +154,7 @@ def _build(variant: Variant, base: K3Config, seed: int) -> K3ForCausalLM:
 def _run(variant: Variant, base: K3Config, seed: int, train: list[TrainBatch], heldout: TrainBatch) -> dict[str, Any]:
     """One variant with one seed."""
     began = time.perf_counter()
-    trained = _build(variant, base, seed)
+    trained = build(variant, base, seed)
     trainer = Trainer(trained, TrainerConfig(muon_lr=MUON_LR, adamw_lr=ADAMW_LR, **variant.trainer))
     schedule = Schedule("cosine", min(WARMUP_STEPS, len(train) // 4), len(train))
     rows = []

@@ -1,4 +1,4 @@
-"""Chat data for SFT: the user's files or the environment's demonstrations, as packed batches."""
+"""Chat data of SFT: the user's files or the environment's demonstrations, as packed batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from k3rl.data.sft import ChatDataset, chat_sequence, load_chat_dataset
 from k3rl.envs import make
 from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
-from k3rl.pipelines.stage import resolve_start
+from k3rl.pipelines.start import resolve_start
 from k3rl.run.files import write_atomic
 from k3rl.tokens import Tokenizer
 

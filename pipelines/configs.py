@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from k3rl.actors.cluster import ClusterConfig
+from k3rl.actors import ClusterConfig
 from k3rl.config import NOT_HASHED, Config, ConfigError
-from k3rl.envs.faults import FaultConfig
+from k3rl.envs.config import EnvConfig
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill
 from k3rl.optim import Schedule
 from k3rl.parallel import LearnerConfig, TrainerConfig, check_backend
@@ -43,46 +43,6 @@ class ModelConfig(Config):
     """Used for fresh weights; a checkpoint brings its own."""
     ablation: AblationChoices = AblationChoices()
     """Used for fresh weights; a checkpoint brings its own."""
-
-
-_LISTS_FAMILIES: dict[str, float] = {"list": 0.9, "probe": 0.1}
-_LISTS_LEVELS: dict[str, tuple[int, ...]] = {"list": (1, 2, 3), "probe": (1, 2)}
-
-
-class EnvConfig(Config):
-    """The environment and the mixture of its tasks."""
-
-    name: str = "coding-lists"
-    """A registered name, `pkg.module:Object`, a .py file or a directory."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the environment's factory."""
-    sandbox: Literal["bwrap", "subprocess"] = "bwrap"
-    """Where programs of the policy run. `subprocess` is no sandbox and is meant for code that you trust."""
-    families: dict[str, float] = _LISTS_FAMILIES
-    """Share of each family among training tasks; empty leaves the mixture to the environment. This default is meant
-    for coding-lists; for any other environment it is the same as empty."""
-    levels: dict[str, tuple[int, ...]] = _LISTS_LEVELS
-    """The ladder of a family, drawn in proportion to p(1 - p) of each level's recent pass rate p. A family that is
-    not named leaves its levels to the environment, and this default too is meant for coding-lists."""
-    faults: FaultConfig = FaultConfig()
-    """What becomes of episodes whose environment misbehaves."""
-
-    @model_validator(mode="after")
-    def _defaults_are_of_one_environment(self) -> EnvConfig:
-        """Tables merge, so a file or a flag that names another environment cannot take the default's entries away."""
-        if self.name != "coding-lists":
-            for field, default in (("families", _LISTS_FAMILIES), ("levels", _LISTS_LEVELS)):
-                if getattr(self, field) == default:
-                    self.__dict__[field] = {}  # of an object that nobody has seen yet
-        return self
-
-    @model_validator(mode="after")
-    def _shares_are_positive(self) -> EnvConfig:
-        if any(share <= 0 for share in self.families.values()):
-            raise ValueError(f"families is {self.families}; give each family a share above 0, or leave it out")
-        if empty := [family for family, levels in self.levels.items() if not levels]:
-            raise ValueError(f"levels of {empty[0]} is empty; name at least one level of its ladder, or leave it out")
-        return self
 
 
 class SamplingConfig(Config):

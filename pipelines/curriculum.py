@@ -1,4 +1,4 @@
-"""Which task comes next: families by their shares, levels where the policy is neither lost nor done."""
+"""The curriculum: which task comes next, families by their shares, levels where the policy is neither lost nor done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.actors.jobs import EpisodeJob, TaskRef
+from k3rl.actors import EpisodeJob, TaskRef
 from k3rl.pipelines.configs import EnvConfig
 from k3rl.types import Group, Scored
 
@@ -29,8 +29,8 @@ class Curriculum:
         self._seed = seed
         self.pass_rates: dict[str, float] = {}
 
-    def leave_out(self, families: Collection[str]) -> None:
-        """Draw no more tasks of these families, unless none would be left."""
+    def skip(self, families: Collection[str]) -> None:
+        """Draws no more tasks of these families, unless none would remain."""
         kept = [name for name in self._families if name not in families]
         if kept and kept != self._families:
             shares = np.array([share for name, share in zip(self._families, self._shares, strict=True) if name in kept])
@@ -58,7 +58,7 @@ class Curriculum:
         return int(rng.choice(levels, p=weights / weights.sum()))
 
     def update(self, groups: Iterable[Group]) -> None:
-        """Moves the pass rate of every level that was played. Episodes without a reward say nothing."""
+        """Moves the pass rate of every level that was run. Episodes without a reward say nothing."""
         seen: dict[str, list[float]] = {}
         for group in groups:
             for episode in group.episodes:

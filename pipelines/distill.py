@@ -2,74 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from k3rl.pipelines.batches import add_published, check_failures, distill_batches, rollout_metrics
+from k3rl.actors.learner_group import LearnerGroup
+from k3rl.data.batch import TrainBatch, from_episodes
+from k3rl.parallel import Loss
 from k3rl.pipelines.configs import DistillConfig
 from k3rl.pipelines.curriculum import Curriculum
-from k3rl.pipelines.in_flight import InFlight
-from k3rl.pipelines.record import record
-from k3rl.pipelines.session import Session
-from k3rl.pipelines.stage import Stage, StageResult
-from k3rl.pipelines.weights import policy_sampling, start_policy, teachers_of
+from k3rl.pipelines.stage import Stage
+from k3rl.pipelines.start import teachers_of
+from k3rl.types import Failed, Group
 
 
-def train(session: Session, config: DistillConfig, *, name: str = "distill") -> StageResult:
-    """Runs the stage and returns its result; a finished stage of a resumed run is returned as it was."""
-    stage = Stage(session, name, config, config.steps)
-    if (result := stage.finished()) is not None:
-        return result
-    learner, rollouts = session.fleet.learner, session.fleet.rollouts
-    start_policy(session.fleet, config)
-    learner.load_teachers(teachers_of(config), config.trainer)
-    curriculum = Curriculum(config.env, config.seed)
-    if (state := stage.restore()) is not None:
-        curriculum.restore(state)
-    loss, schedule = config.loss(), config.schedule.build(config.steps)
-    sampling = policy_sampling(config)
-    temperature = config.sampling.temperature
-    published: dict[str, float] = {}
+class Distillation:
+    """Distillation as an algorithm of the policy loop (`policy.Algorithm`)."""
 
-    def next_rollouts(step: int) -> InFlight:
-        """Publishes the student so far and starts the rollouts of `step` with it."""
-        with stage.clock("publish"):
-            published.update(session.fleet.publish())
-        curriculum.leave_out(rollouts.left_out)
-        jobs = curriculum.jobs(step, config.batch_size // config.group_size, config.group_size, name)
-        started = rollouts.start(jobs, sampling)
-        return InFlight(lambda: rollouts.result(started), published)
+    name = "distill"
 
-    pending = stage.in_flight()
-    for step in stage.steps():
-        # Updates since these rollouts were given their weights: with staleness, the last step's.
-        pending, ahead = (next_rollouts(step), 0) if pending is None else (pending, config.max_staleness)
-        published["version"] = pending.published["version"]
-        with stage.clock("wait_for_batch"):
-            groups = pending.groups()
-        more = stage.more()
-        check_failures(groups, config.failure_limit)
-        metrics = rollout_metrics(groups, rollouts.env, published["version"] + ahead)
-        metrics.merge(rollouts.take_metrics())
-        curriculum.update(groups)
-        record(session, groups, step)
-        if more and config.max_staleness:
-            pending = next_rollouts(step + 1)
-        batches, domains = distill_batches(groups, config)
+    def __init__(self, config: DistillConfig) -> None:
+        self._config = config
+        self.loss: Loss = config.loss()
+
+    def prepare(self, learner: LearnerGroup) -> None:
+        learner.load_teachers(teachers_of(self._config), self._config.trainer)
+
+    def regraded(self, groups: list[Group], step: int) -> list[Group]:
+        return groups
+
+    def batches(self, groups: Sequence[Group], stage: Stage) -> list[TrainBatch]:
+        learner, temperature = stage.session.fleet.learner, self._config.sampling.temperature
+        batches, domains = distill_batches(groups, self._config)
         with stage.clock("teacher"):
-            scored = [
+            return [
                 replace(batch, teacher_logprobs=learner.teacher_logprobs(batch, of, temperature))
                 for batch, of in zip(batches, domains, strict=True)
             ]
-        with stage.clock("wait_for_policy"):
-            metrics.merge(learner.trained(learner.start_training(scored, loss, schedule.at(step), temperature)))
-        if more and not config.max_staleness:
-            pending = next_rollouts(step + 1)
-        add_published(metrics, published)
-        values = metrics.values()
-        reward = values[f"reward/{rollouts.env}/mean"]
-        shown = {"KL": values["distill/kl_reverse"]} if "distill/kl_reverse" in values else {}
-        in_flight = pending if more else None
-        stage.done(metrics, curriculum.state(), pending=in_flight, reward=reward, **shown)
-        if not more:
-            break
-    return stage.finish(curriculum.state(), {"teachers": teachers_of(config)})
+
+    def shown(self, values: Mapping[str, float]) -> dict[str, float]:
+        return {"KL": values["distill/kl_reverse"]} if "distill/kl_reverse" in values else {}
+
+    def notes(self, curriculum: Curriculum) -> dict[str, Any]:
+        return {"teachers": teachers_of(self._config)}
+
+
+def distill_batches(groups: Sequence[Group], config: DistillConfig) -> tuple[list[TrainBatch], list[list[str]]]:
+    """Batches over all sampled tokens of whole episodes, and for each batch the task family of every sequence."""
+    episodes = [e for group in groups for e in group.episodes if e.branches and not isinstance(e.score, Failed)]
+    families = {f"{e.id}/{branch.id}": e.family for e in episodes for branch in e.branches}
+    shares = [share for i in range(config.optimizer_steps) if (share := episodes[i :: config.optimizer_steps])]
+    batches = [from_episodes(share, {episode.id: 0.0 for episode in share}) for share in shares]
+    return batches, [[families[name] for name in batch.sequence_ids] for batch in batches]

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.actors.jobs import EpisodeJob, TaskRef
-from k3rl.actors.rollouts import Rollouts
+from k3rl.actors import EpisodeJob, RolloutWorkers, TaskRef
 from k3rl.config import ConfigError
 from k3rl.envs import make
-from k3rl.pipelines.batches import check_failures, reward_of
 from k3rl.pipelines.configs import EnvConfig, EvalConfig
+from k3rl.pipelines.rollout_metrics import check_failures, reward_of
 from k3rl.types import Episode, SamplingParams, StopReason
 
 _FAILURE_LIMIT = 0.02  # an evaluation with more missing rewards than this measures the sandbox, not the policy
@@ -24,7 +23,7 @@ _FAILURE_LIMIT = 0.02  # an evaluation with more missing rewards than this measu
 class Evaluation:
     """One checkpoint on the held-out tasks.
 
-    splits: how many tasks of each split were played; a split that the environment does not have is not there.
+    splits: how many tasks of each split were run; a split that the environment does not have is not there.
     pass_at_1: mean reward at temperature 1 over the n tasks of the families that are trained; ci95: its Wilson
     interval; greedy: mean reward at temperature 0; by_family: temperature 1, the kept-out family included;
     by_level: "family/level"; parsed: share of answers that are valid messages.
@@ -59,7 +58,7 @@ class Evaluation:
 
 
 def held_out(env: EnvConfig, config: EvalConfig, *, required: bool = True) -> dict[str, int]:
-    """How many tasks of which split of this environment a measurement plays: what is asked for, where it is there.
+    """How many tasks of which split of this environment a measurement runs: what is asked for, where it is there.
 
     Without a split `heldout` there is nothing to measure a policy on: ConfigError, or nothing where not `required`.
     Raises what making the environment raises.
@@ -81,18 +80,18 @@ def held_out(env: EnvConfig, config: EvalConfig, *, required: bool = True) -> di
     return tasks
 
 
-def evaluate(rollouts: Rollouts, checkpoint: str, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
+def evaluate(rollouts: RolloutWorkers, checkpoint: str, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
     """Loads the checkpoint into the engines and measures it on `held_out` tasks. Raises TooManyFailures when rewards
     are missing."""
     rollouts.load(checkpoint)
     return measure(rollouts, config, tasks)
 
 
-def measure(rollouts: Rollouts, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
+def measure(rollouts: RolloutWorkers, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
     """Measures whatever the engines serve now."""
-    sampled, greedy = (_play(rollouts, config, "heldout", tasks["heldout"], heat) for heat in (1.0, 0.0))
+    sampled, greedy = (_run(rollouts, config, "heldout", tasks["heldout"], heat) for heat in (1.0, 0.0))
     few = tasks.get("heldout_family", 0)
-    family, family_greedy = (_play(rollouts, config, "heldout_family", few, heat) for heat in (1.0, 0.0))
+    family, family_greedy = (_run(rollouts, config, "heldout_family", few, heat) for heat in (1.0, 0.0))
     rewards = _rewards(sampled)
     return Evaluation(
         pass_at_1=_mean(rewards),
@@ -108,7 +107,7 @@ def measure(rollouts: Rollouts, config: EvalConfig, tasks: Mapping[str, int]) ->
     )
 
 
-def _play(rollouts: Rollouts, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
+def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
     if n == 0:
         return []
     seeds = np.random.default_rng([config.seed, int(temperature > 0)]).integers(2**62, size=n)
@@ -117,7 +116,7 @@ def _play(rollouts: Rollouts, config: EvalConfig, split: str, n: int, temperatur
         for i, seed in enumerate(seeds)
     ]
     params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens)
-    groups = rollouts.play(jobs, params)
+    groups = rollouts.run(jobs, params)
     check_failures(groups, _FAILURE_LIMIT)
     return [episode for group in groups for episode in group.episodes]
 

@@ -8,12 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from k3rl.actors.cluster import ClusterConfig, cluster
-from k3rl.actors.fleet import fleet
+from k3rl.actors import ClusterConfig, FleetConfig, start_fleet, start_ray
 from k3rl.checkpoint import add_to_card
 from k3rl.config import NO_CHECKPOINT, Config, ConfigError, MissingResource
 from k3rl.envs.sandbox import provider_named
-from k3rl.pipelines import distill, quickstart, rl, sft
+from k3rl.pipelines import policy, quickstart, sft
 from k3rl.pipelines.chat_data import check_data
 from k3rl.pipelines.configs import (
     DistillConfig,
@@ -26,10 +25,9 @@ from k3rl.pipelines.configs import (
 )
 from k3rl.pipelines.evaluation import evaluate as evaluate_on
 from k3rl.pipelines.evaluation import held_out
-from k3rl.pipelines.recovery import with_restarts
-from k3rl.pipelines.session import Session, session
-from k3rl.pipelines.stage import StageResult, cut_notes, resolve_start
-from k3rl.pipelines.weights import check_start
+from k3rl.pipelines.session import Session, open_session, with_restarts
+from k3rl.pipelines.stage import StageResult, cut_notes
+from k3rl.pipelines.start import check_start, resolve_start
 from k3rl.run import RunOptions
 from k3rl.run.summary import StageSummary, print_summary
 
@@ -47,17 +45,7 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
         check_data(config)
     tasks = held_out(config.env, config.evaluation, required=False)
     started = time.monotonic()
-    opened = session(
-        pipeline,
-        config,
-        options,
-        env=config.env,
-        cluster_config=config.cluster,
-        metrics_config=config.metrics,
-        max_running=config.evaluation.max_running,
-        seed=config.seed,
-    )
-    with opened as job:
+    with open_session(pipeline, config, options) as job:
         result = _train(job, config)
         report = {
             "run": str(job.run.root),
@@ -101,10 +89,8 @@ def _train(job: Session, config: StageConfig) -> StageResult:
     match config:
         case SFTConfig():
             return with_restarts(job, lambda session: sft.train(session, config))
-        case RLConfig():
-            return with_restarts(job, lambda session: rl.train(session, config))
-        case DistillConfig():
-            return with_restarts(job, lambda session: distill.train(session, config))
+        case RLConfig() | DistillConfig():
+            return with_restarts(job, lambda session: policy.train(session, config))
     raise ConfigError(f"no loop for {type(config).__name__}")
 
 
@@ -123,17 +109,7 @@ def evaluate(
     chosen = EnvConfig(name=env, args=env_args or {})
     tasks = held_out(chosen, evaluation)
     provider_named(chosen.sandbox).check()
-    with (
-        cluster(cluster_config),
-        fleet(
-            cluster_config,
-            env=chosen.name,
-            env_args=chosen.args,
-            sandbox=chosen.sandbox,
-            max_running=evaluation.max_running,
-            seed=0,
-            learner=False,
-        ) as members,
-    ):
+    actors = FleetConfig(cluster_config, chosen, evaluation.max_running, learner=False)
+    with start_ray(cluster_config), start_fleet(actors) as members:
         measured = evaluate_on(members.rollouts, str(Path(checkpoint).resolve()), evaluation, tasks)
     return {"checkpoint": checkpoint, "env": env, **measured.to_json()}

@@ -11,14 +11,13 @@ from rich.console import Console
 
 from k3rl.checkpoint import add_to_card
 from k3rl.envs import make
-from k3rl.pipelines import distill, rl, sft
+from k3rl.pipelines import policy, sft
 from k3rl.pipelines.chat_data import check_data
 from k3rl.pipelines.configs import QuickstartConfig, StageConfig
 from k3rl.pipelines.evaluation import Evaluation, evaluate, held_out
-from k3rl.pipelines.recovery import with_restarts
-from k3rl.pipelines.session import Session, session
+from k3rl.pipelines.session import Session, open_session, with_restarts
 from k3rl.pipelines.stage import StageResult, cut_notes
-from k3rl.pipelines.weights import check_experts, check_layout
+from k3rl.pipelines.start import check_experts, check_layout
 from k3rl.run import RunOptions
 from k3rl.run.files import write_atomic
 from k3rl.run.metrics import read_metrics, series
@@ -31,17 +30,7 @@ def run(config: QuickstartConfig, options: RunOptions) -> dict[str, Any]:
     check_experts(config.sft, config.rl, config.distill)
     check_data(config.sft)
     started = time.monotonic()
-    opened = session(
-        "rl",
-        config,
-        options,
-        env=config.rl.env,
-        cluster_config=config.cluster,
-        metrics_config=config.metrics,
-        max_running=config.evaluation.max_running,
-        seed=config.seed,
-    )
-    with opened as job:
+    with open_session("rl", config, options) as job:
         stages, measured = _stages(job, config)
         report = _report(job, config, stages, measured)
     report["seconds"] = round(time.monotonic() - started, 1)
@@ -62,12 +51,12 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
         return result.checkpoint
 
     warm = keep(with_restarts(job, lambda session: sft.train(session, _seeded(config.sft, config))))
-    policy = keep(with_restarts(job, lambda session: rl.train(session, _starting(config.rl, config, warm))))
+    teacher = keep(with_restarts(job, lambda session: policy.train(session, _starting(config.rl, config, warm))))
     if config.more_sft:
         more, compute = _starting(config.sft, config, warm), stages["rl"].compute
         keep(with_restarts(job, lambda session: sft.train(session, more, name="more_sft", compute=compute)))
-    student = _starting(config.distill, config, warm).replace(teachers={"*": policy})
-    keep(with_restarts(job, lambda session: distill.train(session, student)))
+    student = _starting(config.distill, config, warm).replace(teachers={"*": teacher})
+    keep(with_restarts(job, lambda session: policy.train(session, student)))
     return stages, measured
 
 

@@ -14,9 +14,9 @@ import torch
 from k3rl.checkpoint import load_checkpoint
 from k3rl.config import NO_CHECKPOINT, ConfigError, K3Error, MissingResource
 from k3rl.data import from_episodes
-from k3rl.data.trajectories import Entry, TrajectoryError, manifest, read
+from k3rl.data.trajectories import ManifestEntry, TrajectoryError, read_groups, read_manifest
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.pipelines.stage import resolve_start
+from k3rl.pipelines.start import resolve_start
 from k3rl.run import RunDirectory
 from k3rl.run.files import read_lines
 from k3rl.types import Branch, Episode, Scored, Turn
@@ -66,7 +66,7 @@ class Rescored:
 
 
 def find_episode(root: Path, name: str) -> Stored:
-    """The episode `name` of the run at `root`, of the last attempt that played it.
+    """The episode `name` of the run at `root`, of the last attempt that ran it.
 
     Raises MissingResource where there is no run, ConfigError where the run has no such episode, K3Error for a file of
     it that is damaged or gone.
@@ -81,10 +81,10 @@ def _find(run: RunDirectory, name: str) -> Stored:
     folder = run.traces_dir / "trajectories"
     listed = [row for row, _ in read_lines(run.traces_dir / "stream.index.jsonl") if row.get("kind") == "episode"]
     steps = {row["step"] for row in listed if row["episode"] == name}
-    entries = sorted(manifest(folder), key=_attempt) if folder.is_dir() else []
+    entries = sorted(read_manifest(folder), key=_attempt) if folder.is_dir() else []
     # The list may lack an episode: watching drops what it has no time for. The files have all.
     for entry in (one for one in reversed(entries) if not steps or one.generation in steps):
-        for group in read(folder, entry):
+        for group in read_groups(folder, entry):
             for episode in group.episodes:
                 if episode.id == name:
                     return _stored(run, folder, entry, episode)
@@ -93,14 +93,14 @@ def _find(run: RunDirectory, name: str) -> Stored:
     raise ConfigError(f"{run.root} has stored no episode {name!r}{known}", key="EPISODE", got=name, nearest=near)
 
 
-def _attempt(entry: Entry) -> int:
+def _attempt(entry: ManifestEntry) -> int:
     return int(entry.file.partition("-")[0].removeprefix("driver"))
 
 
-def _stored(run: RunDirectory, folder: Path, entry: Entry, episode: Episode) -> Stored:
+def _stored(run: RunDirectory, folder: Path, entry: ManifestEntry, episode: Episode) -> Stored:
     routes = entry.routes_file is not None and (folder / entry.routes_file).is_file()
     if routes:
-        groups = read(folder, entry, routes=True)
+        groups = read_groups(folder, entry, routes=True)
         episode = next(one for group in groups for one in group.episodes if one.id == episode.id)
     tree = run.resolved(_attempt(entry))
     stage = tree.get(episode.id.rsplit("-", 3)[0], tree)  # STAGE-STEP-GROUP-MEMBER; a run of one stage has no sections

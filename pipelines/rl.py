@@ -1,77 +1,76 @@
-"""Reinforcement learning: sample groups, execute and grade them, step on their advantages, publish, repeat."""
+"""Reinforcement learning: each group's rewards become advantages of the tokens that earned them."""
 
 from __future__ import annotations
 
-from k3rl.pipelines.batches import add_published, check_failures, policy_batches, rollout_metrics, shuffled
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from k3rl.actors.learner_group import LearnerGroup
+from k3rl.data.batch import TrainBatch, from_episodes
+from k3rl.losses import group_advantages
+from k3rl.parallel import Loss
 from k3rl.pipelines.configs import RLConfig
 from k3rl.pipelines.curriculum import Curriculum
-from k3rl.pipelines.in_flight import InFlight
-from k3rl.pipelines.record import record
-from k3rl.pipelines.session import Session
-from k3rl.pipelines.stage import Stage, StageResult
-from k3rl.pipelines.weights import policy_sampling, start_policy
-from k3rl.run.metrics import Accumulator
+from k3rl.pipelines.rollout_metrics import reward_of
+from k3rl.pipelines.stage import Stage
+from k3rl.types import Group
+
+_SHOWN = {"flat groups": "group/frac_zero_std", "entropy": "policy/entropy/mean"}
 
 
-def train(session: Session, config: RLConfig, *, name: str = "rl") -> StageResult:
-    """Runs the stage and returns its result; a finished stage of a resumed run is returned as it was."""
-    stage = Stage(session, name, config, config.steps)
-    if (result := stage.finished()) is not None:
-        return result
-    learner, rollouts = session.fleet.learner, session.fleet.rollouts
-    start_policy(session.fleet, config)
-    curriculum = Curriculum(config.env, config.seed)
-    if (state := stage.restore()) is not None:
-        curriculum.restore(state)
-    loss, schedule = config.objective.loss(), config.schedule.build(config.steps)
-    sampling = policy_sampling(config)
-    temperature = config.sampling.temperature
-    published: dict[str, float] = {}
+class Reinforcement:
+    """RL as an algorithm of the policy loop (`policy.Algorithm`)."""
 
-    def next_rollouts(step: int) -> InFlight:
-        """Publishes what has been learned so far and starts the rollouts of `step` with it."""
-        with stage.clock("publish"):
-            published.update(session.fleet.publish())
-        curriculum.leave_out(rollouts.left_out)
-        jobs = curriculum.jobs(step, config.batch_size // config.group_size, config.group_size, name)
-        started = rollouts.start(jobs, sampling)
-        return InFlight(lambda: rollouts.result(started), published)
+    name = "rl"
 
-    pending = stage.in_flight()
-    for step in stage.steps():
-        # Updates since these rollouts were given their weights: with staleness, the last step's.
-        pending, ahead = (next_rollouts(step), 0) if pending is None else (pending, config.max_staleness)
-        published["version"] = pending.published["version"]
-        with stage.clock("wait_for_batch"):
-            groups = pending.groups()
-        more = stage.more()
-        check_failures(groups, config.failure_limit)
-        metrics = rollout_metrics(groups, rollouts.env, published["version"] + ahead)
-        metrics.merge(rollouts.take_metrics())
-        if config.shuffle_rewards:
-            groups = shuffled(groups, config.seed, step)
-        curriculum.update(groups)
-        record(session, groups, step)
-        if more and config.max_staleness:
-            pending = next_rollouts(step + 1)
-        batches = policy_batches(groups, config)
-        with stage.clock("wait_for_policy"):
-            metrics.merge(learner.trained(learner.start_training(batches, loss, schedule.at(step), temperature)))
-        if more and not config.max_staleness:
-            pending = next_rollouts(step + 1)
-        add_published(metrics, published)
-        reward = metrics.values()[f"reward/{rollouts.env}/mean"]
-        in_flight = pending if more else None
-        stage.done(metrics, curriculum.state(), pending=in_flight, reward=reward, **_shown(metrics))
-        if not more:
-            break
-    return stage.finish(curriculum.state(), {"pass_rates": curriculum.pass_rates})
+    def __init__(self, config: RLConfig) -> None:
+        self._config = config
+        self.loss: Loss = config.objective.loss()
+
+    def prepare(self, learner: LearnerGroup) -> None:
+        """The learner needs nothing but the policy."""
+
+    def regraded(self, groups: list[Group], step: int) -> list[Group]:
+        return shuffled(groups, self._config.seed, step) if self._config.shuffle_rewards else groups
+
+    def batches(self, groups: Sequence[Group], stage: Stage) -> list[TrainBatch]:
+        return policy_batches(groups, self._config)
+
+    def shown(self, values: Mapping[str, float]) -> dict[str, float]:
+        return {label: values[key] for label, key in _SHOWN.items() if key in values}
+
+    def notes(self, curriculum: Curriculum) -> dict[str, Any]:
+        return {"pass_rates": curriculum.pass_rates}
 
 
-def _shown(metrics: Accumulator) -> dict[str, float]:
-    values = metrics.values()
-    return {
-        label: values[key]
-        for label, key in (("flat groups", "group/frac_zero_std"), ("entropy", "policy/entropy/mean"))
-        if key in values
-    }
+def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
+    """The groups with all scores of the batch permuted: the control in which rewards mean nothing."""
+    scores = [episode.score for group in groups for episode in group.episodes]
+    order = iter(np.random.default_rng([seed, step, 1]).permutation(len(scores)))
+    return [replace(g, episodes=tuple(replace(e, score=scores[next(order)]) for e in g.episodes)) for g in groups]
+
+
+def policy_batches(groups: Sequence[Group], config: RLConfig) -> list[TrainBatch]:
+    """One batch for each optimizer step, groups in turn; groups whose rewards are all equal carry no signal.
+
+    Masking comes first, then baselines, then weights over the whole batch. Fewer batches than asked for, or none, when
+    too few groups have a signal.
+    """
+    live: list[dict[str, float]] = []
+    episodes = {episode.id: episode for group in groups for episode in group.episodes}
+    for group in groups:
+        advantages = group_advantages([reward_of(e) for e in group.episodes], normalise=config.objective.normalise)
+        known = {e.id: a for e, a in zip(group.episodes, advantages, strict=True) if a is not None and e.branches}
+        if any(known.values()):
+            live.append(known)
+    batches = []
+    for i in range(config.optimizer_steps):
+        share = {name: advantage for known in live[i :: config.optimizer_steps] for name, advantage in known.items()}
+        if share:
+            batches.append(
+                from_episodes([episodes[name] for name in share], share, mode=config.objective.token_weights)
+            )
+    return batches

@@ -1,31 +1,33 @@
-"""Everything a pipeline works with while it runs: files, actors, progress, and how it ends."""
+"""A session: one attempt at a run with its files, actors and progress, its next attempt after a loss, and its end."""
 
 from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from k3rl.actors.cluster import ClusterConfig, cluster
-from k3rl.actors.fleet import Fleet, fleet
-from k3rl.config import Config, to_tree
+from k3rl.actors import ActorLost, Fleet, FleetConfig, start_fleet, start_ray
+from k3rl.actors.weight_sync import Canary
+from k3rl.config import to_tree
 from k3rl.data.trajectories import TrajectoryWriter
 from k3rl.envs import make
 from k3rl.envs.sandbox import provider_named
-from k3rl.pipelines.configs import EnvConfig
+from k3rl.parallel import PeerFailed
+from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.run import MetricsWriter, Recorder, RunDirectory, RunOptions
 from k3rl.run.progress import Progress
-from k3rl.run.sinks import MetricsConfig, check_sinks, open_sinks
+from k3rl.run.sinks import check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
-from k3rl.types import Message
+from k3rl.types import Group, Message
 
 LOG = "driver.log"
 _SHOWN = 20  # changed keys
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,13 @@ class Session:
     resume: bool
     restarts: int = 0  # of all actors, in this process
 
+    def record(self, groups: Sequence[Group], step: int) -> None:
+        """Queues every episode for the live stream and writes the step's trajectories, whole or not at all."""
+        for group in groups:
+            for episode in group.episodes:
+                self.recorder.episode(episode, step, self.tokenizer.pieces)
+        self.trajectories.write(groups, generation=step)
+
     def restarted(self) -> Session:
         """The same run as its next attempt, with fresh actors, to go on from the last training state."""
         self.fleet.restart()
@@ -54,32 +63,40 @@ class Session:
         return replace(self, trajectories=fresh, resume=True, restarts=self.restarts + 1)
 
 
+def with_restarts(session: Session, train: Callable[[Session], Result]) -> Result:
+    """`train(session)`, again from the newest state after each lost actor, `cluster.restarts` times in a run at most.
+
+    Only lost processes are worth another try: an error that an actor raised would come again, and comes through.
+    """
+    while True:
+        try:
+            return train(session)
+        except (ActorLost, PeerFailed) as error:
+            if session.fleet.restarts_left == 0:
+                raise
+            lost = str(error).partition("\n")[0].rstrip(":")
+        left = session.fleet.restarts_left - 1
+        session.progress.note(f"{lost}; all actors start again and go on from the last state ({left} restarts left)")
+        session = session.restarted()
+
+
 def _trajectories(run: RunDirectory, tokenizer: Tokenizer) -> TrajectoryWriter:
     folder = run.traces_dir / "trajectories"
     return TrajectoryWriter(folder, actor=f"driver{run.info.attempt}", tokenizer_hash=tokenizer.hash)
 
 
 @contextmanager
-def session(
-    pipeline: str,
-    config: Config,
-    options: RunOptions,
-    *,
-    env: EnvConfig,
-    cluster_config: ClusterConfig,
-    metrics_config: MetricsConfig,
-    max_running: int,
-    seed: int,
-) -> Iterator[Session]:
+def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options: RunOptions) -> Iterator[Session]:
     """Opens a run directory, starts Ray and the actors, and ends all of them with the block."""
-    check_sinks(metrics_config)
+    env = config.rl.env if isinstance(config, QuickstartConfig) else config.env
+    check_sinks(config.metrics)
     directory = options.directory(options.preset if options.preset != "default" else pipeline)
     with ExitStack() as stack:
         run = stack.enter_context(RunDirectory.create(directory, config, pipeline, options))
         progress = stack.enter_context(Progress())
         progress.log_to(run.logs_dir / LOG)
         about: dict[str, Any] = {"run_id": run.info.id, "attempt": run.info.attempt}
-        sinks = open_sinks(metrics_config, run.root, tree=to_tree(config), **about)
+        sinks = open_sinks(config.metrics, run.root, tree=to_tree(config), **about)
         writer = MetricsWriter(run.metrics_path, sinks=sinks, warn=progress.note, **about)
         metrics = stack.enter_context(writer)
         recorder = stack.enter_context(Recorder(run.traces_dir, config_hash=run.info.config_hash, **about))
@@ -89,20 +106,10 @@ def session(
             more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
         progress.note("starting Ray and the actors")
-        stack.enter_context(cluster(cluster_config))
+        stack.enter_context(start_ray(config.cluster))
         memory = stack.enter_context(MemoryWatch())
-        members = stack.enter_context(
-            fleet(
-                cluster_config,
-                env=env.name,
-                env_args=env.args,
-                sandbox=env.sandbox,
-                max_running=max_running,
-                seed=seed,
-                faults=env.faults,
-                canary_prompt=canary_prompt(env),
-            )
-        )
+        canary, max_running = Canary(canary_prompt(env)), config.evaluation.max_running
+        members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
         tokenizer = Tokenizer.builtin()
         kept = _trajectories(run, tokenizer)
         yield Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, options.resume)

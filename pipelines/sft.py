@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from k3rl.actors.fleet import Learner
+from k3rl.actors import LearnerGroup
 from k3rl.data.batch import TrainBatch
 from k3rl.parallel import Loss
 from k3rl.pipelines.chat_data import ChatBatches, chat_data
 from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
-from k3rl.pipelines.weights import start_learner
+from k3rl.pipelines.start import start_learner
 
 
 @dataclass
@@ -51,7 +51,7 @@ def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: fl
     batch = data.batch(stage.step)
     for step in stage.steps():
         flat_at = _flat_at(flat_at, step, stage, data, config, compute)
-        pending = learner.start_training([batch], loss, _lr_scale(step, flat_at, config))
+        pending = learner.start_training([batch], loss, lr_scale(step, flat_at, config))
         batch = data.batch(step + 1)  # encoded while the learner works
         with stage.clock("wait_for_policy"):
             metrics = learner.trained(pending)
@@ -65,7 +65,7 @@ def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: fl
         known = {"loss": metrics.values().get("loss/mean"), "held-out": losses[-1][1] if losses else None}
         shown = {label: value for label, value in known.items() if value is not None}
         state = {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses, "data": data.cursor(step + 1)}
-        stage.done(metrics, state, reward=None, pending=None, **shown)
+        stage.done(metrics, state, shown=shown)
         if last:
             break
     state = {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses, "data": data.cursor(stage.step)}
@@ -86,7 +86,7 @@ def _flat_at(
     return step if left <= config.decay_steps else None
 
 
-def _lr_scale(step: int, flat_at: int | None, config: SFTConfig) -> float:
+def lr_scale(step: int, flat_at: int | None, config: SFTConfig) -> float:
     """Warm-up, constant until the loss is flat, then linear to the final fraction."""
     warm = min(1.0, (step + 1) / max(1, config.schedule.warmup_steps))
     if flat_at is None:
@@ -95,5 +95,5 @@ def _lr_scale(step: int, flat_at: int | None, config: SFTConfig) -> float:
     return warm * (1 - done * (1 - config.schedule.final_fraction))
 
 
-def _heldout_loss(learner: Learner, heldout: TrainBatch, loss: Loss) -> float:
+def _heldout_loss(learner: LearnerGroup, heldout: TrainBatch, loss: Loss) -> float:
     return learner.evaluate(heldout, loss).values()["loss/mean"]

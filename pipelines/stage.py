@@ -1,4 +1,4 @@
-"""The bookkeeping of one training loop: steps, time, files, metrics, and where to go on after a stop."""
+"""A stage: the bookkeeping of one training loop, in steps, time, files and metrics, and where to go on after a stop."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from k3rl.checkpoint import is_adapter
 from k3rl.checkpoint.train_state import chosen_train_state, clear_unfinished, go_back_to, prune_train_states
 from k3rl.config import ConfigError
 from k3rl.pipelines.configs import StageConfig
-from k3rl.pipelines.in_flight import InFlight
 from k3rl.pipelines.session import Session
 from k3rl.run.files import write_atomic
 from k3rl.run.metrics import Accumulator
+
+if TYPE_CHECKING:
+    from k3rl.pipelines.rollout_buffer import RolloutBuffer
 
 _PACE_STEPS = 20  # the first steps are slow and would make the pace look worse than it is
 _NEARLY = 0.95  # a stage that plans its last steps by the time left ends a little before its limit
@@ -89,7 +90,8 @@ class Stage:
         self._loop_began = self._step_began = time.monotonic()
         self._first_step = 0
         self._promised: int | None = None
-        self._in_flight: dict[str, Any] | None = None
+        self.saved_rollouts: tuple[Path, dict[str, Any]] | None = None
+        """Of a restored state: the rollouts that were under way, as `RolloutBuffer.save` wrote them, and where."""
 
     # ---------------------------------------------------------------------------------------------- going on
 
@@ -129,13 +131,10 @@ class Stage:
         extra = self.session.fleet.learner.load_state(str(chosen))
         go_back_to(chosen)
         self.step, self._spent_s, self.totals = extra["step"], extra["seconds"], extra["totals"]
-        self._in_flight = extra["in_flight"]
+        if extra["in_flight"] is not None:
+            self.saved_rollouts = self._states, extra["in_flight"]
         self.session.progress.note(f"{self.name}: going on after step {self.step}")
         return extra["loop"]
-
-    def in_flight(self) -> InFlight | None:
-        """The rollouts that were under way when the restored state was saved; they are trained on, not played again."""
-        return None if self._in_flight is None else InFlight.load(self._states, self._in_flight)
 
     def steps(self) -> Iterator[int]:
         """The steps still to do. Ends early on `max_seconds`, but never before a step that `more` promised; raises
@@ -190,14 +189,14 @@ class Stage:
         metrics: Accumulator,
         loop_state: Mapping[str, Any],
         *,
-        pending: InFlight | None = None,
+        rollouts: RolloutBuffer | None = None,
         reward: float | None = None,
-        **shown: float,
+        shown: Mapping[str, float] | None = None,
     ) -> None:
         """Ends the current step: writes its metrics, saves a state when due or asked to end, moves the bar.
 
-        pending: rollouts of the next step that are under way; a state waits for them and holds them. `reward` and
-        `shown` are what the bar says. Raises Interrupted once the state is durable.
+        rollouts: those of the next step may be in it; a state waits for them and holds them. `reward` and `shown` are
+        what the bar says. Raises Interrupted once the state is durable.
         """
         now = time.monotonic()
         self._clocks["step"], self._step_began = now - self._step_began, now
@@ -216,22 +215,22 @@ class Stage:
         for note in notes:
             self.session.progress.note(f"{self.name}, step {self.step}: {note}")
         self.step += 1
-        self._bar.step(self.step, tokens=int(trained + sampled), reward=reward, **shown)
+        self._bar.step(self.step, tokens=int(trained + sampled), reward=reward, **(shown or {}))
         asked = self.session.interrupts.requested
         if asked or self.step % self._config.save_every == 0:
-            self.save(loop_state, pending)
+            self.save(loop_state, rollouts)
         if asked:
             self._saved()
             raise Interrupted(f"{self.name} ended after step {self.step}; --resume goes on from there")
 
-    def save(self, loop_state: Mapping[str, Any], pending: InFlight | None = None) -> None:
+    def save(self, loop_state: Mapping[str, Any], rollouts: RolloutBuffer | None = None) -> None:
         """Begins to write a training state of the steps so far; it is durable before the next one begins."""
-        name, rollouts = f"step_{self.step}", None
-        if pending is not None:
+        name, held = f"step_{self.step}", None
+        if rollouts is not None:
             folder = self._states / f"in_flight-{name}-{secrets.token_hex(4)}"
-            rollouts = pending.save(folder, self.step, self.session.tokenizer.hash)
+            held = rollouts.save(folder, self.step, self.session.tokenizer.hash)
         extra = {"step": self.step, "seconds": self.seconds(), "totals": self.totals, "loop": dict(loop_state)}
-        self.session.fleet.learner.save_state(str(self._states / name), extra | {"in_flight": rollouts})
+        self.session.fleet.learner.save_state(str(self._states / name), extra | {"in_flight": held})
         self._prune()
 
     def _saved(self) -> None:
@@ -274,9 +273,3 @@ class Stage:
         self._result.parent.mkdir(exist_ok=True)
         write_atomic(self._result, json.dumps(asdict(result)))
         return result
-
-
-def resolve_start(start: str) -> Path | None:
-    """The directory of a checkpoint or an adapter that `model.start` names, or None for a named size."""
-    path = Path(start)
-    return path if (path / "config.json").is_file() or is_adapter(path) else None

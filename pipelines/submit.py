@@ -34,7 +34,7 @@ def submit(words: list[str], address: str) -> int:
             "Start one with `ray start --head`, give its dashboard's address, and set RAY_AUTH_MODE and "
             "RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as on the cluster"
         ) from error
-    entrypoint = shlex.join([sys.executable, "-m", "k3rl.cli", *words])
+    entrypoint = shlex.join([sys.executable, "-m", "k3rl", *words])
     # The token itself does not travel: the job's processes inherit the one that the cluster was started with.
     variables = {"RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"], "PYTHONSAFEPATH": "1", "RAY_DEDUP_LOGS": "0"}
     job = client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": variables})

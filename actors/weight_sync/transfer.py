@@ -1,9 +1,9 @@
-"""How weights go straight from the learner's process to the engines': by broadcast, or through shared GPU memory.
+"""How weights go straight from the learner's process to the engines': by a broadcast, or through shared GPU memory.
 
-Both move messages (`messages.py`) one after the other while the next is being packed, in two buffers. Beside them a
-store at the learner carries a note for each message, with its size and checksum, and what receivers acknowledge, so
-that nobody waits for a peer longer than a timeout. What a version is, and whether it is whole and unaltered, is decided
-by the engine as for any other way (`k3rl.engine.weights`).
+Both move buckets (`buckets.py`) one after the other while the next is being packed, in two buffers. A store of notes at
+the learner tells the size and checksum of each bucket, and what receivers acknowledge, so that nobody waits for a peer
+longer than a timeout. What a version is, and whether it is whole and unaltered, is decided by the engine as for any
+other transport (`k3rl.engine.weights`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3rl.actors.weight_sync.gpu_memory import SharingRefused, collect, open_shared, share, uuid_of, visible_gpus
-from k3rl.actors.weight_sync.messages import Message, MessageDamaged, checksum
-from k3rl.config import ConfigError, K3Error
-
-Route = Literal["object_store", "broadcast", "ipc"]
-Setting = Literal["auto", "object_store", "broadcast", "ipc"]
+from k3rl.actors.weight_sync.buckets import Bucket, BucketDamaged, checksum
+from k3rl.actors.weight_sync.gpu_memory import SharingRefused, collect, open_shared, share
+from k3rl.actors.weight_sync.transport import Transport
+from k3rl.config import K3Error
 
 _BUFFERS = 2
 _CONNECT_S = 3.0  # of one attempt: a connection that a store accepted is now and then not answered, another one is
@@ -36,83 +33,21 @@ _POLLS_S = (0.001, 0.02)  # first and longest pause between two looks at the sto
 
 
 class TransferBroken(K3Error):
-    """A peer is gone or came too late; this way between learner and engines is of no more use."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process keeps its weights. gpu: its UUID, empty on a CPU. visible: all that the process can open.
-
-    direct: whether it takes weights itself; an actor in front of a server does not.
-    """
-
-    host: str
-    gpu: str = ""
-    visible: tuple[str, ...] = ()
-    direct: bool = True
-
-
-def place_here(device: torch.device, *, direct: bool = True) -> Place:
-    """The place of this process."""
-    host = socket.gethostname()
-    if device.type != "cuda":
-        return Place(host, direct=direct)
-    return Place(host, uuid_of(device), visible_gpus(), direct)
-
-
-def choose(setting: Setting, learner: Place, engines: Sequence[Place]) -> Route:
-    """The way of a run's weights. Raises ConfigError where the one that was asked for cannot work.
-
-    auto: through shared memory where every engine sees the learner's GPU, by broadcast where each has a GPU of its own,
-    and through the object store otherwise.
-    """
-    obstacles = {"object_store": "", "ipc": _against_ipc(learner, engines), "broadcast": _against_broadcast(engines)}
-    gpus = [place.gpu for place in (learner, *engines)]
-    if all(gpus) and len(set(gpus)) < len(gpus):
-        obstacles["broadcast"] = obstacles["broadcast"] or "NCCL joins no two processes on one GPU"
-    if setting == "auto":
-        if not obstacles["ipc"]:
-            return "ipc"
-        return "broadcast" if all(gpus) and not obstacles["broadcast"] else "object_store"
-    if obstacles[setting]:
-        raise ConfigError(
-            f"cluster.weight_transfer is {setting!r}, which cannot work here: {obstacles[setting]}; take 'auto'",
-            key="cluster.weight_transfer",
-            got=setting,
-        )
-    return setting
-
-
-def _against_ipc(learner: Place, engines: Sequence[Place]) -> str:
-    if not learner.gpu:
-        return "the learner's first rank is on no GPU"
-    for number, engine in enumerate(engines):
-        if not engine.direct or not engine.gpu:
-            return f"rollout actor {number} keeps no weights on a GPU"
-        if engine.host != learner.host or learner.gpu not in engine.visible:
-            return f"rollout actor {number} does not see the learner's GPU"
-    return ""
-
-
-def _against_broadcast(engines: Sequence[Place]) -> str:
-    for number, engine in enumerate(engines):
-        if not engine.direct:
-            return f"rollout actor {number} stands before a server"
-    return ""
+    """A peer is gone or came too late; this transport is of no more use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """What both sides of a transfer know. nccl: broadcast between GPUs; gloo through host memory otherwise."""
 
-    route: Route
+    transport: Transport
     address: str
     receivers: int
     timeout_s: float
     nccl: bool = False
 
 
-class _Post:
+class _NoteStore:
     """One process's connection to the store of notes."""
 
     def __init__(self, store: dist.TCPStore, timeout_s: float) -> None:
@@ -126,7 +61,7 @@ class _Post:
             self._store.delete_key(key)
 
     def get(self, key: str, what: str) -> Any:
-        """Waits for a note. Raises TransferBroken after the timeout, or when the other side gave up."""
+        """Waits for a note. Raises TransferBroken after the timeout, or when the other side has aborted."""
         deadline, pause = time.monotonic() + self._timeout_s, _POLLS_S[0]
         while not self._store.check([key]):
             if self._store.check(["broken"]):
@@ -138,10 +73,10 @@ class _Post:
         return json.loads(self._store.get(key))
 
 
-def call_off(link: Link, reason: str) -> None:
-    """Tells all who wait for a message or its receipt that one of them is gone. For who is told so by other means."""
+def abort_transfer(link: Link, reason: str) -> None:
+    """Tells all who wait for a bucket or its receipt that one of them is gone; the caller knows it by other means."""
     with suppress(RuntimeError):  # without a store nobody waits for longer than it takes to notice
-        _Post(_connect(link), link.timeout_s).put("broken", reason)
+        _NoteStore(_connect(link), link.timeout_s).put("broken", reason)
 
 
 def _group(link: Link, rank: int) -> Any:
@@ -194,11 +129,11 @@ class _Carrier(Protocol):
     """Moves the contents of a sender's buffers."""
 
     def free(self, key: str, index: int) -> None:
-        """Returns once the message before, in this buffer, has arrived everywhere."""
+        """Returns once the bucket before, in this buffer, has arrived everywhere."""
         ...
 
     def start(self, key: str, index: int, buffer: Tensor, note: dict[str, Any]) -> None:
-        """Tells receivers of a message and begins to move it."""
+        """Tells receivers of a bucket and begins to move it."""
         ...
 
     def finish(self) -> None: ...
@@ -207,8 +142,8 @@ class _Carrier(Protocol):
 
 
 class _Broadcast:
-    def __init__(self, link: Link, post: _Post) -> None:
-        self._post, self._group = post, _group(link, 0)
+    def __init__(self, link: Link, notes: _NoteStore) -> None:
+        self._notes, self._group = notes, _group(link, 0)
         self._moving: dict[int, Any] = {}
 
     def free(self, key: str, index: int) -> None:
@@ -216,7 +151,7 @@ class _Broadcast:
             self._moving.pop(index).wait()
 
     def start(self, key: str, index: int, buffer: Tensor, note: dict[str, Any]) -> None:
-        self._post.put(f"{key}/{index}", note)  # first: who reads it joins
+        self._notes.put(f"{key}/{index}", note)  # first: who reads it joins
         self._moving[index] = _broadcast(self._group, buffer)
 
     def finish(self) -> None:
@@ -230,13 +165,13 @@ class _Broadcast:
 class _SharedMemory:
     """share: of a buffer, once for each receiver, what another process opens it by."""
 
-    def __init__(self, link: Link, post: _Post, share: Callable[[Tensor], Any]) -> None:
-        self._post, self._receivers, self._share = post, link.receivers, share
+    def __init__(self, link: Link, notes: _NoteStore, share: Callable[[Tensor], Any]) -> None:
+        self._notes, self._receivers, self._share = notes, link.receivers, share
         self._shared: dict[int, int] = {}  # buffer -> where it lies, as receivers know it
 
     def free(self, key: str, index: int) -> None:
         for receiver in range(self._receivers):
-            self._post.get(f"{key}/{index}/taken/{receiver}", f"message {index} at rollout actor {receiver}")
+            self._notes.get(f"{key}/{index}/taken/{receiver}", f"bucket {index} at rollout actor {receiver}")
 
     def start(self, key: str, index: int, buffer: Tensor, note: dict[str, Any]) -> None:
         place = index % _BUFFERS
@@ -245,7 +180,7 @@ class _SharedMemory:
             self._shared[place] = buffer.data_ptr()
             storage = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
             handles = [self._share(storage) for _ in range(self._receivers)]
-        self._post.put(f"{key}/{index}", {**note, "buffer": place, "handles": handles})
+        self._notes.put(f"{key}/{index}", {**note, "buffer": place, "handles": handles})
 
     def finish(self) -> None:
         self._shared.clear()
@@ -262,7 +197,7 @@ class Sender:
 
     def __init__(
         self,
-        route: Route,
+        transport: Transport,
         receivers: int,
         device: torch.device,
         timeout_s: float,
@@ -275,67 +210,67 @@ class Sender:
             store = _store(host, 0, timeout_s, here=True)
         except RuntimeError as error:
             raise TransferBroken(f"the learner cannot listen at {host}: {error}") from error
-        self.link = Link(route, f"{host}:{store.port}", receivers, timeout_s, nccl)
-        self._post = _Post(store, timeout_s)
-        self._device = device if route == "ipc" or nccl else torch.device("cpu")
+        self.link = Link(transport, f"{host}:{store.port}", receivers, timeout_s, nccl)
+        self._notes = _NoteStore(store, timeout_s)
+        self._device = device if transport == "ipc" or nccl else torch.device("cpu")
         self._share = share
         self._carrier: _Carrier | None = None
 
     def join(self) -> None:
         """Meets the receivers, which call theirs meanwhile. Raises TransferBroken."""
         try:
-            shared = self.link.route == "ipc"
+            shared = self.link.transport == "ipc"
             self._carrier = (
-                _SharedMemory(self.link, self._post, self._share) if shared else _Broadcast(self.link, self._post)
+                _SharedMemory(self.link, self._notes, self._share) if shared else _Broadcast(self.link, self._notes)
             )
         except RuntimeError as error:
             raise self._broken(f"the engines did not join: {error}") from error
 
-    def send(self, key: str, messages: Iterable[Message]) -> int:
-        """Sends messages to all receivers, which have all of them when this returns; gives their bytes.
+    def send(self, key: str, buckets: Iterable[Bucket]) -> int:
+        """Sends buckets to all receivers, which have all of them when this returns; gives their bytes.
 
-        key: a new one each time. At most two messages are in memory. Raises TransferBroken; the sender is then closed.
+        key: a new one each time. At most two buckets are in memory. Raises TransferBroken; the sender is then closed.
         """
         if self._carrier is None:
             raise TransferBroken("this sender is closed or was never joined")
         buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _BUFFERS
         count = moved = 0
         try:
-            for message in messages:
+            for bucket in buckets:
                 if count >= _BUFFERS:
                     self._carrier.free(key, count - _BUFFERS)
                 place = count % _BUFFERS
-                if buffers[place].numel() < message.size:
-                    buffers[place] = torch.empty(message.size, dtype=torch.uint8, device=self._device)
-                buffer = buffers[place][: message.size]
-                message.write(buffer)
-                note = {"size": message.size, "checksum": checksum(buffer)}  # which waits for the device
+                if buffers[place].numel() < bucket.size:
+                    buffers[place] = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
+                buffer = buffers[place][: bucket.size]
+                bucket.write(buffer)
+                note = {"size": bucket.size, "checksum": checksum(buffer)}  # which waits for the device
                 self._carrier.start(key, count, buffer, note)
-                count, moved = count + 1, moved + message.size
-            self._post.put(f"{key}/{count}", {"end": count})
+                count, moved = count + 1, moved + bucket.size
+            self._notes.put(f"{key}/{count}", {"end": count})
             for receiver in range(self.link.receivers):
-                self._post.get(f"{key}/done/{receiver}", f"the end of version {key} at rollout actor {receiver}")
+                self._notes.get(f"{key}/done/{receiver}", f"the end of version {key} at rollout actor {receiver}")
             self._carrier.finish()
             self._forget(key, count)
         except (RuntimeError, TransferBroken) as error:
             raise self._broken(str(error)) from error
-        except Exception as error:  # of the messages themselves: receivers are not left waiting
-            self._post.put(f"{key}/{count}", {"failed": f"the learner could not pack it: {error}"})
+        except Exception as error:  # of the buckets themselves: receivers are not left waiting
+            self._notes.put(f"{key}/{count}", {"failed": f"the learner could not pack it: {error}"})
             self._carrier.finish()
             raise
         finally:
             del buffers
-            if self.link.route == "ipc":
+            if self.link.transport == "ipc":
                 collect()
         return moved
 
     def _forget(self, key: str, count: int) -> None:
         """Drops the notes of a version that all have."""
         receivers = range(self.link.receivers)
-        self._post.drop(f"{key}/{index}" for index in range(count + 1))
-        self._post.drop(f"{key}/done/{receiver}" for receiver in receivers)
-        if self.link.route == "ipc":
-            self._post.drop(f"{key}/{index}/taken/{receiver}" for index in range(count) for receiver in receivers)
+        self._notes.drop(f"{key}/{index}" for index in range(count + 1))
+        self._notes.drop(f"{key}/done/{receiver}" for receiver in receivers)
+        if self.link.transport == "ipc":
+            self._notes.drop(f"{key}/{index}/taken/{receiver}" for index in range(count) for receiver in receivers)
 
     def close(self) -> None:
         carrier, self._carrier = self._carrier, None
@@ -343,9 +278,9 @@ class Sender:
             carrier.close()
 
     def _broken(self, reason: str) -> TransferBroken:
-        text = f"weights no longer go by {self.link.route}: {reason}"
+        text = f"weights no longer go by {self.link.transport}: {reason}"
         with suppress(RuntimeError):
-            self._post.put("broken", text)
+            self._notes.put("broken", text)
         self.close()
         return TransferBroken(text)
 
@@ -360,27 +295,27 @@ class Receiver:
         self, link: Link, number: int, device: torch.device, *, open_shared: Callable[[Any], Tensor] = open_shared
     ) -> None:
         self._link, self._number, self._open_shared = link, number, open_shared
-        self._device = device if link.route == "ipc" or link.nccl else torch.device("cpu")
+        self._device = device if link.transport == "ipc" or link.nccl else torch.device("cpu")
         self._group: Any = None
-        self._post: _Post | None = None
+        self._notes: _NoteStore | None = None
 
     def join(self) -> None:
         """Meets the others. Raises TransferBroken."""
         try:
-            self._post = _Post(_connect(self._link), self._link.timeout_s)
-            if self._link.route == "broadcast":
+            self._notes = _NoteStore(_connect(self._link), self._link.timeout_s)
+            if self._link.transport == "broadcast":
                 self._group = _group(self._link, self._number + 1)
         except RuntimeError as error:
             self.close()
             raise TransferBroken(f"rollout actor {self._number} did not meet the learner: {error}") from error
 
     async def receive(self, key: str, take: Callable[[Tensor], None]) -> None:
-        """Gives each message of `key`, uint8 [n] of its own memory, to `take`, until the last one.
+        """Gives each bucket of `key`, uint8 [n] of its own memory, to `take`, until the last one.
 
-        After an error of `take`, or a damaged message, the rest is received and dropped, so that peers are not held up;
-        then it is raised. Other calls of the event loop run between messages. Raises MessageDamaged, TransferBroken.
+        After an error of `take`, or a damaged bucket, the rest is received and dropped, so that peers are not held up;
+        then it is raised. Other calls of the event loop run between buckets. Raises BucketDamaged, TransferBroken.
         """
-        if self._post is None:
+        if self._notes is None:
             raise TransferBroken("this receiver is closed or was never joined")
         opened: dict[int, Tensor] = {}
         refused: Exception | None = None
@@ -388,60 +323,60 @@ class Receiver:
         try:
             while "end" not in (note := await self._note(key, index)):
                 if "failed" in note:
-                    raise MessageDamaged(f"message {index} of version {key} was not sent: {note['failed']}")
-                message = self._move(note, opened)
+                    raise BucketDamaged(f"bucket {index} of version {key} was not sent: {note['failed']}")
+                bucket = self.fetch(note, opened)
                 if refused is None:
                     try:
-                        take(self._checked(message, note, key, index))
+                        take(self._checked(bucket, note, key, index))
                     except Exception as error:  # raised below, once peers have gone on
                         refused = error
-                del message
-                if self._link.route == "ipc":
-                    self._post.put(f"{key}/{index}/taken/{self._number}", True)
+                del bucket
+                if self._link.transport == "ipc":
+                    self._notes.put(f"{key}/{index}/taken/{self._number}", True)
                 index += 1
             opened.clear()
-            self._post.put(f"{key}/done/{self._number}", True)
+            self._notes.put(f"{key}/done/{self._number}", True)
         except (RuntimeError, SharingRefused, TransferBroken) as error:
             raise self._broken(str(error)) from error
         if refused is not None:
             raise refused
 
     async def _note(self, key: str, index: int) -> dict[str, Any]:
-        if self._post is None:
+        if self._notes is None:
             raise TransferBroken("this receiver was closed")
-        return dict(await asyncio.to_thread(self._post.get, f"{key}/{index}", f"message {index} of version {key}"))
+        return dict(await asyncio.to_thread(self._notes.get, f"{key}/{index}", f"bucket {index} of version {key}"))
 
-    def _move(self, note: dict[str, Any], opened: dict[int, Tensor]) -> Tensor:
-        """The message of a note, in memory of this process."""
-        if self._link.route == "broadcast":
-            message = torch.empty(note["size"], dtype=torch.uint8, device=self._device)
-            _broadcast(self._group, message).wait()
-            return message
+    def fetch(self, note: dict[str, Any], opened: dict[int, Tensor]) -> Tensor:
+        """The bucket of a note, in memory of this process."""
+        if self._link.transport == "broadcast":
+            bucket = torch.empty(note["size"], dtype=torch.uint8, device=self._device)
+            _broadcast(self._group, bucket).wait()
+            return bucket
         place = note["buffer"]
         if note["handles"] is not None:
             opened[place] = self._open_shared(note["handles"][self._number])
-        message = opened[place][: note["size"]].to(self._device, copy=True)
-        if message.device.type == "cuda":
-            torch.cuda.synchronize(message.device)  # the sender writes over it once it is acknowledged
-        return message
+        bucket = opened[place][: note["size"]].to(self._device, copy=True)
+        if bucket.device.type == "cuda":
+            torch.cuda.synchronize(bucket.device)  # the sender writes over it once it is acknowledged
+        return bucket
 
-    def _checked(self, message: Tensor, note: dict[str, Any], key: str, index: int) -> Tensor:
-        found, sent = checksum(message), note["checksum"]
+    def _checked(self, bucket: Tensor, note: dict[str, Any], key: str, index: int) -> Tensor:
+        found, sent = checksum(bucket), note["checksum"]
         if found != sent:
-            raise MessageDamaged(
-                f"message {index} of version {key} arrived altered (checksum {found:016x}, sent {sent:016x})"
+            raise BucketDamaged(
+                f"bucket {index} of version {key} arrived altered (checksum {found:016x}, sent {sent:016x})"
             )
-        return message
+        return bucket
 
     def _broken(self, reason: str) -> TransferBroken:
-        text = f"rollout actor {self._number} no longer takes weights by {self._link.route}: {reason}"
+        text = f"rollout actor {self._number} no longer takes weights by {self._link.transport}: {reason}"
         with suppress(RuntimeError):  # the learner may be what is gone
-            if self._post is not None:
-                self._post.put("broken", text)
+            if self._notes is not None:
+                self._notes.put("broken", text)
         self.close()
         return TransferBroken(text)
 
     def close(self) -> None:
-        group, self._group, self._post = self._group, None, None
+        group, self._group, self._notes = self._group, None, None
         if group is not None:
             _close(group)

@@ -1,6 +1,6 @@
 """Environments that were written for other systems, by name: `gymnasium:ID`, `openenv:URL`, and so on.
 
-foreign    what they share: options, tasks that are seeds, paid episodes, records of rewards and their judge
+foreign    what they share: options, tasks that are seeds, paid episodes, records of rewards and their rubric
 bridge     a process in the Python that has the package; sandboxed/ is its other side, which imports nothing of k3rl
 packages   Gymnasium, SkyRL-gym, TextArena, verifiers;  reasoning: reasoning-gym;  client: OpenEnv, a client of servers
 """

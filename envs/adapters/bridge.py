@@ -141,6 +141,11 @@ class Bridge:
         """Whether calls can be made."""
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def pid(self) -> int | None:
+        """The number of its process, which leads a group of its own; None before `start` and after `close`."""
+        return None if self._process is None else self._process.pid
+
     async def start(self) -> None:
         """Start the process and import the package. Raises MissingResource when it is not installed there."""
         self._scratch = tempfile.TemporaryDirectory(prefix="k3rl-foreign-", ignore_cleanup_errors=True)
@@ -272,6 +277,12 @@ class BlockingBridge:
                 self._finish = weakref.finalize(self, self._holder.end)
             return self._holder.run(self._holder.call(method, deadline_s, params))
 
+    @property
+    def pid(self) -> int | None:
+        """As `Bridge.pid`."""
+        with self._lock:
+            return None if self._holder is None else self._holder.bridge.pid
+
     def close(self) -> None:
         """End the process. Idempotent; a later call starts another one."""
         with self._lock:
@@ -284,7 +295,7 @@ class _Holder:
     """A thread with an event loop, and the bridge that lives there."""
 
     def __init__(self, spec: BridgeSpec) -> None:
-        self._bridge = Bridge(spec)
+        self.bridge = Bridge(spec)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"bridge-{spec.kind}", daemon=True)
         self._thread.start()
@@ -293,13 +304,13 @@ class _Holder:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def call(self, method: str, deadline_s: float | None, params: Mapping[str, Any]) -> Any:
-        if not self._bridge.alive:
-            await self._bridge.close()
-            await self._bridge.start()
-        return await self._bridge.call(method, deadline_s=deadline_s, **params)
+        if not self.bridge.alive:
+            await self.bridge.close()
+            await self.bridge.start()
+        return await self.bridge.call(method, deadline_s=deadline_s, **params)
 
     def end(self) -> None:
-        self.run(self._bridge.close())
+        self.run(self.bridge.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

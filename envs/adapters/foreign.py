@@ -1,4 +1,4 @@
-"""What all adapters share: the options, tasks that are seeds, an episode over a bridge, and the judge of its rewards.
+"""What all adapters share: the options, tasks that are seeds, an episode over a bridge, and the rubric of its rewards.
 
 A foreign environment gives rewards while it is played. An episode's answer is a `Record` of those, written here and
 never by the policy; `RecordRubric` makes the score of it. A reward that never came is Failed, one that is NaN,

@@ -80,7 +80,7 @@ class OneAnswer(Env):
 
 
 class ReasoningRubric(Rubric):
-    """What the dataset's own `score_answer` says. A judge that raises, hangs or lies is Failed."""
+    """What the dataset's own `score_answer` says. A dataset that raises, hangs or lies is Failed."""
 
     def __init__(self, config: ReasoningConfig, spec: BridgeSpec) -> None:
         self._config = config
@@ -96,7 +96,7 @@ class ReasoningRubric(Rubric):
             reward = self._bridge.call("score", seed=task.hidden["seed"], index=task.hidden["index"], answer=answer)
         except BridgeError as error:
             return Failed(str(error))
-        wrong = "the judge gave no reward" if reward is None else unlikely(reward, self._config.reward_range)
+        wrong = "the dataset gave no reward" if reward is None else unlikely(reward, self._config.reward_range)
         return Failed(wrong) if wrong else Scored(float(reward), {"right": float(reward == 1.0)})
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class _Progress:
 
 
 class ChipRubric(Rubric):
-    """The judge. provider: a sandbox provider or its name; workers: gradings beside each other.
+    """The rubric. provider: a sandbox provider or its name; workers: gradings beside each other.
 
     `parts` of a score, as far as the design came: rules, lint and in_time (1 where kept), simulation and gates (share
     of right outputs); area, slack_ns and cycles_per_item as measured; area_score, speed_score and throughput_score

@@ -3,7 +3,7 @@
 operations    the sixteen operations, their words, code and usual mistakes
 tasks         families, levels, splits that are disjoint by construction
 demonstrator  chat examples of mixed quality for a warm start
-env, grader   the rules of an episode, and the judge that runs programs in a sandbox
+env, grader   the rules of an episode, and the rubric that runs programs in a sandbox
 hacks         programs that must not be paid
 """
 

@@ -1,4 +1,4 @@
-"""Programs that must not be paid: known ways to cheat a judge of programs, around the honest program of a task.
+"""Programs that must not be paid: known ways to cheat a grader of programs, around the honest program of a task.
 
 The numbers are those of the project's list of hacks (coding tasks, class A).
 """

@@ -45,7 +45,9 @@ class Work:
 
 
 @dataclass
-class _Run:
+class _Instance:
+    """One program of a launch: its place in the grid, its variables, what it has read and written."""
+
     consts: Mapping[str, int]
     pid: tuple[int, int]
     grid: tuple[int, int]
@@ -85,13 +87,13 @@ class Evaluator:
         }
         for first in range(grid[0]):
             for second in range(grid[1]):
-                run = _Run(consts, (first, second), (grid[0], grid[1]), pointers, [dict(scalars), {}])
+                run = _Instance(consts, (first, second), (grid[0], grid[1]), pointers, [dict(scalars), {}])
                 self._block(run, body)
                 work.reads += sum(int(mask.sum()) for mask in run.read.values())
                 work.writes += sum(int(mask.sum()) for mask in run.written.values())
                 work.products += run.products
 
-    def _block(self, run: _Run, statements: Sequence[Any]) -> None:
+    def _block(self, run: _Instance, statements: Sequence[Any]) -> None:
         for statement in statements:
             kind = statement[0]
             if kind == "let":
@@ -113,7 +115,7 @@ class Evaluator:
                 self._block(run, statement[2] if self._value(run, statement[1]) else statement[3])
                 run.scopes.pop()
 
-    def _value(self, run: _Run, node: Any) -> Any:
+    def _value(self, run: _Instance, node: Any) -> Any:
         kind = node[0]
         if kind == "int":
             return np.int64(node[1])
@@ -141,7 +143,7 @@ class Evaluator:
             return left - _truncate(left, right) * right
         return {"+": np.add, "-": np.subtract, "*": np.multiply}[operator](left, right)
 
-    def _call(self, run: _Run, name: str, nodes: Sequence[Any]) -> Any:
+    def _call(self, run: _Instance, name: str, nodes: Sequence[Any]) -> Any:
         if name == "load":
             return self._load(run, nodes)
         values = [self._value(run, node) for node in nodes]
@@ -179,7 +181,7 @@ class Evaluator:
             raise OutOfBounds(f"offsets {offsets[mask].min()}..{offsets[mask].max()} of a buffer of {array.size}")
         return np.where(mask, offsets, 0)
 
-    def _load(self, run: _Run, nodes: Sequence[Any]) -> Any:
+    def _load(self, run: _Instance, nodes: Sequence[Any]) -> Any:
         name = nodes[0][1]
         array = run.pointers[name]
         offsets, *rest = [self._value(run, node) for node in nodes[1:]]
@@ -192,7 +194,7 @@ class Evaluator:
         result = np.where(mask, array[safe], other)
         return result if result.shape else result[()]
 
-    def _store(self, run: _Run, nodes: Sequence[Any]) -> None:
+    def _store(self, run: _Instance, nodes: Sequence[Any]) -> None:
         name = nodes[0][1]
         array = run.pointers[name]
         offsets, value, *rest = [self._value(run, node) for node in nodes[1:]]

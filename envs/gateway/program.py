@@ -15,10 +15,9 @@ from k3rl.envs.faults import EngineFailed
 from k3rl.envs.gateway.mailbox import FOLDER, run_with_endpoint
 from k3rl.envs.gateway.session import GatewaySession
 from k3rl.envs.harness.workspace import Workspace, WorkspaceSpec, answer_from
-from k3rl.envs.rollout import NOT_GRADED, Policy
+from k3rl.envs.recording import NOT_GRADED, Policy, TurnSettings
 from k3rl.envs.sandbox import SandboxDied, provider_named
-from k3rl.tokens import Tokenizer
-from k3rl.types import Episode, Failed, FailureKind, SamplingParams, Score, StopReason, Task
+from k3rl.types import Episode, Failed, FailureKind, Score, StopReason, Task
 
 DEADLINE_S = 3600.0  # of a program whose budgets name no time
 TASK_VARIABLE = "K3RL_TASK"
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HarnessResult:
-    """How a program ended. returncode is None when it was killed; answer is what the rubric will judge."""
+    """How a program ended. returncode is None when it was killed; answer is what the rubric will score."""
 
     answer: str
     returncode: int | None
@@ -96,15 +95,12 @@ async def run_program(
     harness: Harness,
     task: Task,
     policy: Policy,
-    tokenizer: Tokenizer,
+    settings: TurnSettings,
     *,
     episode_id: str,
-    sampling: SamplingParams,
     context: EpisodeContext | None = None,
-    thinking: bool = False,
-    thinking_effort: str | None = None,
 ) -> Episode:
-    """One episode of a program: the gateway door's `run_episode`, with the same record and the same budgets.
+    """One episode of a program: what `run_episode` is for an `Env`, with the same record and the same budgets.
 
     A program that ends with status 0 is COMPLETED. One that a budget refused, a cut turn ended or its deadline killed
     has that reason, and what it left is its answer. One that fails by itself is INFRA_ERROR and gets no reward.
@@ -112,15 +108,7 @@ async def run_program(
     """
     context = context or EpisodeContext(seed=task.seed)
     budgets = tighter(task.budgets, context.budgets)
-    session = GatewaySession(
-        task,
-        policy,
-        tokenizer,
-        sampling=sampling,
-        budgets=budgets,
-        thinking=thinking,
-        thinking_effort=thinking_effort,
-    )
+    session = GatewaySession(task, policy, settings, budgets=budgets)
     bounded = EpisodeContext(context.seed, context.group, budgets, context.programs, context.sandboxes)
     answer = ""
     score: Score = NOT_GRADED

@@ -39,7 +39,7 @@ class Module(ABC):
         return None
 
     def restore(self, state: Any) -> None:
-        """Take up what `state` gave."""
+        """Go on from what `state` gave."""
         return None
 
 

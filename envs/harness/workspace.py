@@ -1,4 +1,4 @@
-"""The sandbox in which an agent works: a task's files go in, declared artifacts come out, and it can be put aside.
+"""The sandbox in which an agent works: a task's files go in, declared artifacts come out, and it can be paused.
 
 What an agent ran does not go on when its command ends, so a snapshot is the files and nothing else.
 """
@@ -19,7 +19,7 @@ _HOUSEKEEPING_S = 120.0
 
 
 class WorkspaceError(SandboxError):
-    """A workspace could not be made, read or put aside: the machine's fault, never the agent's."""
+    """A workspace could not be made, read or paused: the machine's fault, never the agent's."""
 
 
 @dataclass(frozen=True, slots=True)

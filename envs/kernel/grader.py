@@ -49,7 +49,7 @@ class Measured:
 
 
 class KernelRubric(Rubric):
-    """The judge. provider: a sandbox provider or its name; workers: gradings beside each other; measured: what graders
+    """The rubric. provider: a sandbox provider or its name; workers: gradings beside each other; measured: what graders
     before this one have measured.
 
     parts: right, cost_ratio (expert's cost over the submission's), floor_share (least possible cost over the

@@ -1,13 +1,15 @@
-"""Where untrusted programs run.
+"""Where untrusted programs run; what grades them lives with each environment.
 
 base      the interface: Sandbox, SandboxProvider, limits, outcomes, errors
 bwrap     the default provider, bubblewrap; unsafe: plain processes, never chosen unasked
 programs  many tiny programs in one sandbox, with a server that forks (sandboxed/program_server.py)
 remote    containers, pods and services, with a supervisor that goes with each request (sandboxed/supervisor.py)
-cgroups   control groups; leases: what a sandbox holds, and the reaper; launch: who starts the commands
+cgroups   control groups (a namespace); leases: what a sandbox holds, and the reaper (a namespace, too)
+launch    the process that starts the commands (launcher.py); local: what local sandboxes share
 artifacts what may come out of a sandbox to be graded
 """
 
+from k3rl.envs.sandbox import cgroups, leases
 from k3rl.envs.sandbox.artifacts import ArtifactLimits, Artifacts, Refusal, collect
 from k3rl.envs.sandbox.base import (
     ExecOutcome,
@@ -51,7 +53,9 @@ __all__ = [
     "SandboxProvider",
     "SandboxSlow",
     "SandboxUnavailable",
+    "cgroups",
     "collect",
+    "leases",
     "provider_from",
     "provider_named",
     "same_value",

@@ -215,7 +215,7 @@ class BwrapSandbox(Sandbox):
         self._readable, self._devices = readable, devices
         self._slot = Slot()
         try:
-            self._holding = Holding(self._slot.uid, limits, groups_for(cgroups))
+            self.holding = Holding(self._slot.uid, limits, groups_for(cgroups))
         except BaseException:
             self._slot.release()
             raise
@@ -230,7 +230,7 @@ class BwrapSandbox(Sandbox):
         timeout_s: float = 60.0,
     ) -> ExecResult:
         """One command in a fresh set of namespaces over the same workspace; see `Sandbox.exec`."""
-        held, grouped = self._holding, self._holding.group is not None
+        held, grouped = self.holding, self.holding.group is not None
         held.begin()
         inside = f"/box/{held.folder(cwd)}".rstrip("/")
         own = self._slot.uid is not None
@@ -274,21 +274,21 @@ class BwrapSandbox(Sandbox):
             *(*_NAMESPACES, "--setenv", "HOME", "/box", *variables, *_system()),
             *("--proc", "/proc", "--dev", "/dev", *self._devices, "--size", size, "--tmpfs", "/dev/shm"),
             *("--remount-ro", "/dev", "--size", size, "--tmpfs", "/tmp", *self._readable),
-            *("--bind", str(self._holding.workspace.path), "/box", "--remount-ro", "/"),
+            *("--bind", str(self.holding.workspace.path), "/box", "--remount-ro", "/"),
         ]
 
     async def read(self, path: str, max_bytes: int = 2**20) -> bytes:
         """See `Sandbox.read`."""
-        return self._holding.workspace.read(path, max_bytes)
+        return self.holding.workspace.read(path, max_bytes)
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """See `Sandbox.write`."""
-        self._holding.workspace.write(path, data, mode)
+        self.holding.workspace.write(path, data, mode)
 
     async def stop(self) -> None:
         """Remove the workspace and give the user id back."""
         try:
-            self._holding.end()
+            self.holding.end()
         finally:
             self._slot.release()
 

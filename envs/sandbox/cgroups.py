@@ -76,12 +76,12 @@ class Cgroup:
         try:
             for folder in self.all_folders():
                 folder.mkdir()
-            self._limit(limits)
+            self.set_limits(limits)
         except OSError as error:
             self.remove()
             raise SandboxError(f"no control group could be made: {error}") from error
 
-    def _limit(self, limits: SandboxLimits) -> None:
+    def set_limits(self, limits: SandboxLimits) -> None:
         """Write the limits. The sandbox's own two processes are counted beside those of the command."""
         files = _FILES[self.version]
         values = {"memory": str(limits.memory_bytes), "pids": str(limits.processes + OWN)}

@@ -50,7 +50,7 @@ class Order:
 class Launched:
     """A command that was ordered. `started` gives its process id, `ended` its status (negative for a signal)."""
 
-    def __init__(self, launcher: _Launcher, number: int) -> None:
+    def __init__(self, launcher: Launcher, number: int) -> None:
         loop = asyncio.get_running_loop()
         self._launcher, self._number, self._loop = launcher, number, loop
         self.started: asyncio.Future[int] = loop.create_future()
@@ -76,7 +76,7 @@ def _settle(future: asyncio.Future[int], value: int | SandboxDied) -> None:
         future.set_result(value)
 
 
-class _Launcher:
+class Launcher:
     """One launcher process and the thread that listens to it."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class _Shared:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pid = 0
-        self._launcher: _Launcher | None = None
+        self._launcher: Launcher | None = None
         self._users = 0
 
     def enter(self) -> None:
@@ -185,11 +185,11 @@ class _Shared:
                 timer.daemon = True
                 timer.start()
 
-    def get(self) -> _Launcher:
+    def get(self) -> Launcher:
         """The launcher, started when there is none."""
         with self._lock:
             if self._launcher is None or not self._launcher.alive:
-                dead, self._launcher = self._launcher, _Launcher()
+                dead, self._launcher = self._launcher, Launcher()
             else:
                 dead = None
             launcher = self._launcher
@@ -197,7 +197,7 @@ class _Shared:
             dead.close()
         return launcher
 
-    def _close_if_idle(self, launcher: _Launcher) -> None:
+    def _close_if_idle(self, launcher: Launcher) -> None:
         with self._lock:
             if self._users or self._launcher is not launcher:
                 return
@@ -209,6 +209,11 @@ _shared = _Shared()
 enter, leave = _shared.enter, _shared.leave
 
 
+def launcher() -> Launcher:
+    """The process that starts the commands of this one. Call it between `enter` and `leave`."""
+    return _shared.get()
+
+
 def launch(order: Order, descriptors: Sequence[int]) -> Launched:
     """Start a command. Call it between `enter` and `leave`, with a running event loop."""
-    return _shared.get().start(order, descriptors)
+    return launcher().start(order, descriptors)

@@ -22,7 +22,7 @@ from k3rl.envs.sandbox.cgroups import Cgroup, Cgroups, available
 from k3rl.envs.sandbox.launch import Order, enter, launch, leave
 from k3rl.envs.sandbox.launcher import COMPLAINT, FAILED
 from k3rl.envs.sandbox.leases import MARK, Lease, marked, reap_once, unlock
-from k3rl.envs.sandbox.sandboxed.supervisor import Kept, Watch, parts_of, read_inside, write_inside
+from k3rl.envs.sandbox.sandboxed.supervisor import StreamHead, Watch, parts_of, read_inside, write_inside
 
 TICK_S = 0.05  # between two looks at memory and disk of a running command
 STREAMS_S = 5.0  # for the pipes of a command that has ended to close
@@ -299,7 +299,7 @@ class _Stream:
     ) -> None:
         self._read, self.write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read, False)
-        self.kept = Kept(limit)
+        self.kept = StreamHead(limit)
         self.over: asyncio.Future[None] = loop.create_future()
         self._loop, self._flooded = loop, flooded
         self._open = {self._read, self.write}

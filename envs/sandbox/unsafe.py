@@ -77,7 +77,7 @@ class SubprocessSandbox(Sandbox):
 
     def __init__(self, limits: SandboxLimits, *, cgroups: bool = True) -> None:
         self.limits = limits
-        self._holding = Holding(None, limits, groups_for(cgroups))
+        self.holding = Holding(None, limits, groups_for(cgroups))
 
     async def exec(
         self,
@@ -89,7 +89,7 @@ class SubprocessSandbox(Sandbox):
         timeout_s: float = 60.0,
     ) -> ExecResult:
         """See `Sandbox.exec`. A process that leaves its session and clears its environment survives without cgroups."""
-        held, grouped = self._holding, self._holding.group is not None
+        held, grouped = self.holding, self.holding.group is not None
         held.begin()
         root, call = held.workspace.path, secrets.token_hex(8)
         if not (folder := root / held.folder(cwd)).is_dir():
@@ -115,12 +115,12 @@ class SubprocessSandbox(Sandbox):
 
     async def read(self, path: str, max_bytes: int = 2**20) -> bytes:
         """See `Sandbox.read`."""
-        return self._holding.workspace.read(path, max_bytes)
+        return self.holding.workspace.read(path, max_bytes)
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """See `Sandbox.write`."""
-        self._holding.workspace.write(path, data, mode)
+        self.holding.workspace.write(path, data, mode)
 
     async def stop(self) -> None:
         """Remove the folder."""
-        self._holding.end()
+        self.holding.end()

@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from k3rl.checkpoint.card import CARD, CheckpointError, adapter_card_text
+from k3rl.checkpoint.card import CARD, adapter_card_text
 from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.replace import alone, flush, publish, scratch_beside, scratch_name
+from k3rl.checkpoint.official import CheckpointError
+from k3rl.checkpoint.replace import flush, locked, put_in_place, scratch_beside, scratch_name
 from k3rl.model import Adapter, AdapterError, K3ForCausalLM, LoraConfig
 from k3rl.tokens import TOKENIZER_FILES
 
@@ -78,7 +79,7 @@ def save_adapter(
     """
     path, weights = Path(directory).absolute(), Path(base).absolute()
     known = fingerprint or (weights_fingerprint(str(weights), 0) if weights.is_dir() else "")
-    with alone(path):
+    with locked(path):
         try:
             _write(path, tensors, config, weights, {_BASE: known} if known else {}, tokenizer, card or {})
         finally:
@@ -114,7 +115,7 @@ def _write(
     (scratch / CARD).write_text(text, encoding="utf-8")
     for file in scratch.iterdir():
         flush(file)
-    publish(scratch, path)
+    put_in_place(scratch, path)
 
 
 def _order_metadata(path: Path) -> None:

@@ -8,18 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from k3rl.checkpoint.official import CheckpointError
 from k3rl.checkpoint.replace import flush
-from k3rl.config import K3Error
 from k3rl.model import ABLATION_CHOICES, K3Config
 
 CARD = "README.md"
 _ROW = re.compile(r"\| ((?! ).*?) \| (.*) \|")
-
-
-class CheckpointError(K3Error, ValueError):
-    """A checkpoint that is missing, torn, of another shape, or in the way; the message names the tensor or file."""
-
-    exit_code = 3
 
 
 def card_text(name: str, config: K3Config, parameters: int, size: int, card: Mapping[str, Any]) -> str:

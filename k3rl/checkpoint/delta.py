@@ -35,17 +35,17 @@ import torch
 from torch import Tensor
 
 from k3rl.checkpoint.manifest import digests, manifest_digest
-from k3rl.checkpoint.threads import in_batches, in_order
+from k3rl.checkpoint.threads import in_batches, map_in_order
 from k3rl.config import K3Error
 
 BUCKET_BYTES = 64 << 20
 _RECORD = struct.Struct("<BBQII")  # element size, coding, first word, words, bytes of the record's body
 _MAGIC, _CHECK, _PREFIX = b"K3DELTA1", 8, 8  # bytes of a bucket's check, and of each tensor's digest
 _STEPS, _SPARSE, _PLANES, _PLAIN = 0, 1, 2, 3
-_MAX_WORDS = 1 << 20  # of a record that a decoder takes
-_WORDS = 1 << 18  # of one that is made: a thread's share, whose temporaries stay in a core's cache
-_COVERED = 1 << 28  # bytes of tensors after which a bucket is sealed: who waits for it sees that something happens
-_PROVED = 1 << 19  # bytes of tensors that a thread digests at a time
+MAX_RECORD_WORDS = 1 << 20  # of a record that a decoder takes
+RECORD_WORDS = 1 << 18  # of one that is made: a thread's share, whose temporaries stay in a core's cache
+COVERED_BYTES = 1 << 28  # bytes of tensors after which a bucket is sealed: who waits for it sees that something happens
+DIGEST_BYTES = 1 << 19  # bytes of tensors that a thread digests at a time
 _DENSE = 0.25  # of the bytes differ from zero: then there may be too few runs to look for
 _EXPONENT = {2: 7, 4: 23, 8: 52}  # its lowest bit, by element size; bf16's of two bytes
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
@@ -157,9 +157,9 @@ def _encoded(old: np.ndarray, new: np.ndarray) -> tuple[int, bytes]:
     forms = [(_SPARSE, _sparse(distance)) if old.itemsize == 1 else (_STEPS, _steps(distance[_by_exponent(old)]))]
     share = np.count_nonzero(distance) / len(distance)
     if share > 0.1:
-        forms.append((_PLANES, _deflated(_planes(distance))))
+        forms.append((_PLANES, deflated(_planes(distance))))
     if share > 0.8:
-        forms.append((_PLAIN, _deflated(_planes(new))))
+        forms.append((_PLAIN, deflated(_planes(new))))
     return min(forms, key=lambda form: len(form[1]))
 
 
@@ -171,8 +171,8 @@ def _by_exponent(old: np.ndarray) -> np.ndarray:
 def _steps(distance: np.ndarray) -> bytes:
     codes = np.where(distance < 3, distance, 3).astype(np.uint8)
     codes = np.pad(codes, (0, -len(codes) % 4)).reshape(-1, 4)
-    packed = _deflated((codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6).tobytes())
-    return struct.pack("<I", len(packed)) + packed + _deflated(_planes(distance[distance >= 3]))
+    packed = deflated((codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6).tobytes())
+    return struct.pack("<I", len(packed)) + packed + deflated(_planes(distance[distance >= 3]))
 
 
 def _sparse(distance: np.ndarray) -> bytes:
@@ -183,8 +183,8 @@ def _sparse(distance: np.ndarray) -> bytes:
     ends = np.cumsum(extra + 1) - 1
     steps, values = np.full(int((extra + 1).sum()), 255, np.uint8), np.zeros(int((extra + 1).sum()), np.uint8)
     steps[ends], values[ends] = gaps - 255 * extra, distance[places]
-    packed = _deflated(steps.tobytes())
-    return struct.pack("<II", len(steps), len(packed)) + packed + _deflated(values.tobytes())
+    packed = deflated(steps.tobytes())
+    return struct.pack("<II", len(steps), len(packed)) + packed + deflated(values.tobytes())
 
 
 def _decoded(coding: int, body: bytes, old: np.ndarray) -> np.ndarray:
@@ -226,7 +226,7 @@ def _unsparse(body: bytes, count: int) -> np.ndarray:
     return distance
 
 
-def _deflated(data: bytes) -> bytes:
+def deflated(data: bytes) -> bytes:
     forms = [_with(zlib.Z_RLE, data)]
     if np.count_nonzero(np.frombuffer(data, np.uint8)) > _DENSE * len(data):
         forms.append(_with(zlib.Z_HUFFMAN_ONLY, data))
@@ -298,8 +298,8 @@ def _buckets(
 ) -> Iterator[bytes]:
     pending: list[bytes] = []
     held, covered = len(_MAGIC) + _CHECK, 0
-    for size, record in in_order(_record, _pieces(base, new, names, limit)):
-        if pending and (held + len(record) > limit or covered >= _COVERED):
+    for size, record in map_in_order(_record, _sources(base, new, names, limit)):
+        if pending and (held + len(record) > limit or covered >= COVERED_BYTES):
             yield _sealed(pending)
             pending, held, covered = [], len(_MAGIC) + _CHECK, 0
         pending.append(record)
@@ -308,7 +308,7 @@ def _buckets(
         yield _sealed(pending)
 
 
-class _Piece(NamedTuple):
+class _RecordSource(NamedTuple):
     """What a record is for: its first word, and old and new words in stretches."""
 
     place: int
@@ -316,13 +316,13 @@ class _Piece(NamedTuple):
     new: list[np.ndarray]
 
 
-def _pieces(
+def _sources(
     base: Mapping[str, Tensor], new: Mapping[str, Tensor], names: tuple[str, ...], limit: int
-) -> Iterator[_Piece]:
+) -> Iterator[_RecordSource]:
     """The tensors of each element size laid end to end, and cut."""
     for size in _UNSIGNED:
         # zlib's worst case adds five bytes per 16 KiB, so a record of so many words always fits.
-        words, piece, count = max(1, min(_WORDS, (limit - 1024) // (size + 1))), _Piece(0, [], []), 0
+        words, piece, count = max(1, min(RECORD_WORDS, (limit - 1024) // (size + 1))), _RecordSource(0, [], []), 0
         for name in names:
             if new[name].element_size() != size:
                 continue
@@ -335,12 +335,12 @@ def _pieces(
                 count, start = count + stop - start, stop
                 if count == words:
                     yield piece
-                    piece, count = _Piece(piece.place + words, [], []), 0
+                    piece, count = _RecordSource(piece.place + words, [], []), 0
         if count:
             yield piece
 
 
-def _record(piece: _Piece) -> tuple[int, bytes]:
+def _record(piece: _RecordSource) -> tuple[int, bytes]:
     """(bytes of the tensors that it is for, record)."""
     old, new = np.concatenate(piece.old), np.concatenate(piece.new)
     coding, body = _encoded(old, new)
@@ -380,7 +380,7 @@ class DeltaDecoder:
                 raise DeltaError("a bucket of the delta ends within a record")
             size, coding, place, words, length = _RECORD.unpack_from(body, at)
             at += _RECORD.size
-            if at + length > len(body) or size not in _UNSIGNED or not 0 < words <= _MAX_WORDS:
+            if at + length > len(body) or size not in _UNSIGNED or not 0 < words <= MAX_RECORD_WORDS:
                 raise DeltaError("a record of the delta has a length or an element size that cannot be")
             if (size, place) in self._records:
                 raise DeltaError("a bucket of the delta came twice")
@@ -394,11 +394,11 @@ class DeltaDecoder:
         batches: deque[list[tuple[str, Tensor]]] = deque()
 
         def noted() -> Iterator[list[tuple[str, Tensor]]]:
-            for batch in in_batches(self._unpacked(), _PROVED):
+            for batch in in_batches(self._unpacked(), DIGEST_BYTES):
                 batches.append(batch)
                 yield batch
 
-        for found in in_order(digests, noted()):
+        for found in map_in_order(digests, noted()):
             for (name, tensor), (_, own) in zip(batches.popleft(), found, strict=True):
                 if bytes.fromhex(own)[:_PREFIX] != wanted[name]:
                     raise DeltaError(f"{name} came out with another digest than the header says")
@@ -420,9 +420,9 @@ class DeltaDecoder:
         self, size: int, names: list[str], records: dict[int, tuple[int, int, bytes]]
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of one element size, each when the records that cover it are decoded."""
-        held: deque[_Part] = deque()
-        for stretch in in_order(_Stretch.decode, self._stretches(size, names, records, held)):
-            for part, words in stretch.covers:
+        held: deque[_OpenTensor] = deque()
+        for target in map_in_order(_RecordTarget.decode, self._targets(size, names, records, held)):
+            for part, words in target.covers:
                 part.filled += words
             while held and held[0].filled == len(held[0].old):
                 part = held.popleft()
@@ -432,24 +432,24 @@ class DeltaDecoder:
         if records:
             raise DeltaError(f"{len(records)} records of the delta lie where no tensor is")
 
-    def _stretches(
-        self, size: int, names: list[str], records: dict[int, tuple[int, int, bytes]], held: deque[_Part]
-    ) -> Iterator[_Stretch]:
+    def _targets(
+        self, size: int, names: list[str], records: dict[int, tuple[int, int, bytes]], held: deque[_OpenTensor]
+    ) -> Iterator[_RecordTarget]:
         """Each record, taken out of `records`, with the words it covers; the tensors of these are put into `held`."""
-        open_parts: deque[_Part] = deque()  # whose words have no record yet, some of them
-        place = ahead = 0  # words that have records; words of open parts behind them
+        open_tensors: deque[_OpenTensor] = deque()  # whose words have no record yet, some of them
+        place = behind = 0  # words that have records; words of open tensors behind them
         for name in names:
-            part = _Part(name, self._base(name))
+            part = _OpenTensor(name, self._base(name))
             if part.old.itemsize != size:
                 raise DeltaError(f"{name} has elements of {part.old.itemsize} bytes here, and {size} in the delta")
             held.append(part)
-            open_parts.append(part)
-            ahead += len(part.old)
-            while place in records and records[place][1] <= ahead:
+            open_tensors.append(part)
+            behind += len(part.old)
+            while place in records and records[place][1] <= behind:
                 coding, words, body = records.pop(place)
-                stretch = _Stretch(coding, body, words, open_parts)
-                place, ahead = place + words, ahead - words
-                yield stretch
+                target = _RecordTarget(coding, body, words, open_tensors)
+                place, behind = place + words, behind - words
+                yield target
 
     def check_result(self, base: Mapping[str, str]) -> dict[str, str]:
         """The manifest after, of the one before and the tensors that were given. Raises DeltaError."""
@@ -459,7 +459,7 @@ class DeltaDecoder:
         return after
 
 
-class _Part:
+class _OpenTensor:
     """A tensor being decoded: its old words, and its new ones, of which the first are `given` to stretches, and fewer
     `filled` by them."""
 
@@ -472,13 +472,13 @@ class _Part:
         return torch.from_numpy(self.new.view(np.uint8)).view(self._like.dtype).view(self._like.shape)
 
 
-class _Stretch:
+class _RecordTarget:
     """A record and the words that it is for: the first of these tensors that no other record is for. covers: how many
     of each. Takes tensors that are given whole out of `parts`."""
 
-    def __init__(self, coding: int, body: bytes, words: int, parts: deque[_Part]) -> None:
+    def __init__(self, coding: int, body: bytes, words: int, parts: deque[_OpenTensor]) -> None:
         self._coding, self._body = coding, body
-        self.covers: list[tuple[_Part, int]] = []
+        self.covers: list[tuple[_OpenTensor, int]] = []
         self._old, self._new = [], []
         while words:
             part = parts[0]
@@ -491,7 +491,7 @@ class _Stretch:
             if part.given == len(part.old):
                 parts.popleft()
 
-    def decode(self) -> _Stretch:
+    def decode(self) -> _RecordTarget:
         """Fills the new words of the tensors, which no other record writes to. Raises DeltaError."""
         new, at = _decoded(self._coding, self._body, np.concatenate(self._old)), 0
         for piece in self._new:

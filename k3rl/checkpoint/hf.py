@@ -1,44 +1,38 @@
-"""The official checkpoint layout, read and written (k3.md 1.3).
+"""A model as a directory in the official checkpoint layout: read, and written whole or not at all (k3.md 1.3).
 
-A parameter holds the value its entry stores, so writing is exact: bf16 and float32 entries are casts that change
-nothing, and an MXFP4 expert is packed again, or written back byte for byte where a block still equals what was
-loaded. `official_tensors` is the one way out, for files and for weight updates alike; `assign_official_tensors` is
-the one way in.
+What its tensors are is a matter of `k3rl.checkpoint.official`. Files that several ranks write together come out byte
+for byte as one process writes them.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_adapter_config
-from k3rl.checkpoint.card import CARD, CheckpointError, add_to_card, card_text, read_card
-from k3rl.checkpoint.replace import alone, flush, publish, recover, scratch_beside, scratch_name
-from k3rl.checkpoint.sharded import bank_of, collected_tensors
+from k3rl.checkpoint.card import CARD, card_text
+from k3rl.checkpoint.official import CheckpointError, collected_tensors, fill, official_tensors
+from k3rl.checkpoint.replace import flush, locked, put_in_place, recover, scratch_beside, scratch_name
 from k3rl.data.images import ImageConfig
-from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig, VisionConfig
-from k3rl.model.packed import RUN_BYTES, assign, fill_many, serves_packed, stored_bytes
-from k3rl.numerics import mx, stored_dtype
+from k3rl.model import K3Config, K3ForCausalLM, QuantizationConfig, VisionConfig
+from k3rl.model.packed import serves_packed
 from k3rl.parallel.mesh import Mesh
 from k3rl.tokens import TOKENIZER_FILES
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"
-NAN_SCALE = 255
-STACK_ELEMENTS = 2**22  # of experts packed or unpacked in one call
 _ELEMENT_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 _OURS = {CONFIG, INDEX, SINGLE, GENERATION, CARD, PREPROCESSOR, *TOKENIZER_FILES}
@@ -50,212 +44,6 @@ class SavesItself(Protocol):
     """A tokenizer, as far as saving a checkpoint needs one."""
 
     def save(self, folder: Path) -> None: ...
-
-
-# -------------------------------------------------------------------------------------------- model -> tensors
-
-
-def _packed_with_source(value: Tensor, source: tuple[Tensor, Tensor] | None, scale_rule: str) -> tuple[Tensor, Tensor]:
-    """value [..., n] -> (packed, scale); blocks that equal what `source` decodes to keep the bytes of `source`."""
-    if source is None:
-        return mx.quantize_mxfp4(value, scale_rule)
-    packed, scale = (part.to(value.device) for part in source)
-    decoded = mx.dequantize_mxfp4(packed, scale, value.dtype)
-    blocks = (*scale.shape, mx.BLOCK)
-    same = (decoded.view(blocks) == value.reshape(blocks)).all(-1)
-    if bool(same.all()):
-        return packed.clone(), scale.clone()
-    fresh_packed, fresh_scale = mx.quantize_mxfp4(value, scale_rule)
-    bytes_shape = (*scale.shape, mx.BLOCK // 2)
-    merged = torch.where(same.unsqueeze(-1), packed.view(bytes_shape), fresh_packed.view(bytes_shape))
-    return merged.view(packed.shape), torch.where(same, scale, fresh_scale)
-
-
-def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) exactly as stored: packed uint8, scale uint8, bf16, float32; A_log padded to head_dim.
-
-    A model with a run of experts gives only those. Every tensor owns its memory, on the model's device.
-    shipped: as an exported checkpoint stores them, which differs from what the model computes with only where weights
-    are quantized after training (`QuantizationConfig.shipped`).
-    """
-    quantization = model.config.quantization
-    weights = (quantization.shipped() if shipped else quantization).weights
-    listed = model.official_parameters(decoded=False)
-    for bank, members in itertools.groupby(listed, key=lambda item: bank_of(item[0])):
-        if bank is not None and weights == "mxfp4":
-            own = list(members)
-            yield from _kept_bank(model, own) if model.packed else _packed_bank(model, own)
-            continue
-        for name, parameter in members:
-            value = parameter.detach()
-            kind = torch.float32 if stored_dtype(name, weights) == "fp32" else torch.bfloat16
-            if name.endswith(".A_log"):
-                value = nn.functional.pad(value, (0, _padding(model.config)))
-            yield name, value.to(kind, copy=True)
-
-
-def _kept_bank(model: K3ForCausalLM, members: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors of routed experts that are kept packed."""
-    for name, _ in members:
-        kept = stored_bytes(model, name)
-        assert kept is not None
-        yield f"{name}_packed", kept[0].clone()
-        yield f"{name}_scale", kept[1].clone()
-
-
-def _packed_bank(model: K3ForCausalLM, members: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors of one layer's routed experts, packed a stack of equal matrices at a time."""
-    stored: dict[str, tuple[Tensor, Tensor]] = {}
-    blocks = model.stored_blocks
-    for names in _stacks([(name, (tuple(value.shape), name in blocks)) for name, value in members]):
-        values = torch.stack([value.detach() for name, value in members if name in names])
-        source = None
-        if names[0] in blocks:
-            source = torch.stack([blocks[n][0] for n in names]), torch.stack([blocks[n][1] for n in names])
-        packed, scale = _packed_with_source(values, source, model.config.quantization.scale_rule)
-        stored |= {name: (packed[i].clone(), scale[i].clone()) for i, name in enumerate(names)}
-    for name, _ in members:
-        yield f"{name}_packed", stored[name][0]
-        yield f"{name}_scale", stored[name][1]
-
-
-def _stacks(items: list[tuple[str, Any]]) -> Iterator[list[str]]:
-    """Names of equal kind together, in order, in stacks small enough to copy: one call serves many small matrices."""
-    kinds: dict[Any, list[str]] = {}
-    for name, kind in items:
-        kinds.setdefault(kind, []).append(name)
-    for (shape, _), names in kinds.items():
-        size = max(1, STACK_ELEMENTS // math.prod(shape))
-        yield from (names[start : start + size] for start in range(0, len(names), size))
-
-
-def _padding(config: K3Config) -> int:
-    """Zeros behind the per-head values of A_log: the official tensor has head_dim entries (k3.md 2.4)."""
-    linear = config.linear_attn_config
-    return max(0, linear.head_dim - linear.num_heads)
-
-
-# -------------------------------------------------------------------------------------------- tensors -> model
-
-
-def assign_official_tensors(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
-    """Puts stored tensors into the model in place, all of them or none. Experts that other ranks hold are left alone.
-
-    Raises CheckpointError, with the name, for a tensor that is missing, unknown, mis-shaped, of a dtype that is not
-    its own kind, not finite, or with a scale byte 255; the model is then unchanged.
-    """
-    values = list(_decode(model, mapping))
-    _commit(model, values)
-
-
-def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
-    """`assign_official_tensors` for a model that nobody uses yet: a stack of tensors at a time, so that no third copy
-    is made; after an error the model is of no use."""
-    waiting: dict[str, tuple[Tensor, Tensor]] = {}
-    size = 0
-    for item in _decode(model, mapping):
-        if item.source is None or not model.packed:
-            _commit(model, [item])
-            continue
-        waiting[item.name] = item.source
-        size += sum(part.nbytes for part in item.source)
-        if size >= RUN_BYTES:
-            fill_many(model, waiting)
-            waiting, size = {}, 0
-    fill_many(model, waiting)
-
-
-class _Value(NamedTuple):
-    """One parameter's new value [its shape], and the packed bytes it came from, if any."""
-
-    name: str
-    value: Tensor
-    source: tuple[Tensor, Tensor] | None
-
-
-@torch.no_grad()
-def _commit(model: K3ForCausalLM, values: list[_Value]) -> None:
-    for item in values:
-        assign(model, item.name, item.value, item.source)
-
-
-def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Value]:
-    """Checks names, then yields every parameter's value in the model's dtypes."""
-    parameters = dict(model.named_parameters())  # of which shapes are read
-    known: set[str] = set()
-    missing = []
-    for name in parameters:
-        forms = ({name}, {f"{name}_packed", f"{name}_scale"})
-        found = [form for form in forms if form <= mapping.keys()]
-        if len(found) == 1:
-            known |= found[0]
-        else:
-            missing.append(name)
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} tensors are missing or stored twice, {missing[0]} among them; "
-            "a checkpoint holds every parameter once, plain or as _packed and _scale"
-        )
-    extra = sorted(name for name in mapping.keys() - known if not model.elsewhere(name))
-    if extra:
-        raise CheckpointError(f"{len(extra)} tensors belong to no parameter of this model, {extra[0]} among them")
-    packed_names = []
-    for name, parameter in parameters.items():
-        if name in known:
-            yield _Value(name, _plain_value(name, parameter, mapping[name]), None)
-        else:
-            _check_packed(name, parameter, mapping[f"{name}_packed"], mapping[f"{name}_scale"])
-            packed_names.append((name, (tuple(parameter.shape), parameter.dtype)))
-    for name, _ in packed_names if model.packed else ():
-        source = mapping[f"{name}_packed"], mapping[f"{name}_scale"]
-        yield _Value(name, parameters[name], source)
-    for names in _stacks([] if model.packed else packed_names):
-        sources = [(mapping[f"{name}_packed"], mapping[f"{name}_scale"]) for name in names]
-        values = mx.dequantize_mxfp4(
-            torch.stack([packed for packed, _ in sources]),
-            torch.stack([scale for _, scale in sources]),
-            parameters[names[0]].dtype,
-        )
-        for name, value, source in zip(names, values, sources, strict=True):
-            yield _Value(name, value, source)
-
-
-def _plain_value(name: str, parameter: nn.Parameter, stored: Tensor) -> Tensor:
-    wanted = tuple(parameter.shape)
-    if not stored.is_floating_point():
-        raise CheckpointError(f"{name} is {stored.dtype}; it must be a floating-point tensor")
-    if name.endswith(".A_log"):
-        stored = _unpadded(name, stored, wanted[0])
-    elif name.endswith("_conv1d.weight") and tuple(stored.shape) == (wanted[0], wanted[2]):
-        stored = stored.unsqueeze(1)
-    if tuple(stored.shape) != wanted:
-        raise CheckpointError(f"{name} has shape {tuple(stored.shape)}; this model needs {wanted}")
-    if not bool(stored.isfinite().all()):
-        raise CheckpointError(f"{name} holds NaN or infinite values; the file is damaged or the training diverged")
-    return stored
-
-
-def _unpadded(name: str, stored: Tensor, heads: int) -> Tensor:
-    """The per-head values of A_log; the rest, if there, must be zero padding."""
-    if stored.dim() != 1 or stored.shape[0] < heads:
-        raise CheckpointError(f"{name} has shape {tuple(stored.shape)}; it needs one value for each of {heads} heads")
-    if bool(stored[heads:].any()):
-        raise CheckpointError(f"{name} has values behind its {heads} heads; they must be zero padding")
-    return stored[:heads]
-
-
-def _check_packed(name: str, parameter: nn.Parameter, packed: Tensor, scale: Tensor) -> None:
-    rows, columns = parameter.shape[0], parameter.shape[-1]
-    for key, tensor, wanted in (
-        (f"{name}_packed", packed, (rows, columns // 2)),
-        (f"{name}_scale", scale, (rows, columns // mx.BLOCK)),
-    ):
-        if tensor.dtype != torch.uint8:
-            raise CheckpointError(f"{key} is {tensor.dtype}; it must be uint8")
-        if tuple(tensor.shape) != wanted:
-            raise CheckpointError(f"{key} has shape {tuple(tensor.shape)}; this model needs {wanted}")
-    if bool((scale == NAN_SCALE).any()):
-        raise CheckpointError(f"{name}_scale holds the byte 255, which is NaN; the file is damaged")
 
 
 # -------------------------------------------------------------------------------------------------- reading
@@ -458,7 +246,7 @@ def save_checkpoint(
     with ExitStack() as stack:
         with mesh.world.together("preparing a checkpoint"):
             if first:
-                stack.enter_context(alone(path))
+                stack.enter_context(locked(path))
                 _refuse_foreign_files(path)
                 stack.callback(
                     shutil.rmtree, scratch_beside(path), ignore_errors=True
@@ -468,7 +256,7 @@ def save_checkpoint(
         with mesh.world.together("completing a checkpoint"):
             if first:
                 _complete(model, scratch, path.name, tokenizer, card or {})
-                publish(scratch, path)
+                put_in_place(scratch, path)
 
 
 def _complete(
@@ -583,16 +371,3 @@ def _verify(file: Path, tensors: Mapping[str, Tensor]) -> None:
             equal = back.dtype == tensor.dtype and back.shape == tensor.shape
             if not equal or not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
                 raise CheckpointError(f"{file}: {name} does not read back as it was written; check the disk")
-
-
-__all__ = [
-    "CheckpointError",
-    "ModelConfigError",
-    "add_to_card",
-    "assign_official_tensors",
-    "load_checkpoint",
-    "official_tensors",
-    "read_card",
-    "save_checkpoint",
-    "stored_dtype",
-]

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from k3rl.checkpoint.hf import CONFIG, CheckpointError, StoredFiles, as_stored
+from k3rl.checkpoint.hf import CONFIG, StoredFiles, as_stored
+from k3rl.checkpoint.official import CheckpointError
 from k3rl.model import K3Config
-from k3rl.model.config import MX_BLOCK
 from k3rl.model.table import TensorEntry, active_parameters, tensor_table
+from k3rl.numerics import mx
 
 NAMED = ("k3-nano", "k3-mini", "k3-small", "k3")
 
 
-def inspect(directory_or_name: str | Path) -> dict[str, Any]:
+def inspect_model(directory_or_name: str | Path) -> dict[str, Any]:
     """A checkpoint directory, or one of the named sizes, as one JSON-ready object.
 
     A directory may hold all of a checkpoint, or only `config.json` and the index, without weights.
@@ -92,7 +93,7 @@ def _stored_names(entry: TensorEntry) -> Iterator[tuple[str, int]]:
         if entry.stored == "mxfp4":
             elements = math.prod(entry.shape)
             yield f"{name}_packed", elements // 2
-            yield f"{name}_scale", elements // MX_BLOCK
+            yield f"{name}_scale", elements // mx.BLOCK
         else:
             yield name, entry.bytes // entry.copies
 

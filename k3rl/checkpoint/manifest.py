@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from k3rl.checkpoint.threads import in_batches, in_order
+from k3rl.checkpoint.threads import in_batches, map_in_order
 
 _BATCH = 1 << 20  # bytes of tensors that a thread digests at a time
 
@@ -24,7 +24,7 @@ def digest(tensor: Tensor) -> str:
 
 def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Official name -> digest, of stored tensors such as `official_tensors(model)` gives (buffers included)."""
-    return {name: found for batch in in_order(digests, in_batches(tensors, _BATCH)) for name, found in batch}
+    return {name: found for batch in map_in_order(digests, in_batches(tensors, _BATCH)) for name, found in batch}
 
 
 def digests(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 On Linux the two names are exchanged by one system call. File systems that cannot do that get two renames; a kill
 between them leaves the old directory under its waiting name, and `recover` puts it back. Processes that want to write
-one directory at the same time would write into one another's files, so each takes it for itself first (`alone`).
+one directory at the same time would write into one another's files, so each takes it for itself first (`locked`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BusyDirectory(K3Error):
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Keeps other processes from writing `path` meanwhile, by a lock of the system that ends with its process.
 
     What a kill left between two renames is put back first. Raises BusyDirectory at once where another process writes
@@ -85,12 +85,12 @@ def scratch_beside(path: Path) -> Path:
     return scratch
 
 
-def publish(scratch: Path, path: Path) -> None:
+def put_in_place(scratch: Path, path: Path) -> None:
     """Makes the written directory `scratch` appear as `path`, replacing a directory of that name."""
     flush(scratch)
     if not path.exists():
         os.rename(scratch, path)
-    elif _exchange(scratch, path):
+    elif exchange(scratch, path):
         shutil.rmtree(scratch)
     else:
         os.rename(path, _waiting(path))
@@ -105,7 +105,7 @@ def recover(path: Path) -> None:
     One that a process is about to replace is left to it.
     """
     if _waiting(path).exists():
-        with suppress(BusyDirectory), alone(path):
+        with suppress(BusyDirectory), locked(path):
             pass
 
 
@@ -119,7 +119,7 @@ def _recover(path: Path) -> None:
         os.rename(waiting, path)
 
 
-def _exchange(first: Path, second: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchanges two names in one step; False where the system or the file system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):

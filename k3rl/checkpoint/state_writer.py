@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from k3rl.checkpoint.train_state import Owned, Rows, TrainState, TrainStateError, commit, give_up, write_shard
+from k3rl.checkpoint.train_state import Owned, Rows, TrainState, TrainStateError, commit, report_failure, write_shard
+from k3rl.model import K3Config, LoraConfig
 from k3rl.optim import OptimizerStateError
+from k3rl.parallel.agree import flat
 
 _RNG = "rng/{device}/rank_{rank}"
 
@@ -59,7 +61,7 @@ class StateWriter:
                 _refuse_non_finite(copied)
                 write_shard(directory, self.rank, copied, extra, save_id=save_id)
             except Exception as error:
-                give_up(directory, self.rank, str(error), save_id=save_id)
+                report_failure(directory, self.rank, str(error), save_id=save_id)
                 raise
             if self.rank == 0:
                 commit(directory, self.ranks, save_id=save_id, timeout_s=self._timeout_s)
@@ -132,6 +134,40 @@ def restore(trainer: HasState, state: TrainState, rank: int = 0) -> dict[str, An
     if (name := _RNG.format(device="cuda", rank=rank)) in state.names and torch.cuda.is_available():
         torch.cuda.set_rng_state(state.tensor(name))
     return state.extra
+
+
+def refuse_foreign(
+    state: TrainState, config: K3Config, lora: LoraConfig | None, frozen: tuple[str | None, str] | None
+) -> None:
+    """Raises TrainStateError where `state` is that of another model than the one that is to go on from it.
+
+    A state holds only what is trained. Beside other frozen weights, another alpha or another top-k the same tensors are
+    another policy, and nothing of it shows in a shape. So a state says what it is of, and is refused for anything else.
+
+    frozen: where the weights that do not train came from, and their `weights_fingerprint`; None where all train. States
+    of older k3rl say less of themselves, and are asked for no more.
+    """
+    about: Mapping[str, Any] = state.extra.get("learner") or {}
+    if not about:
+        return
+    was, now = flat("model", K3Config.from_dict(about["model"]["config"]).to_dict()), flat("model", config.to_dict())
+    before = about["trainer"].get("lora")
+    if before is not None and lora is not None:
+        was["trainer.lora.alpha"], now["trainer.lora.alpha"] = before["alpha"], lora.alpha
+    for key in sorted({*was, *now}):
+        if was.get(key) != now.get(key):
+            raise TrainStateError(
+                f"{state.directory} was saved with {key} {was.get(key)!r}, and this run has {now.get(key)!r}: its "
+                "tensors would be another policy. Resume with the configuration that it was written with"
+            )
+    known = about["model"].get("frozen")
+    if frozen is None or known is None or known == frozen[1]:
+        return
+    raise TrainStateError(
+        f"{state.directory} was trained beside other weights than those of {frozen[0] or frozen[1]}, which do not "
+        f"train and are no part of it. Resume with the weights that it was begun with ("
+        f"{about['model']['start'] or known})"
+    )
 
 
 def _refuse_non_finite(owned: Owned) -> None:

@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int | None = None) -> Iterator[Result]:
+def map_in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int | None = None) -> Iterator[Result]:
     """`map(work, items)` by several threads; threads: torch's number by default, and with one this is `map`.
 
     Items are taken by the caller's thread, at most two more than there are threads before the first of their results
@@ -40,7 +40,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], threads: int
 
 
 def in_batches(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors on the host, in lists of at least `size` bytes, the last one aside: what is worth handing over."""
+    """Tensors on the host, in lists of at least `size` bytes, but the last one: what is worth handing over."""
     batch: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in tensors:

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from k3rl.checkpoint.replace import flush, publish, recover
+from k3rl.checkpoint.replace import flush, put_in_place, recover
 from k3rl.config import K3Error
 
 SCHEMA = 2
@@ -102,7 +102,7 @@ def write_shard(directory: Path, rank: int, owned: Owned, extra: Mapping[str, An
     flush(scratch)
 
 
-def give_up(directory: Path, rank: int, reason: str, *, save_id: str) -> None:
+def report_failure(directory: Path, rank: int, reason: str, *, save_id: str) -> None:
     """Tells the rank that waits in `commit` that this one writes no shard, as far as the disk takes even that."""
     note = scratch_of(directory, save_id) / f"{_stem(rank)}{_FAILED}"
     with suppress(OSError):
@@ -114,8 +114,8 @@ def commit(directory: Path, ranks: int, *, save_id: str, timeout_s: float) -> No
     """Waits for the shards of all ranks, makes them the state `directory`, then points `latest` at it.
 
     One rank calls it, after its own `write_shard`. An existing state of that name is replaced.
-    Raises TrainStateError when a rank gave up or wrote nothing within `timeout_s`, or ranks disagree; `latest` has not
-    moved then.
+    Raises TrainStateError when a rank reported a failure or wrote nothing within `timeout_s`, or ranks disagree;
+    `latest` has not moved then.
     """
     scratch = scratch_of(directory, save_id)
     lists = [scratch / f"{_stem(rank)}.json" for rank in range(ranks)]
@@ -141,7 +141,7 @@ def commit(directory: Path, ranks: int, *, save_id: str, timeout_s: float) -> No
     text = json.dumps(manifest, indent=1) + "\n"
     _write_durable(scratch / _MANIFEST, text)
     _write_durable(scratch / _DIGEST, hashlib.sha256(text.encode()).hexdigest() + "\n")
-    publish(scratch, directory)
+    put_in_place(scratch, directory)
     _write_durable(directory.parent / _LATEST, directory.name)
     flush(directory.parent)
 
@@ -179,7 +179,7 @@ def _hash_header(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StoredRows:
     """One stored run of rows of a tensor."""
 
     rank: int
@@ -196,19 +196,19 @@ class _Piece:
         return self.start + (shape[0] if shape else 1)
 
 
-def _index(lists: Sequence[Mapping[str, Any]], directory: Path) -> dict[str, list[_Piece]]:
+def _index(lists: Sequence[Mapping[str, Any]], directory: Path) -> dict[str, list[_StoredRows]]:
     """Name -> its pieces from the first row to the last. A tensor that several ranks own must be the same on all."""
-    found: dict[str, dict[int, _Piece]] = {}
+    found: dict[str, dict[int, _StoredRows]] = {}
     for rank, about in enumerate(lists):
         for key, entry in about["tensors"].items():
-            piece = _Piece(rank, key, entry)
+            piece = _StoredRows(rank, key, entry)
             same = found.setdefault(entry["name"], {}).setdefault(piece.start, piece)
             if same.entry != entry:
                 raise TrainStateError(
                     f"{directory.name}: ranks {same.rank} and {rank} hold different values of {entry['name']}; "
                     "they have drifted apart, so this state is not saved"
                 )
-    index: dict[str, list[_Piece]] = {}
+    index: dict[str, list[_StoredRows]] = {}
     for name, pieces in found.items():
         index[name] = [pieces[start] for start in sorted(pieces)]
         covered = 0
@@ -273,7 +273,7 @@ class TrainState:
         for name in self.names:
             self.tensor(name)
 
-    def _of(self, name: str) -> list[_Piece]:
+    def _of(self, name: str) -> list[_StoredRows]:
         try:
             return self._pieces[name]
         except KeyError:
@@ -281,7 +281,7 @@ class TrainState:
                 f"{self.directory} holds no {name}; it was written by a run with another model or optimizer"
             ) from None
 
-    def _read(self, piece: _Piece) -> Tensor:
+    def _read(self, piece: _StoredRows) -> Tensor:
         file = self._files[piece.rank]
         try:
             if piece.rank not in self._open:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from k3rl.cli.common import Parser, print_json
-from k3rl.cli.main import unknown
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser, unknown
 from k3rl.config import ConfigError
 
 # Spelled out so that `--help` needs no torch; a test compares them with `pipelines.ablate.PARTS`.

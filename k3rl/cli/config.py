@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from k3rl.cli.common import PIPELINES, Parser, parse_launch, print_json
-from k3rl.cli.main import unknown
+from k3rl.cli.launch import PIPELINES, parse_launch
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser, unknown
 from k3rl.config import ConfigError, config_hash, diff, flatten, to_tree
 from k3rl.run.directory import RunDirectory
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from k3rl.cli.common import Parser, print_json
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser
 
 OLDEST_PYTHON = (3, 11)
 CPUS = 2
@@ -58,7 +59,7 @@ def run_checks() -> Iterator[Check]:
     yield _sandbox()
     yield _sandbox_limits()
     yield _at_least("cpus", float(len(os.sched_getaffinity(0))), CPUS, "", "use a machine with 2 or more CPUs")
-    yield _at_least("memory", _memory_gib(), MEMORY_GIB, " GiB", "close other programs, or use a larger machine")
+    yield _at_least("memory", memory_gib(), MEMORY_GIB, " GiB", "close other programs, or use a larger machine")
     disk = shutil.disk_usage(Path.cwd()).free / 2**30
     yield _at_least("disk", disk, DISK_GIB, " GiB free here", "free some space, or write runs elsewhere with --out")
     yield from _kernels()
@@ -96,8 +97,7 @@ def _ray_authentication() -> Check:
 
 def _sandbox() -> Check:
     """Whether the sandbox that a run uses starts, not only whether its program is there: a kernel may forbid it."""
-    from k3rl.envs.sandbox.base import SandboxUnavailable
-    from k3rl.envs.sandbox.providers import provider_named
+    from k3rl.envs.sandbox import SandboxUnavailable, provider_named
 
     try:
         provider_named("bwrap").check()
@@ -109,20 +109,20 @@ def _sandbox() -> Check:
 
 def _sandbox_limits() -> Check:
     """What holds a sandbox to its memory, processes and processors. Both ways are good for a run."""
-    from k3rl.envs.sandbox.cgroups import VARIABLE, available
+    from k3rl.envs.sandbox import cgroups
 
-    groups = available()
+    groups = cgroups.available()
     if groups is not None:
         return Check("sandbox limits", True, groups.describe())
-    found = f"rlimits and a watch over memory (no writable cgroup; {VARIABLE} may name an empty, delegated one)"
+    found = f"rlimits and a watch over memory (no writable cgroup; {cgroups.VARIABLE} may name an empty, delegated one)"
     return Check("sandbox limits", True, found)
 
 
 def _reap() -> list[Check]:
     """Clear up after sandboxes whose owner is dead."""
-    from k3rl.envs.sandbox.leases import reap
+    from k3rl.envs.sandbox import leases
 
-    removed = reap()
+    removed = leases.reap()
     return [Check("reaped", True, thing) for thing in removed] or [Check("reaped", True, "nothing was left behind")]
 
 
@@ -130,7 +130,7 @@ def _at_least(name: str, found: float, wanted: float, unit: str, fix: str) -> Ch
     return Check(name, found >= wanted, f"{found:.4g}{unit} (a run wants {wanted:g})", "" if found >= wanted else fix)
 
 
-def _memory_gib() -> float:
+def memory_gib() -> float:
     """Memory that this process may use: the machine's, or its control group's limit where that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from k3rl.cli.common import Parser, print_json
-from k3rl.cli.main import unknown
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser, unknown
 from k3rl.config import Config, ConfigError, K3Error, MissingResource, load, read_toml, split_words
 from k3rl.envs import Environment, make, names
 from k3rl.envs.check import Report, check
 from k3rl.envs.faults import honest
-from k3rl.envs.registry import shipped
+from k3rl.envs.registry import builtin_names
 from k3rl.envs.rollout import gradable
 from k3rl.envs.scaffold import write_package
 from k3rl.run.recorder import score_row
@@ -123,7 +123,7 @@ def _check(words: Sequence[str]) -> int:
         raise ConfigError("env check wants environments or --all, and --tasks of at least 1", key="env check")
     if options and len(arguments.env) != 1:
         raise ConfigError("options of an environment go with the one environment that takes them", key="--env-args")
-    chosen = shipped() if arguments.all else arguments.env
+    chosen = builtin_names() if arguments.all else arguments.env
     rows: dict[str, dict[str, Any]] = {}
     for name in chosen:
         row, words_for_people = _checked(name, arguments.tasks, options)
@@ -210,7 +210,8 @@ def _print_paused(state: Path, about: dict[str, Any], *, as_json: bool) -> int:
     if as_json:
         print_json({"status": "paused", "reward": None, "state": str(state)} | about)
     else:
-        print(f"{about['task']}: put aside in {state} after {about['turns']:g} turns; the same command goes on with it")
+        turns = f"{about['turns']:g} turns"
+        print(f"{about['task']}: paused after {turns} and kept in {state}; the same command goes on with it")
     return 0
 
 

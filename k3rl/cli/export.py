@@ -1,137 +1,113 @@
-"""What `k3rl export` does once it knows from where to where."""
+"""`k3rl export`: a checkpoint, an adapter or a training state in the official layout."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from k3rl.checkpoint.adapter import check_base, load_adapter, save_adapter, weights_of
-from k3rl.checkpoint.belonging import refuse_foreign
-from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.hf import load_checkpoint, official_tensors, read_card, save_checkpoint
-from k3rl.checkpoint.state_writer import restore
-from k3rl.checkpoint.train_state import TrainState, TrainStateError
-from k3rl.config import K3Error
-from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.model.lora import adapted, merge
-from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.tokens import Tokenizer
-from k3rl.tokens.vocab import RANKS_FILE, SMALL_FILE
-
-_ONE_PROCESS = {
-    "expert_parallel": 1, "context_parallel": 1, "shard_frozen": 1, "packed_experts": False, "capture": "off",
-    "recompute": (), "exact": False,
-}  # fmt: skip
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser
+from k3rl.config import ConfigError, MissingResource
 
 
-def copy_checkpoint(source: Path, target: Path) -> tuple[int, int]:
-    """Load, save, load again and compare every stored tensor. Returns (tensors, bytes of the folder).
-
-    Raises K3Error, naming the tensor, when what was written does not read back as what was loaded.
-    """
-    model = load_checkpoint(source)
-    return _save(model, source, target), _size(target)
-
-
-def copy_adapter(source: Path, target: Path) -> tuple[int, int]:
-    """The same for an adapter alone, checked against the weights that it belongs to."""
-    base = weights_of(source)
-    check_base(source, base)
-    model = load_checkpoint(base)
-    adapter = load_adapter(source, model)
-    save_adapter(
-        dict(adapter.stored_tensors()),
-        adapter.config,
-        target,
-        base=base,
-        tokenizer=_tokenizer(source),
-        card=read_card(source),
+def export(words: Sequence[str]) -> int:
+    """The `k3rl export` command: the checkpoint is loaded, written anew, read back and compared byte for byte."""
+    parser = Parser(
+        "export",
+        "Writes a checkpoint in the official layout, or an adapter in PEFT's format, into a new folder, and reads it "
+        "back.",
     )
-    written = dict(load_adapter(target, model).stored_tensors())
-    for name, tensor in adapter.stored_tensors():
-        if not written[name].equal(tensor):
-            raise K3Error(f"{target}: {name} does not read back as it was written")
-    return len(written), _size(target)
+    parser.add_argument("source", type=Path, help="a checkpoint, an adapter, a run directory, or a training state")
+    parser.add_argument("target", type=Path, help="the folder to write")
+    parser.add_argument("--stage", help="which stage of the run, where there are several")
+    parser.add_argument("--step", help="of a run: from the training state after that many steps, or `latest`")
+    parser.add_argument("--merge", action="store_true", help="of an adapter and its weights, write one checkpoint")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.read(words)
+    if arguments is None:
+        return 0
+    if (state := find_state(arguments.source, arguments.stage, arguments.step)) is not None:
+        return _export_state(state, arguments)
+    source = find_checkpoint(arguments.source, arguments.stage)
+    if arguments.target.resolve() == source.resolve():
+        raise ConfigError(f"{arguments.target} is the checkpoint itself; name another folder", key="target")
+    from k3rl.checkpoint import copy_adapter, copy_checkpoint, is_adapter, merge_adapter
 
-
-def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tuple[int, int]:
-    """The policy of a training state as its run would write it: a checkpoint, or an adapter unless `merged`.
-
-    One process holds the model with masters and optimizer state, 16 bytes a number and more. An adapter that is trained
-    beside fresh weights gets those in a folder `TARGET-base`. Returns (tensors, bytes of the folder). Raises
-    TrainStateError for a state that is damaged, or does not say which model it is of.
-    """
-    about = state.extra.get("learner")
-    if about is None:
-        raise TrainStateError(
-            f"{state.directory} does not say which model it is of: an older k3rl wrote it. Resume its run and let it "
-            "save again"
-        )
-    settings = TrainerConfig.model_validate(about["trainer"]).replace(**_ONE_PROCESS)
-    start, seed, config = (about["model"][key] for key in ("start", "seed", "config"))
-    built = K3Config.from_dict(config)
-    if start is not None and (settings.lora is not None or built.vision_config is not None):
-        refuse_foreign(state, built, settings.lora, (start, weights_fingerprint(start, seed)))
-        model = load_checkpoint(start)  # whatever is not trained is there alone
+    merged: dict[str, Any] = {}
+    if arguments.merge:
+        if not is_adapter(source):
+            raise ConfigError(f"{source} is a whole checkpoint; --merge takes an adapter", key="--merge")
+        tensors, size, merged = merge_adapter(source, arguments.target)
     else:
-        model = K3ForCausalLM(built)
-        if start is None:
-            model.init_weights(seed)
-    trainer = Trainer(model, settings)
-    restore(trainer, state)
-    if about.get("rounded_to") == "bfloat16":  # by the program that trained it, before anything else
-        masters = trainer.optimizer.masters(trainer.optimizer.names)
-        trainer.optimizer.set_masters({name: value.bfloat16() for name, value in masters.items()})
-    tokenizer = Tokenizer.builtin() if start is None else _tokenizer(Path(start))
-    card = {"stage": state.directory.parent.name, "steps": state.extra.get("step", trainer.steps)}
-    if merged and model.adapter is not None:
-        merge(model)
-    if model.adapter is None:
-        save_checkpoint(model, target, tokenizer=tokenizer, card=card)
-        return _compared(model, target), _size(target)
-    if start is None:
-        start = str(target.with_name(f"{target.name}-base"))
-        with adapted(model, None):
-            save_checkpoint(model, start, tokenizer=tokenizer)
-    tensors = dict(model.adapter.stored_tensors())
-    save_adapter(tensors, model.adapter.config, target, base=start, tokenizer=tokenizer, card=card)
-    return len(tensors), _size(target)
+        tensors, size = (copy_adapter if is_adapter(source) else copy_checkpoint)(source, arguments.target)
+    if arguments.json:
+        found = {"source": str(source), "export": str(arguments.target), "tensors": tensors, "bytes": size}
+        print_json(found | ({"merged": merged} if merged else {}))
+        return 0
+    print(f"{arguments.target}: {tensors} tensors, {size:,} bytes, read back equal")
+    for form, about in merged.items():
+        error = f"{about['error']:.1%} of the adapter's change"
+        print(f"  {about['matrices']} matrices stored as {form}: rounding moves them by {error}")
+    return 0
 
 
-def merge_adapter(source: Path, target: Path) -> tuple[int, int, dict[str, dict[str, Any]]]:
-    """One checkpoint of an adapter and its weights; also, by stored format, what rounding to it left of the change.
+def _export_state(state: Path, arguments: Namespace) -> int:
+    from k3rl.checkpoint import TrainState, export_state
 
-    Matrices that the adapter does not touch keep their bytes. The sums are rounded as a checkpoint stores them, so the
-    result is another policy than the adapter beside its weights, above all where routed experts are adapted.
+    tensors, size = export_state(TrainState(state), arguments.target, merged=arguments.merge)
+    if arguments.json:
+        print_json({"source": str(state), "export": str(arguments.target), "tensors": tensors, "bytes": size})
+        return 0
+    print(f"{arguments.target}: {tensors} tensors, {size:,} bytes, of {state}")
+    return 0
+
+
+def find_state(place: Path, stage: str | None, step: str | None) -> Path | None:
+    """The training state that is meant: `place` itself, or that of a run's stage after `step` steps; None for neither.
+
+    Raises ConfigError or MissingResource.
     """
-    model = load_checkpoint(source)
-    merged = {form: asdict(about) | {"error": about.error} for form, about in merge(model).items()}
-    return _save(model, source, target), _size(target), merged
+    if (place / "manifest.sha256").is_file():
+        return place
+    if step is None:
+        return None
+    from k3rl.checkpoint import chosen_train_state
+
+    stages = sorted(path.name for path in (place / "checkpoints").glob("*") if path.is_dir())
+    if not stages:
+        raise MissingResource(f"{place} is no run that has saved a training state")
+    if stage is None and len(stages) > 1:
+        raise ConfigError(f"{place} has several stages; choose one with --stage: {', '.join(stages)}", key="--stage")
+    if stage is not None and stage not in stages:
+        raise ConfigError(f"{place} has no stage {stage!r}; it has {', '.join(stages)}", key="--stage", got=stage)
+    if step != "latest" and not step.isdecimal():
+        raise ConfigError(f"--step is {step!r}; wanted a number of steps, or latest", key="--step", got=step)
+    name = step if step == "latest" else f"step_{int(step)}"
+    found = chosen_train_state(place / "checkpoints" / (stage or stages[0]), name)
+    if found is None:
+        raise MissingResource(f"{place} has saved no training state yet")
+    return found
 
 
-def _tokenizer(source: Path) -> Tokenizer | None:
-    has_tokenizer = any((source / name).is_file() for name in (RANKS_FILE, SMALL_FILE))
-    return Tokenizer.load(source) if has_tokenizer else None
+def _has_states(place: Path) -> bool:
+    return any((place / "checkpoints").glob("*/step_*"))
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _save(model: K3ForCausalLM, source: Path, target: Path) -> int:
-    """Writes and compares; the number of tensors."""
-    tokenizer = _tokenizer(source) or _tokenizer(weights_of(source))
-    save_checkpoint(model, target, tokenizer=tokenizer, card=read_card(source))
-    return _compared(model, target)
-
-
-def _compared(model: K3ForCausalLM, target: Path) -> int:
-    """The number of tensors. Raises K3Error for the first that does not read back as it is."""
-    written = dict(official_tensors(load_checkpoint(target)))
-    count = 0
-    for name, tensor in official_tensors(model):
-        count += 1
-        if not (written[name].dtype == tensor.dtype and written[name].equal(tensor)):
-            raise K3Error(f"{target}: {name} does not read back as it was written")
-    return count
+def find_checkpoint(place: Path, stage: str | None) -> Path:
+    """The checkpoint folder that a path and a stage name mean. Raises ConfigError or MissingResource."""
+    names = ("config.json", "adapter_config.json")
+    if any((place / name).is_file() for name in names):
+        return place
+    found = {path.parent.name: path.parent for name in names for path in sorted((place / "export").glob(f"*/{name}"))}
+    if not found:
+        states = "; it has saved training states: --step latest takes the newest" if _has_states(place) else ""
+        raise MissingResource(f"{place} is neither a checkpoint nor a run that has written one{states}")
+    if stage is None and len(found) > 1:
+        raise ConfigError(
+            f"{place} has several checkpoints; choose one with --stage: {', '.join(found)}", key="--stage"
+        )
+    if stage is not None and stage not in found:
+        raise ConfigError(f"{place} has no checkpoint {stage!r}; it has {', '.join(found)}", key="--stage", got=stage)
+    return found[stage] if stage is not None else next(iter(found.values()))

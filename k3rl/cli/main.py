@@ -7,35 +7,44 @@ an exit code.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
-from k3rl.config import ConfigError, K3Error
+from k3rl.cli.parser import unknown
+from k3rl.config import K3Error
 
-# command -> (module:function, what it does)
-COMMANDS = {
-    "sft": ("k3rl.cli.run:sft", "supervised fine-tuning"),
-    "rl": ("k3rl.cli.run:rl", "reinforcement learning; `k3rl rl quickstart` is the whole main job"),
-    "distill": ("k3rl.cli.run:distill", "on-policy distillation"),
-    "submit": ("k3rl.cli.run:submit", "run one of the above as a Ray job on a cluster that is up"),
-    "serve": ("k3rl.cli.serve:serve", "serve a checkpoint over HTTP in the OpenAI dialects"),
-    "eval": ("k3rl.cli.model:evaluate", "held-out pass rate of a checkpoint on an environment"),
-    "export": ("k3rl.cli.model:export", "write a checkpoint of a run in the official layout"),
-    "ablate": ("k3rl.cli.ablate:ablate", "each part of K3 against the common choice, on a tiny model"),
-    "inspect": ("k3rl.cli.model:inspect", "parameters and bytes of a checkpoint or a named size"),
-    "plan": ("k3rl.cli.plan:plan", "memory, traffic and time of post-training a model on a cluster"),
-    "tail": ("k3rl.cli.run:tail", "follow the rollouts of a run as text"),
-    "replay": ("k3rl.cli.replay:replay", "a stored rollout token by token, scored again by a checkpoint"),
-    "env": ("k3rl.cli.env:env", "environments: list, check, grade, play, new"),
-    "config": ("k3rl.cli.config:config", "configurations: show, diff, schema"),
-    "doctor": ("k3rl.cli.doctor:doctor", "check that this machine has what a run needs"),
+# Of what a person is after: command -> (module:function, what it does)
+GROUPS = {
+    "before a run": {
+        "doctor": ("k3rl.cli.doctor:doctor", "check that this machine has what a run needs"),
+        "env": ("k3rl.cli.env:env", "environments: list, check, grade, play, new"),
+        "config": ("k3rl.cli.config:config", "configurations: show, diff, schema"),
+        "plan": ("k3rl.cli.plan:plan", "memory, traffic and time of post-training a model on a cluster"),
+    },
+    "train": {
+        "sft": ("k3rl.cli.pipeline:sft", "supervised fine-tuning"),
+        "rl": ("k3rl.cli.pipeline:rl", "reinforcement learning; `k3rl rl quickstart` is the whole main job"),
+        "distill": ("k3rl.cli.pipeline:distill", "on-policy distillation"),
+        "submit": ("k3rl.cli.submit:submit", "run one of the above as a Ray job on a cluster that is up"),
+        "ablate": ("k3rl.cli.ablate:ablate", "each part of K3 against the common choice, on a tiny model"),
+    },
+    "look at a run": {
+        "tail": ("k3rl.cli.tail:tail", "follow the rollouts of a run as text"),
+        "replay": ("k3rl.cli.replay:replay", "a stored rollout token by token, scored again by a checkpoint"),
+    },
+    "use what was trained": {
+        "eval": ("k3rl.cli.evaluate:evaluate", "held-out pass rate of a checkpoint on an environment"),
+        "export": ("k3rl.cli.export:export", "write a checkpoint of a run in the official layout"),
+        "inspect": ("k3rl.cli.inspect:inspect", "parameters and bytes of a checkpoint or a named size"),
+        "serve": ("k3rl.cli.serve:serve", "serve a checkpoint over HTTP in the OpenAI dialects"),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 # What the system refuses: a full disk, a folder that may not be written to. No fault of k3rl, so no traceback.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -98,9 +107,7 @@ def _refusal(error: Exception) -> str | None:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
-        width = max(map(len, COMMANDS))
-        commands = "\n".join(f"  {name:<{width}}  {meaning}" for name, (_, meaning) in COMMANDS.items())
-        print(USAGE.format(commands=commands))
+        print(USAGE.format(commands="\n\n".join(map(_listed, GROUPS))))
         return 0
     if words[0] == "--version":
         from importlib.metadata import version
@@ -114,14 +121,8 @@ def _dispatch(words: list[str]) -> int:
     return getattr(import_module(module), function)(rest)
 
 
-def unknown(what: str, got: str, known: Iterable[str]) -> ConfigError:
-    """The error for a word that is not among the known ones."""
-    names = list(known)
-    nearest = next(iter(difflib.get_close_matches(got, names, n=1)), None)
-    wanted = f"one of {', '.join(names)}"
-    message = f"there is no {what} {got!r}\n  wants:   {wanted}" + (f"\n  nearest: {nearest}" if nearest else "")
-    return ConfigError(message, key=what, got=got, wanted=wanted, nearest=nearest)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _listed(group: str) -> str:
+    """The commands of a group, a line each, under its name."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {meaning}" for name, (_, meaning) in GROUPS[group].items()]
+    return "\n".join([f"{group}:", *lines])

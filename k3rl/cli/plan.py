@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3rl.cli.common import Parser, print_json
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser
 from k3rl.config import ConfigError
 
 if TYPE_CHECKING:
     from k3rl.model import K3Config
-    from k3rl.planner.types import Cluster, Method, Workload
+    from k3rl.planner import Cluster, Method, Plan, Workload
 
 MOST_GPUS = 1_000_000  # beyond which a search takes minutes and means nothing
 
@@ -25,27 +26,16 @@ def plan(words: Sequence[str]) -> int:
     given = parser.read(words)
     if given is None:
         return 0
-    from k3rl.planner import search
-    from k3rl.planner.types import Layout
+    from k3rl.planner import compare_methods, memory_savers, plan_report, smallest_clusters
 
     config = _config(given.model)
     cluster, workload, method = _cluster(given), _workload(given, config), _method(given, config)
-    degrees = (given.data, given.expert, given.context, given.pipeline)
-    if any(degree is not None for degree in degrees):
-        layout = Layout(*(degree or 1 for degree in degrees))
-        left = max(0, cluster.gpus - layout.devices) if given.rollout_gpus is None else given.rollout_gpus
-        chosen = search.judge(
-            config, cluster, workload, method, layout,
-            rollout_gpus=0 if given.kind == "sft" else left, leaner=given.recompute == "auto",
-        )  # fmt: skip
-    elif given.recompute == "auto":
-        chosen = search.best_way(config, cluster, workload, method)
-    else:
-        chosen = search.search(config, cluster, workload, method)
+    methods = memory_savers(method, cluster) if given.recompute == "auto" else [method]
+    chosen = _chosen(given, config, cluster, workload, methods)
     result: dict[str, Any] = {"model": given.model, "gpus": given.gpus}
-    result |= search.report(config, cluster, workload, chosen)
-    result["here"] = search.here(config, cluster, workload, method) if given.suggest else []
-    result["smallest"] = search.suggestions(config, cluster, workload, method) if given.suggest else []
+    result |= plan_report(config, cluster, workload, chosen)
+    result["here"] = compare_methods(config, cluster, workload, method) if given.suggest else []
+    result["smallest"] = smallest_clusters(config, cluster, workload, method) if given.suggest else []
     if given.json:
         print_json(result)
     else:
@@ -53,8 +43,21 @@ def plan(words: Sequence[str]) -> int:
     return 0
 
 
+def _chosen(given: Namespace, config: K3Config, cluster: Cluster, workload: Workload, methods: list[Method]) -> Plan:
+    """The plan of the layout that is given, or the fastest that fits."""
+    from k3rl.planner import Layout, fastest_plan, fastest_plan_of_layout
+
+    degrees = (given.data, given.expert, given.context, given.pipeline)
+    if all(degree is None for degree in degrees):
+        return fastest_plan(config, cluster, workload, methods)
+    layout = Layout(*(degree or 1 for degree in degrees))
+    left = max(0, cluster.gpus - layout.devices) if given.rollout_gpus is None else given.rollout_gpus
+    rollout_gpus = 0 if given.kind == "sft" else left
+    return fastest_plan_of_layout(config, cluster, workload, methods, layout, rollout_gpus=rollout_gpus)
+
+
 def _cluster(given: Namespace) -> Cluster:
-    from k3rl.planner.types import GPUS, Cluster
+    from k3rl.planner import GPUS, Cluster
 
     asked = {name: getattr(given, name) for name in _DEVICE} | {"gib": given.gpu_gib}
     known = {name: value for name, value in asked.items() if value is not None}
@@ -63,7 +66,7 @@ def _cluster(given: Namespace) -> Cluster:
 
 def _workload(given: Namespace, config: K3Config) -> Workload:
     """A model of a short context gets the tokens that it has room for, where none are given."""
-    from k3rl.planner.types import Workload
+    from k3rl.planner import Workload
 
     longest = config.max_position_embeddings
     prompt = min(2048, longest) if given.prompt_tokens is None else given.prompt_tokens
@@ -72,12 +75,12 @@ def _workload(given: Namespace, config: K3Config) -> Workload:
         sampled = 0 if given.kind == "sft" else max(0, min(6144, longest - prompt))
     return Workload(
         given.kind, given.prompts, given.group, prompt, sampled, given.micro_batch_tokens or 8192, given.rollout_gpus,
-        given.publish_share, smaller_passes=given.micro_batch_tokens is None,
+        given.publish_share, smaller_micro_batches=given.micro_batch_tokens is None,
     )  # fmt: skip
 
 
 def _method(given: Namespace, config: K3Config) -> Method:
-    from k3rl.planner.types import Method, has_kernels
+    from k3rl.planner import Method, has_kernels
 
     if given.momentum_bytes == 2 and (given.lora_rank or given.optimizer == "adamw"):
         raise ConfigError(
@@ -117,7 +120,7 @@ def _parser() -> Parser:
         help="tokens sampled for each sequence (6144, or what the model has room for; none in sft)",
     )
     parser.add_argument(
-        "--micro-batch-tokens", type=_positive, help="of one pass on one device (8192, or less where only that fits)"
+        "--micro-batch-tokens", type=_positive, help="on one device (8192, or less where only that fits)"
     )
     parser.add_argument("--rollout-gpus", type=_natural, help="devices that sample; chosen where not given")
     parser.add_argument("--publish-share", type=_share, default=1.0, help="bytes of a version that move, of all")
@@ -140,7 +143,7 @@ def _parser() -> Parser:
     )
     for degree in ("data", "expert", "context", "pipeline"):
         parser.add_argument(f"--{degree}", type=_positive, help=f"{degree} degree; a layout is searched where none is")
-    parser.add_argument("--no-suggest", dest="suggest", action="store_false", help="judge this plan only")
+    parser.add_argument("--no-suggest", dest="suggest", action="store_false", help="this plan only, without others")
     parser.add_argument("--json", action="store_true")
     return parser
 
@@ -209,7 +212,7 @@ def _show(result: dict[str, Any]) -> None:
     print(f"{result['model']} on {result['gpus']} devices, {result['method']}: {verdict}")
     print(
         f"layout: {degrees}  ({result['learner_gpus']} learner, {result['rollout_gpus']} rollout devices), "
-        f"{result['micro_batch_tokens']:,} tokens a pass"
+        f"{result['micro_batch_tokens']:,} tokens a micro-batch"
     )
     if result["not_run_today"]:
         print(f"  k3rl does not run this yet: {', '.join(result['not_run_today'])}")

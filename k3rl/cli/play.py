@@ -14,7 +14,8 @@ from k3rl.config import ConfigError, MissingResource
 from k3rl.envs import Budgets, Env, Environment, EpisodeContext, Observation, Task
 from k3rl.envs.base import NoSnapshot
 from k3rl.envs.episode_state import BrokenState, EpisodeState
-from k3rl.envs.played import MAX_TURN_TOKENS, Seen, sampled
+from k3rl.envs.played import MAX_TURN_TOKENS, ObservedEnv, sampled
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.run.terminal import framed
@@ -27,8 +28,8 @@ Type your turn and end it with a line that holds a single dot. Instead of text:
   /TOOL {"argument": ...}   calls a tool            /TOOL words   when it wants one piece of text
   /TOOL                     the same, its text on the lines up to the dot
   /file PATH                the text of a file is your answer
-  /quit                     gives up"""
-LATER = "  /later                    puts the episode aside in %s; so does the end of the input"
+  /quit                     aborts the episode"""
+LATER = "  /later                    pauses the episode and keeps it in %s; so does the end of the input"
 
 
 def play(
@@ -42,13 +43,13 @@ def play(
 ) -> Episode:
     """One episode whose turns are read from `source`; what the policy would see goes to `shown`.
 
-    Budgets of tokens are the machine's and do not bind a person; those of time do with `clocks`. The end of `source`
-    gives up: the episode is ABORTED and its answer empty.
+    Budgets of tokens are the machine's and do not bind a person; those of time do with `clocks`. At the end of
+    `source` the episode is ABORTED and its answer empty.
 
     state: a file that is written before each turn and holds the episode and its workspace. Where it exists the episode
     goes on from there, also after this process was killed. It is removed when the episode is over; the end of `source`
     leaves it, and the episode is PAUSED. Raises ConfigError for a file of another task or of no episode, and for an
-    environment whose episodes cannot be put aside or are played by a program.
+    environment whose episodes cannot be paused or are played by a program.
     """
     if environment.make_harness is not None:
         raise ConfigError(f"{environment.name} is played by an agent program of its own, not turn by turn", key="env")
@@ -58,37 +59,36 @@ def play(
     provider = provider_named("bwrap")
     programs = ProgramRunner(provider) if environment.needs_programs else None
     person = _Person(source, shown)
-    kept = None if state is None else _Kept(state, task, person)
+    file = None if state is None else _StateFile(state, task, person)
     print(HELP if state is None else f"{HELP}\n{LATER % state}", file=shown)
     try:
-        resume = None if kept is None else kept.read()
-        env = _Put(environment.make_env(), person)
+        resume = None if file is None else file.read()
+        env = _ShownEnv(environment.make_env(), person)
         episode = asyncio.run(
             run_episode(
                 env,
                 dataclasses.replace(task, budgets=budgets),
                 person,
-                person.tokenizer,
+                TurnSettings(person.tokenizer, SamplingParams(max_tokens=MAX_TURN_TOKENS)),
                 episode_id="by-hand",
-                sampling=SamplingParams(max_tokens=MAX_TURN_TOKENS),
                 context=EpisodeContext(seed=task.seed, budgets=Budgets(), programs=programs, sandboxes=provider),
                 resume=resume,
-                keep=None if kept is None else kept.keep,
+                before_turn=None if file is None else file.write,
             )
         )
     finally:
         if programs is not None:
             programs.close()
-    if kept is None:
+    if file is None:
         return episode
-    if episode.stop_reason is StopReason.CANCELLED and not person.gave_up and kept.path.exists():
+    if episode.stop_reason is StopReason.CANCELLED and not person.quit and file.path.exists():
         used = {**episode.budgets_used, "turns": episode.budgets_used["turns"] - 1}  # the last one said nothing
         return dataclasses.replace(episode, stop_reason=StopReason.PAUSED, budgets_used=used)
-    kept.path.unlink(missing_ok=True)
+    file.path.unlink(missing_ok=True)
     return episode
 
 
-class _Kept:
+class _StateFile:
     """The file of an episode: a line of JSON, the tools that were declared last, and the episode's own bytes."""
 
     def __init__(self, path: Path, task: Task, person: _Person) -> None:
@@ -116,19 +116,19 @@ class _Kept:
         self._person.show([*state.messages[:1], *state.messages[last:]] if last > 0 else state.messages)
         return state
 
-    def keep(self, state: EpisodeState) -> bool:
-        """Write it; the file is whole or as it was."""
+    def write(self, state: EpisodeState) -> bool:
+        """Write it, and go on with the episode; the file is whole or as it was."""
         head = json.dumps({"tools": self._person.tools}, default=dict).encode()
         fresh = self.path.with_name(f"{self.path.name}.new")
         fresh.write_bytes(head + b"\n" + state.to_bytes())
-        with fresh.open("rb") as file:
-            os.fsync(file.fileno())
+        with fresh.open("rb") as written:
+            os.fsync(written.fileno())
         fresh.replace(self.path)
         return False
 
 
-class _Put(Seen):
-    """What a person sees; an environment that cannot be put aside says so in the words of the command."""
+class _ShownEnv(ObservedEnv):
+    """What a person sees; an environment that cannot be paused says so in the words of the command."""
 
     def __init__(self, env: Env, person: _Person) -> None:
         super().__init__(env, person.see)
@@ -147,7 +147,7 @@ class _Person:
     def __init__(self, source: TextIO, shown: TextIO) -> None:
         self.tokenizer = Tokenizer.builtin()
         self.tools: tuple[Mapping[str, Any], ...] = ()
-        self.gave_up = False
+        self.quit = False
         self._lines = iter(source.readline, "")
         self._shown = shown
 
@@ -170,12 +170,12 @@ class _Person:
         return Completion(ids, (0.0,) * len(ids), stop, weight_version=0, first_version=0)
 
     def _turn(self) -> Message | None:
-        """What the person says, None for giving up or going away. A mistake is explained and asked for again."""
+        """What the person says, None to abort or pause the episode. A mistake is explained and asked for again."""
         print("[you]", file=self._shown, flush=True)
         for line in self._lines:
             try:
                 if line.strip() in ("/quit", "/later"):
-                    self.gave_up = line.strip() == "/quit"
+                    self.quit = line.strip() == "/quit"
                     return None
                 if not line.startswith("/"):
                     return Message("assistant", self._until_dot(line))

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3rl.cli.common import Parser, print_json
+from k3rl.cli.output import print_json
+from k3rl.cli.parser import Parser
 from k3rl.run.recorder import score_row
 from k3rl.run.terminal import framed, visible
 

@@ -10,7 +10,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from k3rl.cli.common import Parser
+from k3rl.cli.parser import Parser
 from k3rl.config import NO_CHECKPOINT, ConfigError, MissingResource
 
 TOKEN_VARIABLE = "K3RL_SERVE_TOKEN"
@@ -50,7 +50,7 @@ def serve(words: Sequence[str]) -> int:
         raise MissingResource(f"{arguments.checkpoint} {NO_CHECKPOINT}")
     try:
         from k3rl.engine import PrefixCache
-        from k3rl.serve import server
+        from k3rl.serve import EngineOptions, ServerLimits, serve_checkpoint
     except ModuleNotFoundError as error:
         raise MissingResource(f"serving needs the package {error.name}; install k3rl[dashboard]") from error
     token = os.environ.get(TOKEN_VARIABLE)
@@ -64,12 +64,12 @@ def serve(words: Sequence[str]) -> int:
     # Uvicorn stops the server and then raises the signal again: Python must end by itself, so that files go with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"serving {arguments.checkpoint} at http://{arguments.host}:{arguments.port}/v1", file=sys.stderr)
-    server.serve_checkpoint(
-        arguments.checkpoint,
-        host=arguments.host,
-        port=arguments.port,
-        token=token,
+    options = EngineOptions(
         max_running=arguments.max_running,
+        context=arguments.max_context,
+        memory_bytes="auto" if arguments.memory_mb is None else arguments.memory_mb << 20,
+        exact=arguments.exact,
+        device=arguments.device,
         threads=arguments.threads,
         prefix_cache=lambda: (
             PrefixCache.of_bytes(
@@ -81,11 +81,14 @@ def serve(words: Sequence[str]) -> int:
             if arguments.prefix_cache_mb
             else None
         ),
-        memory_bytes="auto" if arguments.memory_mb is None else arguments.memory_mb << 20,
-        exact=arguments.exact,
-        device=arguments.device,
-        context=arguments.max_context,
-        limits=server.ServerLimits(body_bytes=arguments.max_body_mb << 20, samples=arguments.max_samples),
+    )
+    serve_checkpoint(
+        arguments.checkpoint,
+        host=arguments.host,
+        port=arguments.port,
+        token=token,
+        options=options,
+        limits=ServerLimits(body_bytes=arguments.max_body_mb << 20, samples=arguments.max_samples),
     )
     return 0
 

@@ -1,21 +1,58 @@
 """Conversations and episodes as training batches, and episodes as files. NumPy only, no torch.
 
-`batch.py` is the packed batch a learner trains on, `packing.py` fits sequences into token budgets, `sft.py` reads
-chat data and masks it, `images.py` prepares images for the vision tower, `stream.py` walks over examples and can
-resume, `trajectories.py` stores episodes (`rows.py`: as table rows; `image_files.py`: their images). Advantages are
-computed elsewhere; here they are only joined to their sequences by id.
+batch.py          TrainBatch, the packed batch that a learner trains on; episodes as one
+packing.py        sequences into token budgets          images.py        images as the vision tower reads them
+sft.py            chat data, encoded with loss masks    trajectories.py  episodes as Parquet files
+rows.py  image_files.py    their table rows, and their images
+Not here: advantages, which are only joined to their sequences by id, and losses.
 """
 
-from k3rl.data.batch import BatchError, TrainBatch, TrainSequence, from_branches, from_episodes, token_weights
-from k3rl.data.packing import SequenceTooLong, best_fit
+from k3rl.data.batch import BatchError, TrainBatch, TrainSequence, WeightMode, from_episodes, token_weights
+from k3rl.data.images import (
+    ImageConfig,
+    ImageError,
+    ImagePatches,
+    conversation_images,
+    preprocess_files,
+    stack,
+)
+from k3rl.data.packing import SequenceTooLong, balanced_fit, best_fit, sequence_costs
+from k3rl.data.sft import (
+    ChatDataset,
+    DatasetError,
+    chat_sequence,
+    encode_example,
+    load_chat_dataset,
+    sft_sequence,
+)
+from k3rl.data.trajectories import ManifestEntry, TrajectoryError, TrajectoryWriter, read_groups, read_manifest
 
 __all__ = [
     "BatchError",
+    "ChatDataset",
+    "DatasetError",
+    "ImageConfig",
+    "ImageError",
+    "ImagePatches",
+    "ManifestEntry",
     "SequenceTooLong",
     "TrainBatch",
     "TrainSequence",
+    "TrajectoryError",
+    "TrajectoryWriter",
+    "WeightMode",
+    "balanced_fit",
     "best_fit",
-    "from_branches",
+    "chat_sequence",
+    "conversation_images",
+    "encode_example",
     "from_episodes",
+    "load_chat_dataset",
+    "preprocess_files",
+    "read_groups",
+    "read_manifest",
+    "sequence_costs",
+    "sft_sequence",
+    "stack",
     "token_weights",
 ]

@@ -189,24 +189,6 @@ class TrainBatch:
             name = self.sequence_ids[error.index]
             raise SequenceTooLong(error.index, error.length, error.budget, name) from None
 
-    def reweighted(self, mode: WeightMode) -> TrainBatch:
-        """The same batch with weights that sum to 1 over its own sequences."""
-        return dataclasses.replace(self, weights=token_weights(self.loss_mask, self.cu_seqlens, mode))
-
-    def with_teacher(self, teacher_logprobs: Mapping[str, np.ndarray]) -> TrainBatch:
-        """The same batch with a teacher's logprobs, float32 [T] for each sequence id. Raises BatchError."""
-        _same_ids(self.sequence_ids, teacher_logprobs, "teacher logprobs")
-        parts = []
-        for name, length in zip(self.sequence_ids, self.lengths, strict=True):
-            parts.append(np.asarray(teacher_logprobs[name], np.float32))
-            if parts[-1].shape != (length,):
-                raise BatchError(f"sequence {name} has {length} tokens and teacher logprobs {parts[-1].shape}")
-        batch = dataclasses.replace(
-            self, teacher_logprobs=np.where(self.loss_mask, np.concatenate(parts), np.float32(0))
-        )
-        batch.validate()
-        return batch
-
     def validate(self) -> None:
         """Raise BatchError unless shapes, dtypes and values are as the class says."""
         n, s = len(self.input_ids), len(self.sequence_ids)
@@ -291,33 +273,6 @@ def token_weights(loss_mask: np.ndarray, cu_seqlens: np.ndarray, mode: WeightMod
     return loss_mask * np.repeat(per_token, np.diff(cu_seqlens))
 
 
-def from_branches(
-    branches: Sequence[Branch],
-    advantages: Mapping[str, float | np.ndarray],
-    *,
-    mode: WeightMode = "token",
-    routes: bool = False,
-    version: int | None = None,
-) -> TrainBatch:
-    """The batch of these branches, advantages joined by branch id.
-
-    An advantage is one float for every sampled token of the branch, or one per token, [T] (what it says at tokens
-    that were not sampled is ignored). Every branch must have one, and every one a branch. With `routes` the
-    recorded experts come along for replay. `version` is the weight version whose tokens are fresh, by default the
-    newest that sampled any of them. Raises BatchError.
-    """
-    _same_ids([branch.id for branch in branches], advantages, "advantages")
-    version = _newest(branches) if version is None else version
-    shown = _patches(branches)
-    return TrainBatch.pack(
-        [
-            _sequence(branch, branch.id, advantages[branch.id], 0, routes, version, own)
-            for branch, own in zip(branches, shown, strict=True)
-        ],
-        mode,
-    )
-
-
 def from_episodes(
     episodes: Sequence[Episode],
     advantages: Mapping[str, float],
@@ -329,13 +284,15 @@ def from_episodes(
     """The batch of all branches of these episodes, one advantage per episode id. Sequence ids are `EPISODE/BRANCH`.
 
     A branch that starts with turns of its parent trains only the turns after them, so no sampled token counts
-    twice; a branch with no turn of its own is left out. `routes` and `version` as in `from_branches`. Raises
-    BatchError, also for a failed episode: it has no reward, so any advantage of it would be invented.
+    twice; a branch with no turn of its own is skipped. With `routes` the recorded experts come along for replay.
+    `version` is the weight version whose tokens are fresh, by default the newest that sampled any of them. Raises
+    BatchError, also
+    for a failed episode: it has no reward, so any advantage of it would be invented.
     """
-    _same_ids([episode.id for episode in episodes], advantages, "advantages")
+    _check_ids([episode.id for episode in episodes], advantages)
     for episode in episodes:
         if isinstance(episode.score, Failed):
-            raise BatchError(f"episode {episode.id} failed ({episode.score.reason}); leave it out before the baseline")
+            raise BatchError(f"episode {episode.id} failed ({episode.score.reason}); remove it before the baseline")
     version = _newest([b for episode in episodes for b in episode.branches]) if version is None else version
     sequences = []
     shown = iter(_patches([branch for episode in episodes for branch in episode.branches]))
@@ -398,7 +355,7 @@ def _fresh(branch: Branch, version: int) -> np.ndarray:
 def _sequence(
     branch: Branch,
     name: str,
-    advantage: float | np.ndarray,
+    advantage: float,
     shared: int,
     routes: bool,
     version: int,
@@ -406,7 +363,7 @@ def _sequence(
 ) -> TrainSequence:
     """A branch as a sequence that trains the turns from number `shared` on."""
     if not branch.turns:
-        raise BatchError(f"sequence {name} has no turns; leave episodes without a completion out of the batch")
+        raise BatchError(f"sequence {name} has no turns; skip episodes without a completion")
     try:
         ids, mask, logprobs = branch.tokens()
     except ValueError as error:
@@ -417,17 +374,12 @@ def _sequence(
         last = branch.turns[shared - 1]
         mask = mask.copy()
         mask[: len(last.prompt_ids) + len(last.sampled_ids)] = False
-    values = np.asarray(advantage, np.float32)
-    if values.shape not in ((), ids.shape):
-        raise BatchError(
-            f"sequence {name} has {len(ids)} tokens and advantages of shape {values.shape}; wanted one or [T]"
-        )
     return TrainSequence(
         id=name,
         ids=ids,
         loss_mask=mask,
         sampler_logprobs=np.where(mask, logprobs, np.float32(0)),
-        advantages=np.where(mask, values, np.float32(0)),
+        advantages=np.where(mask, np.float32(advantage), np.float32(0)),
         routes=branch_routes(branch, images) if routes else None,
         fresh=_fresh(branch, version),
         images=images,
@@ -455,14 +407,14 @@ def _shared_turns(branch: Branch, by_id: Mapping[str, Branch]) -> int:
     return count
 
 
-def _same_ids(wanted: Sequence[str], given: Mapping[str, object], what: str) -> None:
-    """Raise BatchError unless `given` has exactly the ids `wanted`, each once."""
-    if len(set(wanted)) != len(wanted):
-        twice = next(name for name in wanted if wanted.count(name) > 1)
-        raise BatchError(f"the id {twice} occurs twice; ids join {what} to sequences")
-    missing, extra = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
+def _check_ids(episodes: Sequence[str], advantages: Mapping[str, float]) -> None:
+    """Raise BatchError unless there is an advantage for each of the episode ids, each once, and none more."""
+    if len(set(episodes)) != len(episodes):
+        twice = next(name for name in episodes if episodes.count(name) > 1)
+        raise BatchError(f"the id {twice} occurs twice; ids join advantages to episodes")
+    missing, extra = sorted(set(episodes) - set(advantages)), sorted(set(advantages) - set(episodes))
     if missing or extra:
-        raise BatchError(f"{what} are missing for {missing[:4]} and given for unknown {extra[:4]}; ids must match")
+        raise BatchError(f"advantages are missing for {missing[:4]} and given for unknown {extra[:4]}; ids must match")
 
 
 def _optional(

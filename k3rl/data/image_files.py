@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from k3rl.tokens.images import KINDS, data_url
+from k3rl.tokens.images import IMAGE_KINDS, data_url
 from k3rl.types import EncodedImage, Episode, Group
 
 IMAGE_SCHEMA = pa.schema(
@@ -81,7 +81,7 @@ def _with_urls(content: Any, change: Callable[[str], str]) -> Any:
 
 def _part(part: Any, change: Callable[[str], str]) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in KINDS:
+    if kind not in IMAGE_KINDS:
         return part
     given = part.get(kind)
     if isinstance(given, Mapping) and isinstance(given.get("url"), str):

@@ -2,7 +2,7 @@
 
 scale down to the patch limits (never up), resize bicubically, lay transparent pixels over a checkerboard, pad with
 zeros to the right and below to whole merged patches, normalise, cut into patches. The prompt names the original size;
-one placeholder id stands for all rows of an image and is expanded inside the model (or by `expand_placeholders`).
+one placeholder id stands for all rows of an image and is expanded inside the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from k3rl.tokens import xtml
 from k3rl.tokens.images import (
-    RELEASED,
+    RELEASED_IMAGES,
     ImageConfig,
     ImageError,
     image_parts,
@@ -38,7 +38,6 @@ __all__ = [
     "ImageError",
     "ImagePatches",
     "conversation_images",
-    "expand_placeholders",
     "image_rows",
     "preprocess",
     "preprocess_files",
@@ -75,7 +74,7 @@ class ImagePatches:
         return xtml.image_prompt(self.width, self.height)
 
 
-def preprocess(image: Image.Image, config: ImageConfig = RELEASED) -> ImagePatches:
+def preprocess(image: Image.Image, config: ImageConfig = RELEASED_IMAGES) -> ImagePatches:
     """The patches of one image of any mode."""
     from PIL import Image
 
@@ -112,7 +111,7 @@ def conversation_images(
     messages: Sequence[Message | Mapping[str, Any]],
     *,
     folder: Path | None = None,
-    config: ImageConfig = RELEASED,
+    config: ImageConfig = RELEASED_IMAGES,
 ) -> tuple[ImagePatches, ...]:
     """The images of a conversation in the order in which `xtml.render` asks for them (tool results are re-sorted).
 
@@ -124,7 +123,7 @@ def conversation_images(
 
 
 def preprocess_files(
-    images: Sequence[EncodedImage], made: dict[EncodedImage, ImagePatches], config: ImageConfig = RELEASED
+    images: Sequence[EncodedImage], made: dict[EncodedImage, ImagePatches], config: ImageConfig = RELEASED_IMAGES
 ) -> tuple[ImagePatches, ...]:
     """The patches of each file. What is in `made` is taken from there, and what is new put there: whoever prepares many
     conversations of one image hands all calls the same dictionary. Raises ImageError.
@@ -186,9 +185,3 @@ def rows_per_token(ids: np.ndarray, images: Sequence[ImagePatches], placeholder:
     counts = np.ones(len(ids), np.int64)
     counts[places] = [image.rows for image in images]
     return counts
-
-
-def expand_placeholders(ids: Sequence[int], images: Sequence[ImagePatches], placeholder: int) -> list[int]:
-    """ids with as many placeholders for each image as it has rows, the form that vLLM reads. Raises ImageError."""
-    array = np.asarray(ids, np.int64)
-    return np.repeat(array, rows_per_token(array, images, placeholder)).tolist()

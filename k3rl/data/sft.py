@@ -17,8 +17,7 @@ import pyarrow as pa
 from k3rl.config import ConfigError
 from k3rl.data.batch import TrainSequence
 from k3rl.data.images import ImagePatches, conversation_images
-from k3rl.tokens import Tokenizer, TokenizerError, xtml
-from k3rl.tokens.images import image_parts
+from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Message
 
 if TYPE_CHECKING:
@@ -144,32 +143,6 @@ def encode_example(
     return np.asarray(ids, np.int64), np.asarray(mask, bool)
 
 
-def encode_dataset(
-    dataset: ChatDataset,
-    tokenizer: Tokenizer,
-    *,
-    thinking: bool,
-    thinking_effort: str | None = None,
-    max_tokens: int | None = None,
-) -> datasets.Dataset:
-    """The data set as token columns `input_ids` and `loss_mask`, cached by Hugging Face under its cache folder.
-
-    The cache key is the rows, this function and its arguments. Raises DatasetError with the row number for a row
-    that cannot be encoded, that has images (token columns hold none), or that has more than `max_tokens` tokens:
-    cutting it would train on half an answer.
-    """
-    options = {
-        "path": dataset.path,
-        "tokenizer": tokenizer,
-        "thinking": thinking,
-        "thinking_effort": thinking_effort,
-        "max_tokens": max_tokens,
-    }
-    return dataset.rows.map(
-        _encode_row, with_indices=True, fn_kwargs=options, remove_columns=dataset.rows.column_names
-    ).with_format("numpy")
-
-
 def sft_sequence(
     name: str, ids: np.ndarray, loss_mask: np.ndarray, images: Sequence[ImagePatches] = ()
 ) -> TrainSequence:
@@ -198,29 +171,6 @@ def chat_sequence(
         messages, tools, tokenizer, thinking, thinking_effort=thinking_effort, images=images or None
     )
     return sft_sequence(name, ids, mask, images)
-
-
-def _encode_row(
-    row: Mapping[str, Any],
-    index: int,
-    path: Path,
-    tokenizer: Tokenizer,
-    thinking: bool,
-    thinking_effort: str | None,
-    max_tokens: int | None,
-) -> dict[str, np.ndarray]:
-    example = _example(row, path, index)
-    try:
-        if image_parts(example.messages):
-            raise DatasetError(path, index, "has images, which token columns cannot hold; use chat_sequence")
-        ids, mask = encode_example(
-            example.messages, example.tools, tokenizer, thinking, thinking_effort=thinking_effort
-        )
-    except (xtml.XTMLError, TokenizerError) as error:
-        raise DatasetError(path, index, str(error)) from error
-    if max_tokens is not None and len(ids) > max_tokens:
-        raise DatasetError(path, index, f"has {len(ids)} tokens, more than max_tokens {max_tokens}; drop or shorten it")
-    return {"input_ids": ids, "loss_mask": mask}
 
 
 def _example(row: Mapping[str, Any], path: Path, index: int) -> ChatExample:

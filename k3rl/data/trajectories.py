@@ -2,7 +2,7 @@
 
 One file per `write`, whole or absent: written beside its name, synced, renamed, then announced by one line in the
 writer's manifest. Readers trust the manifest alone. Recorded experts weigh two hundred times the tokens, so they
-go into a file of their own, which is dropped once the learner has used it. Images too are in a file of their own, each
+go into a file of their own, which can be deleted without the rest. Images too are in a file of their own, each
 distinct one once, as the bytes that the environment gave; episodes and messages name them by their SHA-256.
 """
 
@@ -33,7 +33,7 @@ class TrajectoryError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ManifestEntry:
     """One manifest line: a file that is whole, of one rollout step (`generation`).
 
     `routes_file` and `routes_sha256` are None when no experts were recorded, `images_file` and `images_sha256` when no
@@ -69,7 +69,7 @@ class TrajectoryWriter:
         self._manifest = self._folder / f"{actor}.manifest.jsonl"
         self._sequence = len(_manifest_lines(self._manifest, repair=True))
 
-    def write(self, groups: Sequence[Group], *, generation: int, seed: int = 0) -> Entry:
+    def write(self, groups: Sequence[Group], *, generation: int, seed: int = 0) -> ManifestEntry:
         """Store these groups as one file. generation: the rollout step they belong to; seed: the run's seed."""
         stem = f"{self._actor}-{generation:06d}-{self._sequence:06d}"
         table = rows.episode_rows(groups, seed)
@@ -80,7 +80,7 @@ class TrajectoryWriter:
         experts, images = rows.route_rows(groups), image_files.image_rows(groups)
         routes_file, routes_digest = self._beside(stem, "routes", experts, "routes", rows.ROUTE_SCHEMA, metadata)
         images_file, images_digest = self._beside(stem, "images", images, "data", image_files.IMAGE_SCHEMA, metadata)
-        entry = Entry(
+        entry = ManifestEntry(
             file=file.name,
             generation=generation,
             episodes=sum(len(group.episodes) for group in groups),
@@ -94,7 +94,7 @@ class TrajectoryWriter:
             images_file=images_file,
             images_sha256=images_digest,
         )
-        _append_line(self._manifest, json.dumps({name: getattr(entry, name) for name in Entry.__slots__}))
+        _append_line(self._manifest, json.dumps({name: getattr(entry, name) for name in ManifestEntry.__slots__}))
         self._sequence += 1
         return entry
 
@@ -114,36 +114,31 @@ class TrajectoryWriter:
         sizes = [len(data) for data in columns[heavy]]
         return name, _write_table(self._folder / name, columns, schema, metadata, sizes, ROW_GROUP_BYTES)
 
-    def drop_routes(self, entry: Entry) -> None:
-        """Delete the recorded experts of a file, after the learner has used them. Twice is as good as once."""
-        if entry.routes_file is not None:
-            (self._folder / entry.routes_file).unlink(missing_ok=True)
 
-
-def manifest(folder: str | os.PathLike[str]) -> list[Entry]:
+def read_manifest(folder: str | os.PathLike[str]) -> list[ManifestEntry]:
     """Every whole file in `folder`, by actor and in the order of writing. Raises TrajectoryError."""
     entries = []
     for path in sorted(Path(folder).glob("*.manifest.jsonl")):
         for number, line in enumerate(_manifest_lines(path, repair=False), start=1):
             try:
-                entries.append(Entry(**json.loads(line)))
+                entries.append(ManifestEntry(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 raise TrajectoryError(f"{path}, line {number} is no manifest entry: {error}") from error
     return entries
 
 
-def read(folder: str | os.PathLike[str], entry: Entry, *, routes: bool = False) -> list[Group]:
+def read_groups(folder: str | os.PathLike[str], entry: ManifestEntry, *, routes: bool = False) -> list[Group]:
     """The groups in one file as they were written, logprobs rounded to float32; without experts unless `routes`.
 
     Raises TrajectoryError when the file, or that of its images, is missing, differs from its manifest line, or is of
-    another schema, and when `routes` are asked for but were not recorded or are dropped.
+    another schema, and when `routes` are asked for but were not recorded or are deleted.
     """
     file = Path(folder) / entry.file
     table = _read_table(_whole(file, entry.sha256), file, rows.EPISODE_SCHEMA)
     experts: Mapping[tuple[str, str, int], np.ndarray] = {}
     if routes:
         if entry.routes_file is None or entry.routes_sha256 is None or not (Path(folder) / entry.routes_file).is_file():
-            state = "were not recorded" if entry.routes_file is None else f"are dropped ({entry.routes_file} is gone)"
+            state = "were not recorded" if entry.routes_file is None else f"are deleted ({entry.routes_file} is gone)"
             raise TrajectoryError(f"the experts of {file} {state}; read with routes=False or roll out again")
         path = Path(folder) / entry.routes_file
         experts = rows.routes_by_turn(
@@ -158,12 +153,6 @@ def read(folder: str | os.PathLike[str], entry: Entry, *, routes: bool = False) 
         return rows.groups(table.to_pylist(), experts, images)
     except KeyError as error:
         raise TrajectoryError(f"{file} shows the image {error}, which is not stored beside it") from error
-
-
-def read_all(folder: str | os.PathLike[str]) -> Iterator[Group]:
-    """Every group in `folder`, file by file, without recorded experts. Raises TrajectoryError as `read` does."""
-    for entry in manifest(folder):
-        yield from read(folder, entry)
 
 
 def _whole(file: Path, sha256: str) -> bytes:

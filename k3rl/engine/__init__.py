@@ -1,19 +1,21 @@
 """Inference: tokens in, sampled tokens with logprobs, routes and weight version out.
 
-`Engine` runs a model of this process; `RolloutEngine` is the protocol it keeps. `scheduler.py` decides what a step
-computes and `throttle.py` how many are let in, `cache.py` holds the model's states (`paged.py`: in bounded memory,
-`memory.py`: how much of it), `prefix.py` those of earlier prefixes (`disk_tier.py`: in files), `rows.py` what is known
-of each row, `prompts.py` checks prompts, `images.py` puts images into them, `sampler.py` draws, `grammar.py` keeps text
-to a schema or grammar, `stopping.py` finds stop strings, `weights.py` receives new versions, `diagnose.py` finds where
-a NaN came from, `counters.py` is what an engine counts. `server.py` serves an engine over HTTP in the dialects of
-`openai.py`, stepped by `driver.py`, counted by `metrics.py`; `gateway.py` serves sessions that record what agent
-programs do. Both are imported by whoever serves, not here. Nothing here trains, and nothing knows of actors.
-`vllm.py` is the same protocol over a vLLM server, with `vllm_client.py` (HTTP), `vllm_wire.py` (payloads),
-`vllm_weights.py` (updates) and `vllm_worker.py`, which runs inside vLLM.
+`engine.py` runs a model of this process under the protocol of `protocol.py`. A live request is one object
+(`running.py`); `batch.py` keeps all of them and the rows that they have: who is next is decided in `scheduler.py` (and
+`throttle.py`), the model's states lie in `cache.py` (in bounded memory `paged.py`, `page_table.py`, `deferred.py`;
+`memory.py`: how much of it), sampled tokens in the columns of `rows.py`. `prompts.py` admits requests, `images.py` puts
+images into them, `outcomes.py` keeps what ended, `weights.py` and `adapters.py` receive new versions, `diagnose.py`
+finds where a NaN came from, `counters.py` counts.
+Folders: `compute/` (forwards), `sampling/` (tokens from logits), `prefix/` (the prefix cache), `vllm/` (the same
+protocol over a vLLM server). Nothing here trains, speaks HTTP to clients (`k3rl.serve`) or knows of actors.
 """
 
+from k3rl.engine.adapters import AdapterHeader
+from k3rl.engine.cache import MemoryPlan, StatePool
+from k3rl.engine.compute import padded_batch
 from k3rl.engine.engine import Engine
-from k3rl.engine.prefix.cache import PrefixCache
+from k3rl.engine.paged import PagedCache
+from k3rl.engine.prefix import DiskTier, FixedState, Hit, PrefixCache
 from k3rl.engine.protocol import (
     ContextExceeded,
     EngineError,
@@ -22,30 +24,42 @@ from k3rl.engine.protocol import (
     Outcome,
     PauseMode,
     RolloutEngine,
+    Tokens,
     UnknownRequest,
     WeightUpdateError,
 )
-from k3rl.engine.vllm.client import EngineLost, IncompatibleServer
-from k3rl.engine.vllm.engine import VLLMEngine
+from k3rl.engine.sampling import request_samples, sample_uncut
+from k3rl.engine.vllm import EngineLost, IncompatibleServer, VLLMEngine
 from k3rl.types import Completion, Constraint, SamplingParams, StopReason
 
 __all__ = [
+    "AdapterHeader",
     "Completion",
     "Constraint",
     "ContextExceeded",
+    "DiskTier",
     "Engine",
     "EngineError",
     "EngineLost",
+    "FixedState",
+    "Hit",
     "IncompatibleServer",
     "InvalidRequest",
+    "MemoryPlan",
     "NonFiniteLogits",
     "Outcome",
+    "PagedCache",
     "PauseMode",
     "PrefixCache",
     "RolloutEngine",
     "SamplingParams",
+    "StatePool",
     "StopReason",
+    "Tokens",
     "UnknownRequest",
     "VLLMEngine",
     "WeightUpdateError",
+    "padded_batch",
+    "request_samples",
+    "sample_uncut",
 ]

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -111,12 +110,6 @@ class AdapterStore:
     def version(self, name: str, base: int) -> int:
         """The version that a request with this adapter samples from; base: that of the weights alone."""
         return self._served[name][0] if name else base
-
-    def versions(self, rows: np.ndarray, adapter_in: Callable[[int], str], base: int) -> np.ndarray:
-        """`version` of each of these rows, int64 [R]; adapter_in: a row -> the adapter of the request in it."""
-        if not self._served:
-            return np.full(len(rows), base)
-        return np.array([self.version(adapter_in(row), base) for row in rows.tolist()], np.int64)
 
     def salt(self, params: SamplingParams) -> str:
         """What keeps the prefix-cache entries of requests apart: their salt, adapter and its version.

@@ -1,9 +1,9 @@
-"""The model's states of every row: KDA recurrent and conv states, MLA latents, lengths; and one spare row.
+"""The model's states of every row: KDA recurrent and conv states, MLA latents, lengths; and one parked state.
 
 Whole states leave for the prefix cache by `source` and come back by `restore`, as copies both ways.
 
-Rows are fixed slots of one `model.new_cache`. The spare keeps the state of a prompt whose group did not find
-enough rows. A row that nobody owns holds garbage (NaN when `poison` is on) and is reset before it is used.
+Rows are fixed slots of one `model.new_cache`. One more keeps the parked state: that of a prompt whose group did not
+find enough rows. A row that nobody owns holds garbage (NaN when `poison` is on) and is reset before it is used.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from k3rl.engine.memory import states_budget
 from k3rl.engine.paged import PagedCache
-from k3rl.engine.prefix.cache import FixedState, Hit, Part, Pieces
+from k3rl.engine.prefix.cache import FixedState, Hit, RoutePieces, TokenStates
 from k3rl.kernels.kda.operator import CHUNK
 from k3rl.model import Cache, K3ForCausalLM
 
-# Rows times heads of a pool from which on the form of the decode kernel that puts writes off is the faster one.
+# Rows times heads of a pool from which on the decode kernel that defers writes is the faster one.
 DEFERRED_FROM = 1536
 
 
 def defers(model: K3ForCausalLM, rows: int) -> bool:
-    """Whether decode steps of fixed shapes over so many rows keep the last tokens beside the states (`paged._Late`)."""
+    """Whether decode steps of fixed shapes over so many rows keep the last tokens beside the states (`deferred.py`)."""
     return model.device.type == "cuda" and rows * model.config.linear_attn_config.num_heads >= DEFERRED_FROM
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How bytes become rows and pages: `rows` requests at once (and the spare row), `pages` of `page` tokens.
+    """How bytes become rows and pages: `rows` requests at once (and the parked state), `pages` of `page` tokens.
 
     deferred: each row has room for the tokens that its states have not taken in, a quarter of them.
     """
@@ -108,7 +108,7 @@ def state_bytes(model: K3ForCausalLM, deferred: bool = False) -> tuple[int, int]
 
 
 class StatePool:
-    """Model states of `rows` rows and the spare (index `rows`); inference tensors, which autograd never sees.
+    """Model states of `rows` rows and the parked one (index `rows`); inference tensors, which autograd never sees.
 
     With a memory plan the latents are paged and bounded; without one they grow with the longest row.
     """
@@ -123,7 +123,8 @@ class StatePool:
             )
         # The model uses the part of a Cache that a PagedCache has.
         self.cache: Cache = model.new_cache(rows + 1) if self.paged is None else cast(Cache, self.paged)
-        self.spare, self.poison = rows, poison
+        self.parked_row, self.poison = rows, poison
+        self._is_parked = False
         self.kda_layers, self.mla_layers = sorted(model.config.kda_layers), sorted(model.config.mla_layers)
 
     @torch.inference_mode()
@@ -164,15 +165,22 @@ class StatePool:
         """Copies whole states, (source row, target row); no row is both a source and a target."""
         if pairs:
             source, target = zip(*pairs, strict=True)
+            self._is_parked |= self.parked_row in target
             self.cache.copy_rows(_index(source), _index(target))
 
-    def source(self, row: int, routes: Pieces | None, hidden: Tensor | None) -> RowSource:
+    def drop_parked(self) -> None:
+        """Nobody needs the parked state any more, if there is one."""
+        if self._is_parked:
+            self.free([self.parked_row])
+            self._is_parked = False
+
+    def source(self, row: int, routes: RoutePieces | None, hidden: Tensor | None) -> RowSource:
         """What a prefix cache copies from: a row, the routes of its tokens, the last hidden row [1, H]."""
         return RowSource(self, row, routes, hidden)
 
     @torch.inference_mode()
     def restore(self, row: int, hit: Hit) -> None:
-        """Makes `row` what it was when the hit's checkpoint was taken."""
+        """Makes `row` what it was when the hit's state was copied."""
         self.reset([row])
         self.claim([row], [hit.length])
         if self.paged is not None:
@@ -191,7 +199,7 @@ class StatePool:
 class RowSource:
     """A row of the pool as a `prefix.Source`."""
 
-    def __init__(self, pool: StatePool, row: int, routes: Pieces | None, hidden: Tensor | None) -> None:
+    def __init__(self, pool: StatePool, row: int, routes: RoutePieces | None, hidden: Tensor | None) -> None:
         self._pool, self._row, self._routes, self._hidden = pool, row, routes, hidden
         self._view = pool.view([row])
         self.has_routes, self.has_hidden = routes is not None, hidden is not None
@@ -207,13 +215,13 @@ class RowSource:
         recurrent, conv = zip(*((view.recurrent(layer), view.conv(layer)) for layer in layers), strict=True)
         return FixedState(torch.cat(recurrent), torch.cat(conv), hidden)
 
-    def part(self, start: int, stop: int) -> Part:
+    def tokens(self, start: int, stop: int) -> TokenStates:
         """Copies of the latents and routes of tokens start..stop."""
         routes = None if self._routes is None else self._routes.between(start, stop)
         if self._pool.paged is not None:
-            return Part(self._pool.paged.latents(self._row, start, stop), routes)
+            return TokenStates(self._pool.paged.latents(self._row, start, stop), routes)
         slices = [self._view.latent(layer, stop)[:, start:] for layer in self._pool.mla_layers]
-        return Part(torch.cat(slices) if slices else torch.empty(0, stop - start, 0), routes)
+        return TokenStates(torch.cat(slices) if slices else torch.empty(0, stop - start, 0), routes)
 
 
 def pending_bytes(recurrent: Tensor) -> int:

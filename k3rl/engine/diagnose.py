@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from k3rl.engine.cache import StatePool
 from k3rl.engine.images import Placed, image_inputs
+from k3rl.engine.protocol import NonFiniteLogits
+from k3rl.engine.rows import RowTable
+from k3rl.engine.weights import ServedWeights
 from k3rl.model import K3ForCausalLM
 
 
@@ -51,6 +55,22 @@ def describe(
             f"its tokens give finite logits when run afresh, but the cached state of layer {layer} is not finite",
         )
     return None, "its tokens give finite logits when run afresh, and its cached state is finite"
+
+
+def errors_of(weights: ServedWeights, pool: StatePool, table: RowTable, rows: np.ndarray) -> list[NonFiniteLogits]:
+    """The errors of rows [R] whose logits are not finite. One is examined: a broken model breaks all of them."""
+    found: list[NonFiniteLogits] = []
+    for row in rows.tolist():
+        running = table.running[row]
+        ids = np.concatenate([running.prompt, table.tokens[row, : table.count[row]]])
+        if found:
+            layer, detail = None, f"request {found[0].request} broke in the same step and was examined"
+        else:
+            given = torch.from_numpy(ids).to(weights.model.device)
+            with weights.adapters.serving(weights.model, running.params.adapter):
+                layer, detail = describe(weights.model, pool, row, given, running.images)
+        found.append(NonFiniteLogits(running.number, len(ids) - 1, layer, detail))
+    return found
 
 
 def _first_bad_state(model: K3ForCausalLM, pool: StatePool, row: int) -> int | None:

@@ -1,4 +1,4 @@
-"""What a prompt must be before an engine takes it."""
+"""What a request must be before an engine takes it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,36 @@ import numpy as np
 from k3rl.data.images import ImagePatches
 from k3rl.engine.images import Placed, expand
 from k3rl.engine.protocol import ContextExceeded, InvalidRequest
+from k3rl.engine.running import Running
+from k3rl.engine.sampling.grammar import Grammars
+from k3rl.engine.sampling.stopping import StopStrings
+from k3rl.engine.weights import ServedWeights
 from k3rl.model import K3Config
+from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
 
 _WORD = 2**63  # what NumPy's integers end before
+
+
+class Admission:
+    """Checks requests for one engine and makes them. `weights` says which adapters there are."""
+
+    def __init__(
+        self, weights: ServedWeights, max_context: int, tokenizer: Tokenizer | None, grammars: Grammars, *, exact: bool
+    ) -> None:
+        self._weights, self._config, self.max_context = weights, weights.model.config, max_context
+        self._tokenizer, self._grammars, self._exact = tokenizer, grammars, exact
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches]) -> Running:
+        """The request as it would be queued, without its number and seed. Raises InvalidRequest. Any thread may ask."""
+        prompt, placed = checked_prompt(prompt_ids, images, params.max_tokens, self._config, self.max_context)
+        self._grammars.check(params)
+        self._weights.adapters.check(params.adapter)
+        if self._exact and params.adapter:
+            raise InvalidRequest("an exact engine does not compute adapters; use an engine without `exact` for them")
+        check_options(params, self._config.vocab_size, has_tokenizer=self._tokenizer is not None)
+        stop = StopStrings(params.stop, self._tokenizer) if params.stop and self._tokenizer is not None else None
+        return Running(-1, prompt, params, images=placed, stop=stop)
 
 
 def checked_prompt(

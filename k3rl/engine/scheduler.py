@@ -5,7 +5,7 @@ once, in the row of its first member, and the state is copied to the others. Row
 when one is released, the last rows move into the holes, so that a decode step reads one contiguous block.
 
 Order is first come, first served by group. A group takes as many free rows as it has members; when rows run
-out, its prompt state is kept in one spare row and its other members are admitted from there, before any new
+out, its prompt state is parked in one row more and its other members are admitted from there, before any new
 group. A group closes to newcomers when it starts, so a stream of equal prompts starves nobody.
 """
 
@@ -31,18 +31,24 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Prompt tokens start..stop of `request`, to be computed in `row`; none when a cache had the whole prompt.
+    """Prompt tokens start..stop of the requests `members`, to be computed in `row`; none when a cache had the whole
+    prompt.
 
-    When they end the prompt, `starts` lists (request, row) of everyone who samples from the last of them (the
-    first pair holds `row` itself), and `hold` says that members without a row still need the prompt's state.
+    When they end the prompt, `starts` lists (request, row) of everyone who samples from the last of them (the first
+    pair holds `row` itself), and `parks` says that members without a row still need the prompt's state.
     """
 
-    request: int
+    members: tuple[int, ...]
     row: int
     start: int
     stop: int
     starts: tuple[tuple[int, int], ...] = ()
-    hold: bool = False
+    parks: bool = False
+
+    @property
+    def leader(self) -> int:
+        """The request whose row it is."""
+        return self.members[0]
 
 
 def portions(segments: Sequence[Segment], tokens: int | None) -> list[list[Segment]]:
@@ -61,13 +67,14 @@ def portions(segments: Sequence[Segment], tokens: int | None) -> list[list[Segme
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: rows to decode, (request, row) pairs admitted from the spare row, (leader, row) pairs whose first
-    tokens a cache has, prompt segments to compute. drop_spare: after those admissions the spare row is free."""
+    """One step: rows to decode, (request, row) pairs admitted from the parked state, (members, row) of prompts whose
+    first tokens a cache has, prompt segments to compute. drop_parked: nobody needs the parked state after those
+    admissions."""
 
     decode: list[int]
-    from_spare: list[tuple[int, int]]
-    cached: list[tuple[int, int]]
-    drop_spare: bool
+    from_parked: list[tuple[int, int]]
+    cached: list[tuple[tuple[int, ...], int]]
+    drop_parked: bool
     segments: list[Segment]
 
 
@@ -83,12 +90,17 @@ class Scheduler:
         self.rows, self.prefill_tokens = rows, prefill_tokens
         self.waiting: OrderedDict[Hashable, PromptGroup] = OrderedDict()
         self.prefilling: list[PromptGroup] = []
-        self.spare: PromptGroup | None = None  # its prompt state is in the spare row; its members have no row
+        self.parked: PromptGroup | None = None  # its prompt state is parked; its members have no row
         self.occupants: list[int | PromptGroup] = []  # of rows 0..n-1: a running request, or a prefilling group
         self.row_of: dict[int, int] = {}  # running requests
         self.pages, self.page = pages, page
         self.throttle = None if pages is None else Throttle(pages)
         self.tokens: dict[int, int] = {}  # of running requests: tokens in their state
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use."""
+        return len(self.occupants)
 
     @property
     def idle(self) -> bool:
@@ -98,7 +110,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        groups = [*self.waiting.values(), *self.prefilling, *([self.spare] if self.spare else [])]
+        groups = [*self.waiting.values(), *self.prefilling, *([self.parked] if self.parked else [])]
         return sum(len(group.members) - len(group.rows) for group in groups)
 
     def submit(self, request: int, key: Hashable, length: int) -> None:
@@ -118,14 +130,14 @@ class Scheduler:
         for request in self.tokens:
             self.tokens[request] += 1  # decoded in this step
         before = len(self.prefilling)
-        spare = self.spare
-        from_spare = self._admit() if admit else []
-        drop_spare = spare is not None and self.spare is None
+        parked = self.parked
+        from_parked = self._admit() if admit else []
+        drop_parked = parked is not None and self.parked is None
         restored = []
         for group in self.prefilling[before:]:
             group.done = 0 if cached is None else cached(group.members)
             if group.done:
-                restored.append((group.members[0], group.rows[0]))
+                restored.append((tuple(group.members), group.rows[0]))
         segments: list[Segment] = []
         budget = self.prefill_tokens
         for group in list(self.prefilling):
@@ -134,22 +146,22 @@ class Scheduler:
                 break
             budget -= stop - group.done
             segments.append(self._advance(group, stop))
-        return Plan(decode, from_spare, restored, drop_spare, segments)
+        return Plan(decode, from_parked, restored, drop_parked, segments)
 
     def overcommitted(self) -> list[int]:
-        """Running requests to preempt before the next step, the youngest first; drops the spare prompt before any.
+        """Running requests to preempt before the next step, the youngest first; drops the parked prompt before any.
 
         Call `preempt` with them.
         """
         if self.throttle is None or self.pages is None:
             return []
-        if self._promised() <= self.pages:
+        if self._committed() <= self.pages:
             if self.num_waiting:
                 self.throttle.waited()
             return []
-        if self.spare is not None:
-            self._requeue_spare()
-        excess = self._promised() - self.pages
+        if self.parked is not None:
+            self._requeue_parked()
+        excess = self._committed() - self.pages
         victims = []
         for request in sorted(self.tokens, reverse=True):
             if excess <= 0:
@@ -189,12 +201,12 @@ class Scheduler:
         """Prompt states are of no use any more (other weights): prompts that have not been sampled from start over."""
         for group in self.prefilling:
             group.done = 0
-        self._requeue_spare()
+        self._requeue_parked()
 
-    def _requeue_spare(self) -> None:
-        """The members of the spare prompt wait in front of everyone, for their prompt to be computed again."""
-        if self.spare is not None:
-            group, self.spare = self.spare, None
+    def _requeue_parked(self) -> None:
+        """The members of the parked prompt wait in front of everyone, for their prompt to be computed again."""
+        if self.parked is not None:
+            group, self.parked = self.parked, None
             self._wait_again(group)
 
     def _wait_again(self, group: PromptGroup) -> None:
@@ -210,45 +222,45 @@ class Scheduler:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page)
 
-    def _promised(self) -> int:
-        """Pages that rows may claim in the next step, and those of the spare."""
+    def _committed(self) -> int:
+        """Pages that rows may claim in the next step, and those of the parked state."""
         groups = sum(len(group.rows) * self._pages(group.length + 1) for group in self.prefilling)
         running = sum(self._pages(tokens + 1) for tokens in self.tokens.values())
-        return groups + running + (self._pages(self.spare.length) if self.spare is not None else 0)
+        return groups + running + (self._pages(self.parked.length) if self.parked is not None else 0)
 
     def fits(self) -> bool:
         """Whether the next step needs no preemption, if nobody comes or goes before it."""
-        return self.pages is None or self._promised() <= self.pages
+        return self.pages is None or self._committed() <= self.pages
 
     def _room(self, tokens: int) -> bool:
-        """Whether so many tokens more can be promised: within the throttle beside others, within everything alone."""
+        """Whether so many tokens more can be committed: within the throttle beside others, within everything alone."""
         if self.throttle is None:
             return True
         limit = self.throttle.limit if self.occupants else self.throttle.pages
-        return self._promised() + self._pages(tokens) <= limit
+        return self._committed() + self._pages(tokens) <= limit
 
     # ---- rows
 
     def _admit(self) -> list[tuple[int, int]]:
-        """Gives out free rows: to members in the spare, to started groups that lack rows, then to new groups."""
-        from_spare = []
-        if self.spare is not None and not self.occupants and not self._room(self.spare.length + 1):
-            self._requeue_spare()  # nobody runs who could make room beside it
-        while self.spare is not None and len(self.occupants) < self.rows and self._room(self.spare.length + 1):
-            request, row = self.spare.members.pop(0), len(self.occupants)
-            self._run(request, row, self.spare.length)
-            from_spare.append((request, row))
-            if not self.spare.members:
-                self.spare = None
+        """Gives out free rows: to members of the parked prompt, to started groups that lack rows, then to new ones."""
+        from_parked = []
+        if self.parked is not None and not self.occupants and not self._room(self.parked.length + 1):
+            self._requeue_parked()  # nobody runs who could make room beside it
+        while self.parked is not None and len(self.occupants) < self.rows and self._room(self.parked.length + 1):
+            request, row = self.parked.members.pop(0), len(self.occupants)
+            self._run(request, row, self.parked.length)
+            from_parked.append((request, row))
+            if not self.parked.members:
+                self.parked = None
         for group in self.prefilling:
             self._reserve(group)
-        while self.waiting and self.spare is None and len(self.occupants) < self.rows:
+        while self.waiting and self.parked is None and len(self.occupants) < self.rows:
             if not self._room(next(iter(self.waiting.values())).length + 1):
                 break
             _, group = self.waiting.popitem(last=False)
             self.prefilling.append(group)
             self._reserve(group)
-        return from_spare
+        return from_parked
 
     def _reserve(self, group: PromptGroup) -> None:
         while len(group.rows) < len(group.members) and len(self.occupants) < self.rows:
@@ -266,34 +278,34 @@ class Scheduler:
         self.row_of[request] = row
 
     def _advance(self, group: PromptGroup, stop: int) -> Segment:
-        """Computes the group's prompt up to `stop`; at its end the members with a row run, others go to the spare."""
-        request, row, start = group.members[0], group.rows[0], group.done
+        """Computes the group's prompt up to `stop`; at its end members with a row run, and it is parked for others."""
+        members, row, start = tuple(group.members), group.rows[0], group.done
         group.done = stop
         if stop < group.length:
-            return Segment(request, row, start, stop)
+            return Segment(members, row, start, stop)
         self.prefilling.remove(group)
         starts = tuple(zip(group.members, group.rows, strict=False))
         for member, member_row in starts:
             self._run(member, member_row, group.length)
         left = group.members[len(group.rows) :]
         rest = PromptGroup(group.key, group.length, left, done=stop)
-        hold = bool(left) and self._room(group.length)
-        if hold:
-            self.spare = rest
+        parks = bool(left) and self._room(group.length)
+        if parks:
+            self.parked = rest
         elif left:
             self._wait_again(rest)
-        return Segment(request, row, start, stop, starts, hold)
+        return Segment(members, row, start, stop, starts, parks)
 
     def _leave_group(self, request: int) -> int | None:
         """Takes a request out of its group; returns the row that the group then no longer needs, if any."""
-        groups = [*self.prefilling, *self.waiting.values(), *([self.spare] if self.spare else [])]
+        groups = [*self.prefilling, *self.waiting.values(), *([self.parked] if self.parked else [])]
         group = next((group for group in groups if request in group.members), None)
         if group is None:
             raise KeyError(request)
         group.members.remove(request)
         if not group.members:
-            if group is self.spare:
-                self.spare = None
+            if group is self.parked:
+                self.parked = None
             elif group in self.prefilling:
                 self.prefilling.remove(group)
             else:

@@ -1,4 +1,4 @@
-"""How much of its memory an engine promises to newly admitted requests: additive increase, multiplicative decrease.
+"""How much of its memory an engine commits to newly admitted requests: additive increase, multiplicative decrease.
 
 Every step in which requests had to be preempted takes a quarter off, every step without one in which somebody waits
 gives a little back. So concurrency settles below the point where running requests outgrow the memory, wherever that is
@@ -11,7 +11,7 @@ _DECREASE, _STEPS_TO_RECOVER = 0.75, 200
 
 
 class Throttle:
-    """Pages that may be promised when somebody is admitted beside those who run: `limit`, at most `pages`.
+    """Pages that may be committed when somebody is admitted beside those who run: `limit`, at most `pages`.
 
     The oldest running request is never preempted and any one fits alone, so a limit of nothing still serves.
     """

@@ -1,33 +1,36 @@
 """Weight versions, whole or absent: the staging of version v+1 beside v.
 
 A version comes whole, tensor by tensor as a checkpoint stores them (`k3rl.checkpoint.official_tensors`) with a manifest
-of their digests; or from a checkpoint directory; or as a delta to the version that is served (`k3rl.checkpoint.delta`).
-Each way it is proved complete and unaltered, and a second model is built that the first one, which serves until that
-succeeded, knows nothing of. Peak memory: both models, and the stored tensors, one tensor of the directory, or the
-delta as it came. Experts that are served as stored bytes (`as_served`) arrive as such: nothing is decoded.
+of their digests; or as a delta to the version that is served (`k3rl.checkpoint.delta`). Either way it is proved
+complete and unaltered, and a second model is built that the first one, which serves until that succeeded, knows nothing
+of. Peak memory: both models, and the stored tensors or the delta as it came. Experts that are served as stored bytes
+(`as_served`) arrive as such: nothing is decoded.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
+from k3rl.checkpoint import CheckpointError, fill, official_tensors
 from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
-from k3rl.checkpoint.hf import CheckpointError, fill, load_checkpoint, official_tensors
 from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
-from k3rl.checkpoint.partial import StoredView, copy_with, second_model
+from k3rl.checkpoint.official import StoredView, copy_with, second_model
+from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.memory import keep_experts_transposed
 from k3rl.engine.protocol import WeightUpdateError
+from k3rl.engine.running import Running
 from k3rl.model import K3ForCausalLM
 from k3rl.model.packed import serves_packed
+from k3rl.types import SamplingParams
 
 __all__ = [
     "DeltaUpdate",
-    "WeightReceiver",
+    "ServedWeights",
     "WeightUpdate",
     "as_served",
     "check_names",
@@ -143,55 +146,54 @@ class DeltaUpdate:
         return tensor
 
 
-class DirectoryUpdate:
-    """A version in a checkpoint directory. manifest: what its tensors must be, or None to take them as they are."""
-
-    def __init__(self, version: int, directory: Path, manifest: Mapping[str, str] | None) -> None:
-        self.version, self._directory, self._manifest = version, directory, manifest
-
-    def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str]]:
-        """The model of the directory, which must have the configuration of `model`."""
-        try:
-            candidate = load_checkpoint(self._directory, model.dtype, model.device, packed=model.packed)
-        except (CheckpointError, ValueError) as error:
-            raise _refused(self.version, str(error)) from error
-        if candidate.config != model.config:
-            raise _refused(self.version, f"{self._directory} holds a model of another configuration")
-        found = manifest_of(official_tensors(candidate))
-        if self._manifest is not None and (wrong := sorted(found.items() ^ self._manifest.items())):
-            raise _refused(self.version, f"{self._directory}: {wrong[0][0]} is not what the manifest says")
-        return candidate, found
-
-
 def _refused(version: int, reason: str) -> WeightUpdateError:
     return WeightUpdateError(f"weight version {version} refused: {reason}; send the whole version again")
 
 
-class WeightReceiver:
-    """An engine's side of a weight transfer: at most one update, open or prepared. Errors drop it.
+class ServedWeights:
+    """The model that an engine serves, its version, the adapters beside it, and at most one update of either.
 
-    model: the first one to be served; each is laid out for decoding before it is.
+    An update is open, then prepared, then served; an error drops it. Each model is laid out for decoding before it is
+    served.
     """
 
-    def __init__(self, model: K3ForCausalLM) -> None:
+    def __init__(self, model: K3ForCausalLM, version: int) -> None:
         _lay_out(model)
+        self.model, self.version, self.adapters = model, version, AdapterStore()
         self._update: Update | None = None  # being received
         self._next: tuple[int, K3ForCausalLM, dict[str, str]] | None = None  # proved, not served yet
-        self._manifest: tuple[K3ForCausalLM, dict[str, str]] | None = None  # of the model that is served
+        self._manifest: dict[str, str] | None = None  # of the model that is served
 
-    def manifest(self, model: K3ForCausalLM) -> dict[str, str]:
-        """The manifest of the served model; computed when it did not come with an update."""
-        if self._manifest is None or self._manifest[0] is not model:
-            self._manifest = model, manifest_of(official_tensors(model))
-        return self._manifest[1]
+    @property
+    def manifest(self) -> dict[str, str]:
+        """Official name -> digest of the served model; computed when it did not come with an update."""
+        if self._manifest is None:
+            self._manifest = manifest_of(official_tensors(self.model))
+        return self._manifest
 
-    def open(self, update: Update, served: int) -> None:
-        """Begins an update. Raises WeightUpdateError while another one is open, or when it is not a later version."""
+    def version_for(self, params: SamplingParams) -> int:
+        """The version that a request with these parameters samples from: its adapter's, or the model's."""
+        return self.adapters.version(params.adapter, self.version)
+
+    def versions_for(self, running: Collection[Running]) -> np.ndarray:
+        """`version_for` each of these requests, int64 [R]."""
+        if not self.adapters.names:
+            return np.full(len(running), self.version)
+        return np.array([self.version_for(one.params) for one in running], np.int64)
+
+    def open(self, update: Update) -> None:
+        """Begins an update. Raises WeightUpdateError while another one is open, where adapters are served, or when it
+        is not a later version."""
+        self.adapters.refuse_new_weights()
         if self._update is not None or self._next is not None:
             raise WeightUpdateError("another weight update is open; finish or abort it first")
-        if update.version <= served:
-            raise WeightUpdateError(f"version {update.version} is not later than {served}, which is served now")
+        if update.version <= self.version:
+            raise WeightUpdateError(f"version {update.version} is not later than {self.version}, which is served now")
         self._update = update
+
+    def open_delta(self, header: bytes) -> None:
+        """Begins an update that is a delta to the served version. Raises WeightUpdateError for one to another."""
+        self.open(DeltaUpdate(header, self.version, self.model, self.manifest))
 
     def add(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stored tensors of an open whole update."""
@@ -209,25 +211,32 @@ class WeightReceiver:
         update.add(bucket)
         self._update = update
 
-    def verify(self, model: K3ForCausalLM) -> None:
-        """Proves the open update and builds its model."""
-        update = self._take()
-        self._next = (update.version, *update.build(model))
+    def verify(self) -> None:
+        """Proves the open update, of an adapter or of the model, and builds it beside what is served."""
+        if not self.adapters.verify(self.model):
+            update = self._take()
+            self._next = (update.version, *update.build(self.model))
 
-    def take(self, version: int, model: K3ForCausalLM) -> K3ForCausalLM:
-        """The proved model of `version`, to be served from now on."""
+    def finish(self, version: int) -> str | None:
+        """Serves `version` from now on, verified first when that is not done -> the adapter whose version that is;
+        None when the model itself was exchanged."""
+        name = self.adapters.finish(version, self.model)
+        if name is not None:
+            return name
+        self.adapters.refuse_new_weights(self.abort)  # some may have come since the update was opened
         if self._next is None:
-            self.verify(model)
+            self.verify()
         prepared, self._next = self._next, None
         if prepared is None or prepared[0] != version:
             raise WeightUpdateError(f"version {version} is not the one that was prepared; send it again")
-        self._manifest = prepared[1], prepared[2]
         _lay_out(prepared[1])
-        return prepared[1]
+        self.version, self.model, self._manifest = prepared
+        return None
 
     def abort(self) -> None:
         """Drops what is open or prepared."""
         self._update = self._next = None
+        self.adapters.abort()
 
     def _take(self) -> Update:
         """The update being received, closed: whoever goes on with it puts it back, and an error leaves it dropped."""

@@ -44,7 +44,7 @@ class LossInputs:
                     "every stream has one value per target token"
                 )
 
-    def need(self, name: str, loss: str) -> Tensor:
+    def require(self, name: str, loss: str) -> Tensor:
         """The stream `name`, without gradient. Raises LossError when it is None or not finite where it counts."""
         stream: Tensor | None = getattr(self, name)
         if stream is None:

@@ -29,7 +29,7 @@ class OnPolicyDistill:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         low, high = math.log(self.ratio_low), math.log(self.ratio_high)
-        gap = inputs.need("teacher_logprobs", "OnPolicyDistill") - inputs.logprobs.detach()
+        gap = inputs.require("teacher_logprobs", "OnPolicyDistill") - inputs.logprobs.detach()
         d = log_ratio(inputs, "OnPolicyDistill")
         per_token = k3_per_token(d, gap.clamp(-self.reward_max, self.reward_max), low, high, self.tau)
         tally = ratio_tally(inputs, d, low, high)

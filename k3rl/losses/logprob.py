@@ -28,9 +28,8 @@ def target_logprobs(
     """hidden [P, H], head weight [V, H], targets [P] int64 -> logprobs [P] and entropies [P] in nats.
 
     Both in float32 or wider, under softmax(logits / temperature); temperature 0 counts as 1, as in sampling.
-    sampling_mask, of
-    the P targets: the softmax of a target that has a set is over that set alone, as it was drawn. Logprobs have
-    gradients to hidden and weight, entropies none.
+    sampling_mask, of the P targets: the softmax of a target that has a set is over that set alone, as it was drawn.
+    Logprobs have gradients to hidden and weight, entropies none.
     """
     kind = torch.promote_types(hidden.dtype, torch.float32)
     scale = 1.0 if temperature == 0.0 else 1.0 / temperature

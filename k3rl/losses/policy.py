@@ -24,7 +24,7 @@ MAX_LOG_RATIO = 20.0  # GRPO's ratio stops growing here, so that one stale token
 
 def log_ratio(inputs: LossInputs, loss: str) -> Tensor:
     """d = log p_learner - log p_sampler [P], with gradient; 0 where the weight is 0."""
-    sampler = inputs.need("sampler_logprobs", loss)
+    sampler = inputs.require("sampler_logprobs", loss)
     return torch.where(inputs.weights != 0, inputs.logprobs - sampler, 0.0)
 
 
@@ -73,7 +73,7 @@ class K3Policy:
     def __call__(self, inputs: LossInputs) -> LossOutput:
         low, high = math.log(self.ratio_low), math.log(self.ratio_high)
         d = log_ratio(inputs, "K3Policy")
-        per_token = k3_per_token(d, inputs.need("advantages", "K3Policy"), low, high, self.tau)
+        per_token = k3_per_token(d, inputs.require("advantages", "K3Policy"), low, high, self.tau)
         tally = ratio_tally(inputs, d, low, high)
         tally.mean("loss/mean", per_token)
         return tally.output(weighted_sum(inputs.weights, per_token))
@@ -97,7 +97,7 @@ class GRPO:
             )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        advantages = inputs.need("advantages", "GRPO")
+        advantages = inputs.require("advantages", "GRPO")
         d = log_ratio(inputs, "GRPO")
         ratio = d.clamp(max=MAX_LOG_RATIO).exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)

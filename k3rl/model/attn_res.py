@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3rl.kernels.gemm.skinny import Parts, whole
+from k3rl.kernels import limits
+from k3rl.kernels.gemm import PartialSums, skinny
 from k3rl.kernels.norm import attn_res as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
@@ -93,7 +94,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return inverse_rms(x, eps) if x.device.type == "cpu" else inverse_rms_of(x, eps)
 
 
-class _Mix(torch.autograd.Function):
+class MixFunction(torch.autograd.Function):
     """(w_norm [H], w_proj [1, H], sources [N, H] each) -> mix [N, H] in float32 or wider.
 
     Per source, with x = V r the normed value and q the pseudo-query: d_score = p (g . V - sum_j p_j g . V_j), and
@@ -139,7 +140,7 @@ class _Mix(torch.autograd.Function):
         return (grad_query * proj[0]).to(norm.dtype), (grad_query * norm).to(proj.dtype).unsqueeze(0), None, *grads
 
 
-class _KernelMix(torch.autograd.Function):
+class KernelMixFunction(torch.autograd.Function):
     """(w_norm [H], w_proj [1, H], running sum [N, H], block sums [N, H] in float32) -> mix [N, H] in the dtype of the
     running sum, and the running sum and block sums for whoever reads next.
 
@@ -166,7 +167,7 @@ class _KernelMix(torch.autograd.Function):
         return (d_norm, d_proj, None, d_last, *d_bank)
 
 
-def _by_kernel(x: Tensor) -> bool:
+def reads_by_kernel(x: Tensor) -> bool:
     """Whether reads of rows like these may be a kernel's."""
     return x.device.type != "cpu"
 
@@ -180,7 +181,7 @@ class ResidualStream:
 
     def __init__(self, embedding: Tensor, eps: float) -> None:
         self.prefix: Tensor | None = embedding
-        self._waits: Tensor | Parts | None = None
+        self._waits: Tensor | PartialSums | None = None
         self.eps = eps
         self._bank: list[Tensor] = []
         self._inverses: list[Tensor] = []
@@ -201,20 +202,20 @@ class ResidualStream:
         """What a sublayer sees [N, H]. norm [H] and proj [1, H] act as one pseudo-query; then: normed by this."""
         if not self._bank:
             return self._running() if then is None else then(self._running())
-        if _by_kernel(self._bank[0]):
+        if reads_by_kernel(self._bank[0]):
             if torch.is_grad_enabled():
                 self._widen()
             like = self.prefix
-            if isinstance(self._waits, Parts) and like is None:
+            if isinstance(self._waits, PartialSums) and like is None:
                 like = self._bank[0].new_empty(self._bank[0].shape, dtype=self._waits.dtype)
-            if like is not None and kernel.takes(like, self._bank, norm, proj):
+            if like is not None and limits.ATTN_RES.takes(like, self._bank, norm, proj):
                 return self._read_by_kernel(norm, proj, then)
         out = self._read(norm, proj)
         return out if then is None else then(out)
 
     def _read_by_kernel(self, norm: Tensor, proj: Tensor, then: RMSNorm | None) -> Tensor:
         if torch.is_grad_enabled():
-            out, self.prefix, *self._bank = _KernelMix.apply(norm, proj, self.eps, self._running(), *self._bank)
+            out, self.prefix, *self._bank = KernelMixFunction.apply(norm, proj, self.eps, self._running(), *self._bank)
             return out if then is None else then(out)
         inside: tuple[Tensor, float] | tuple[()] = ()
         if then is not None and then.weight.dtype == self._dtype and not then._forward_hooks | then._forward_pre_hooks:
@@ -237,7 +238,7 @@ class ResidualStream:
         sources = [*self._bank, last]
         inverses = [*self._inverses, _inverse_rms(last.detach(), self.eps)]
         if torch.is_grad_enabled():
-            out = _Mix.apply(norm, proj, inverses, *sources)
+            out = MixFunction.apply(norm, proj, inverses, *sources)
         else:
             out = _weighted_sum(sources, _weights(sources, inverses, (norm * proj[0]).to(last.dtype)))
         return out.to(self._dtype)
@@ -245,25 +246,25 @@ class ResidualStream:
     def push(self) -> None:
         """Ends a block: the running sum becomes a bank row and a new one starts."""
         row = self._running()
-        if not _by_kernel(row) or torch.is_grad_enabled():
+        if not reads_by_kernel(row) or torch.is_grad_enabled():
             row = row.to(wide(row.dtype))
         self._bank.append(row)
-        if not _by_kernel(row):  # elsewhere at the first read that asks: kernels find it themselves
+        if not reads_by_kernel(row):  # elsewhere at the first read that asks: kernels find it themselves
             self._inverses.append(_inverse_rms(row.detach(), self.eps))
         self.prefix = None
 
-    def add(self, output: Tensor | Parts) -> None:
-        """Adds a sublayer's output [N, H] to the running sum; in parts it was made without gradients."""
+    def add(self, output: Tensor | PartialSums) -> None:
+        """Adds a sublayer's output [N, H] to the running sum; partial sums were made without gradients."""
         if self.prefix is None and self._waits is None:
-            if isinstance(output, Parts):
+            if isinstance(output, PartialSums):
                 self._waits = output
             else:
                 self.prefix = output
             return
         before = self._running()
-        if isinstance(output, Parts):
+        if isinstance(output, PartialSums):
             self._waits = output
-        elif not _by_kernel(output) or torch.is_grad_enabled() or output.dtype != before.dtype:
+        elif not reads_by_kernel(output) or torch.is_grad_enabled() or output.dtype != before.dtype:
             self.prefix = before + output
         else:
             self._waits = output
@@ -278,7 +279,7 @@ class ResidualStream:
 
     def _running(self) -> Tensor:
         if self._waits is not None:
-            waited, self._waits = whole(self._waits), None
+            waited, self._waits = skinny.as_tensor(self._waits), None
             self.prefix = waited if self.prefix is None else self.prefix + waited
         if self.prefix is None:
             raise RuntimeError("a block has no running sum before its first sublayer")

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels.moe.add_groups import add_groups
+from k3rl.kernels.moe import add_groups
 
-LEAVES = 3  # of an expert: w1, w3, w2
+EXPERT_LEAVES = 3  # w1, w3, w2
 
 
 class BankGradients:
@@ -32,7 +32,7 @@ class BankGradients:
         self._views: list[Tensor] = []
         self._added: set[int] = set()  # experts that are known on the host to have rows since `clear`
         self._before: set[int] = set()  # those at the last `attach`
-        self._expected = False  # whether the leaves are those of `_before` for certain
+        self._as_before = False  # whether the leaves are those of `_before` for certain
         for both, second in zip(self.gate_up.unbind(), self.down.unbind(), strict=True):
             self._views += [*both.chunk(2), second]
 
@@ -42,7 +42,7 @@ class BankGradients:
 
     def clear(self) -> None:
         """Zeros everywhere. Leaves whose `.grad` is a view keep it, zero, until `attach` says who has rows."""
-        clear_all([self])
+        clear_gradients([self])
 
     def _forget(self, leaves: bool) -> None:
         for leaf, view in zip(self.leaves, self._views, strict=True) if leaves else ():
@@ -50,7 +50,7 @@ class BankGradients:
             if grad is not None and grad is not view:
                 leaf.grad = None
         self._added.clear()
-        self._expected = False
+        self._as_before = False
 
     def add(self, gate_up: Tensor, down: Tensor, ends: Tensor) -> None:
         """Adds gradients whose values for experts without rows mean nothing; ends int32 [E] of each expert's rows.
@@ -65,7 +65,9 @@ class BankGradients:
     def add_expert(self, number: int, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:
         """Adds a' b of the pairs (a, b) to one expert, and gives its leaves their `.grad`."""
         for total, (left, right) in ((self.gate_up[number], gate_up), (self.down[number], down)):
-            if number in self._added and self.leaves[LEAVES * number].grad is not None:  # or somebody has forgotten it
+            if (
+                number in self._added and self.leaves[EXPERT_LEAVES * number].grad is not None
+            ):  # or somebody has forgotten it
                 total += left.t() @ right
             elif total.dtype == left.dtype:
                 torch.mm(left.t(), right, out=total)
@@ -82,32 +84,32 @@ class BankGradients:
     def attach(self, rows: Sequence[int]) -> None:
         """`.grad` for the leaves of experts that have rows, none for others; `rows` is what the tensor held."""
         self._added.update(number for number, count in enumerate(rows) if count)
-        looked = self._added ^ self._before if self._expected else range(len(rows))
+        looked = self._added ^ self._before if self._as_before else range(len(rows))
         for number in looked:
             self._attach(number, number in self._added)
-        self._before, self._expected = set(self._added), False
+        self._before, self._as_before = set(self._added), False
 
-    def expect(self) -> None:
+    def attach_as_before(self) -> None:
         """Leaves as at the last `attach`, so that the next one has to look only at those that differ from it.
 
         Nobody else may set their `.grad` in between.
         """
         for number in range(len(self.rows)):
             self._attach(number, number in self._before)
-        self._expected = True
+        self._as_before = True
 
     def _attach(self, number: int, there: bool) -> None:
-        for place in range(LEAVES * number, LEAVES * (number + 1)):
+        for place in range(EXPERT_LEAVES * number, EXPERT_LEAVES * (number + 1)):
             leaf, view = self.leaves[place], self._views[place]
             if leaf.grad is not (view if there else None):
                 leaf.grad = view if there else None
 
 
-def clear_all(banks: Sequence[BankGradients], *, leaves: bool = True) -> None:
+def clear_gradients(banks: Sequence[BankGradients], *, leaves: bool = True) -> None:
     """`BankGradients.clear` of many; the device has its work before the host looks at the leaves.
 
-    leaves False: what somebody else has put into their `.grad` stays there until `expect` or `attach`, which look at
-    all of them.
+    leaves False: what somebody else has put into their `.grad` stays there until `attach_as_before` or `attach`, which
+    look at all of them.
     """
     if banks:
         torch._foreach_zero_([tensor for bank in banks for tensor in (bank.gate_up, bank.down)])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from k3rl.config import K3Error
-from k3rl.kernels.kda.decode import PendingRows
+from k3rl.kernels.kda import PendingRows
 from k3rl.kernels.mla import chunked_prefill
 from k3rl.model.config import K3Config
 from k3rl.model.layout import HISTORY
@@ -120,9 +120,9 @@ class ChunkCache:
 
     def attend(self, layer: int, absorbed: Tensor, q_r: Tensor, scale: float) -> Tensor:
         """Queries of the tokens, absorbed [h, N, Z] and q_r [N, h, r], over the latents of their sequences -> [h, N, Z]
-        (`latent_chunks.attend_chunks`)."""
+        (`mla.chunked_prefill`)."""
         at = self.at
-        return chunked_prefill.attend_chunks(absorbed, q_r, at.latent[layer], at.table, at.past, self.ends, scale)
+        return chunked_prefill.attend(absorbed, q_r, at.latent[layer], at.table, at.past, self.ends, scale)
 
 
 class _Pool:

@@ -15,15 +15,15 @@ from k3rl.config import K3Error
 from k3rl.model.attn_res import ResidualStream
 from k3rl.model.cache import Cache, ChunkCache, StepCache
 from k3rl.model.config import K3Config
-from k3rl.model.fused import Weight
 from k3rl.model.init import initialise
+from k3rl.model.joined import Weight
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.layout import FixedLayout, Layout, packed_lengths
 from k3rl.model.lora import Adapter
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
-from k3rl.model.packed import EXPERT, assign, check_packable, entry
+from k3rl.model.packed import EXPERT_NAME, assign_parameter, check_packable, packed_entry
 from k3rl.model.recompute import PARTS, again, recomputed
 from k3rl.model.vision import Projector, VisionTower, check_grids
 from k3rl.types import Communicator, ContextCommunicator, ForwardObserver, WeightSlices
@@ -51,7 +51,7 @@ class K3Output:
     cache: Cache | None
 
 
-class _Part(NamedTuple):
+class _Segments(NamedTuple):
     """Segments that take one path through sequence mixing. rows is None when they are all rows."""
 
     rows: Tensor | None
@@ -59,16 +59,16 @@ class _Part(NamedTuple):
     cache: Cache | StepCache | ChunkCache | None
 
 
-def _parts(layout: Layout, cache: Cache | None) -> list[_Part]:
+def _by_path(layout: Layout, cache: Cache | None) -> list[_Segments]:
     """With a cache, segments of one token take the one-token step and the others the chunked path."""
     if cache is None or layout.longest == 1 or min(layout.lengths) > 1:
-        return [_Part(None, layout, cache)]
-    parts = []
+        return [_Segments(None, layout, cache)]
+    groups = []
     for wanted in (True, False):
         members = [s for s, length in enumerate(layout.lengths) if (length == 1) == wanted]
         sub = Layout([layout.lengths[s] for s in members], layout.device)
-        parts.append(_Part(layout.rows_of(members), sub, cache.select(torch.tensor(members))))
-    return parts
+        groups.append(_Segments(layout.rows_of(members), sub, cache.select(torch.tensor(members))))
+    return groups
 
 
 class DecoderLayer(nn.Module):
@@ -99,14 +99,14 @@ class DecoderLayer(nn.Module):
         self.starts_block = mixes and layer % config.attn_res_block_size == 0  # without blocks the stream is a sum
 
     def forward(
-        self, stream: ResidualStream, parts: list[_Part], routes: Tensor | None, observer: ForwardObserver | None
+        self, stream: ResidualStream, groups: list[_Segments], routes: Tensor | None, observer: ForwardObserver | None
     ) -> Tensor | None:
         """Reads and extends the stream; returns the expert ids [N, k], or None for a dense layer."""
-        if isinstance(parts[0].cache, StepCache):
-            return self._step(stream, parts[0].cache)
+        if isinstance(groups[0].cache, StepCache):
+            return self._step(stream, groups[0].cache)
 
         def attention(at: ResidualStream, watching: ForwardObserver | None) -> Tensor:
-            return self._attend(self._read(at, "self_attention", self.input_layernorm), parts, watching)
+            return self._attend(self._read(at, "self_attention", self.input_layernorm), groups, watching)
 
         chosen = routes
 
@@ -114,7 +114,7 @@ class DecoderLayer(nn.Module):
             nonlocal chosen
             seen = self._read(at, "mlp", self.post_attention_layernorm)
             # A second run goes to the same experts.
-            layout = parts[0].layout
+            layout = groups[0].layout
             out, chosen = self.block_sparse_moe(seen, chosen, watching, layout.fixed, layout.padding)
             return out, chosen
 
@@ -153,16 +153,16 @@ class DecoderLayer(nn.Module):
             return norm(stream.total())
         return stream.read(getattr(self, f"{site}_res_norm").weight, getattr(self, f"{site}_res_proj").weight, norm)
 
-    def _attend(self, x: Tensor, parts: list[_Part], observer: ForwardObserver | None) -> Tensor:
+    def _attend(self, x: Tensor, groups: list[_Segments], observer: ForwardObserver | None) -> Tensor:
         attend: Callable[[Tensor, Layout, Cache | StepCache | ChunkCache | None], Tensor] = (
             self.self_attn if self.is_kda else lambda *given: self.self_attn(*given, observer)
         )
-        if parts[0].rows is None:
-            return attend(x, parts[0].layout, parts[0].cache)
+        if groups[0].rows is None:
+            return attend(x, groups[0].layout, groups[0].cache)
         out = torch.empty_like(x)
-        for part in parts:
-            assert part.rows is not None
-            out.index_copy_(0, part.rows, attend(x.index_select(0, part.rows), part.layout, part.cache))
+        for group in groups:
+            assert group.rows is not None
+            out.index_copy_(0, group.rows, attend(x.index_select(0, group.rows), group.layout, group.cache))
         return out
 
 
@@ -185,14 +185,14 @@ class DecoderStack(nn.Module):
             self.output_attn_res_proj = Weight(1, config.hidden_size, **kind)
 
     def forward(
-        self, embedded: Tensor, parts: list[_Part], routes: Tensor | None, observer: ForwardObserver | None
+        self, embedded: Tensor, groups: list[_Segments], routes: Tensor | None, observer: ForwardObserver | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Embedded rows [N, H], routes [N, M, k] or None -> final hidden rows [N, H], expert ids [N, k] per layer."""
         stream = ResidualStream(embedded, self.eps)
         used: list[Tensor] = []
         for layer in self.layers:
             replay = None if routes is None else routes[:, len(used)]
-            ids = layer(stream, parts, replay if layer.is_moe else None, observer)
+            ids = layer(stream, groups, replay if layer.is_moe else None, observer)
             if ids is not None:
                 used.append(ids)
         if not self.mixes:
@@ -265,8 +265,8 @@ class K3ForCausalLM(nn.Module):
         parameters = dict(self.official_parameters())
         initialise(shapes, parameters, seed, quantization.weights, quantization.scale_rule)
         for name, parameter in parameters.items():
-            if entry(self, name) is not None:  # what was filled is a copy
-                assign(self, name, parameter)
+            if packed_entry(self, name) is not None:  # what was filled is a copy
+                assign_parameter(self, name, parameter)
 
     @property
     def packed(self) -> bool:
@@ -280,7 +280,7 @@ class K3ForCausalLM(nn.Module):
 
     def elsewhere(self, name: str) -> bool:
         """Whether an official name belongs to a routed expert that another rank holds."""
-        found = EXPERT.match(name)  # packed ones have more behind it
+        found = EXPERT_NAME.match(name)  # packed ones have more behind it
         return (
             found is not None
             and int(found["expert"]) < self.config.num_experts
@@ -290,7 +290,7 @@ class K3ForCausalLM(nn.Module):
     def parameter_count(self) -> int:
         """Parameters of the whole model, wherever its experts are."""
         held = {name: parameter.numel() for name, parameter in self.named_parameters()}
-        routed = sum(numbers for name, numbers in held.items() if EXPERT.match(name))
+        routed = sum(numbers for name, numbers in held.items() if EXPERT_NAME.match(name))
         return sum(held.values()) - routed + routed // len(self.experts) * self.config.num_experts
 
     def connect(self, communicator: Communicator) -> None:
@@ -302,10 +302,10 @@ class K3ForCausalLM(nn.Module):
         for part in self.moe_parts():
             part.bank.communicator = communicator
 
-    def assist(self) -> Tensor:
-        """Takes part in the exchanges of one forward without rows of its own, for the rows of other ranks.
+    def dummy_forward(self) -> Tensor:
+        """A forward without rows: takes part in its exchanges for the rows of other ranks.
 
-        Where weights are gathered from other ranks, in those gathers too.
+        Where weights are gathered from other ranks, in those all-gathers too.
 
         Returns a scalar 0; its `backward` takes part in the exchanges of the backward, those that recomputation repeats
         included. Layers hang together as in a forward, so that both go through them in the same order.
@@ -322,14 +322,14 @@ class K3ForCausalLM(nn.Module):
         ids = torch.zeros(0, k, dtype=torch.int64, device=self.device)
 
         def passing(part: nn.Module, rows: Tensor) -> Tensor:
-            return rows if self.slices is None else self.slices.passing(part, rows)
+            return rows if self.slices is None else self.slices.gather_both_ways(part, rows)
 
         def experts(rows: Tensor, part: LatentMoE) -> Tensor:
             rows = passing(part, rows)
             return passing(part, rows if self.holds_all else part.bank(rows, weights, ids))
 
         if self.slices is not None:
-            self.slices.need(self.language_model.model.embed_tokens)  # which no backward reads
+            self.slices.gather(self.language_model.model.embed_tokens)  # which no backward reads
         layer: Any
         for layer in self.language_model.model.layers:
             rows = passing(layer.self_attn, rows)
@@ -359,12 +359,12 @@ class K3ForCausalLM(nn.Module):
 
         The router biases are among them with requires_grad False: quantile balancing moves them, not a gradient.
         Experts that are kept packed come as decoded copies, or, with decoded False, as shapes without values;
-        `packed.assign` writes. Raises InputError where other processes hold the rest of the weights.
+        `assign_parameter` writes. Raises InputError where other processes hold the rest of the weights.
         """
         if self.slices is not None and not self.slices.in_place:
             raise InputError("this process holds slices of the weights alone; read them inside `Trainer.whole()`")
         for name, parameter in self.named_parameters():
-            found = entry(self, name) if decoded else None
+            found = packed_entry(self, name) if decoded else None
             if found is None:
                 yield name, parameter
             else:
@@ -414,7 +414,7 @@ class K3ForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows after the final norm [..., H] -> [..., V] in float32 or wider."""
         if self.slices is not None:
-            self.slices.need(self.language_model.lm_head)
+            self.slices.gather(self.language_model.lm_head)
         kind = wide(hidden.dtype)
         if hidden.device.type == "cuda" and hidden.dtype != kind and not torch.is_grad_enabled():
             # The same products and sums, without a wide copy of the matrix.
@@ -459,7 +459,7 @@ class K3ForCausalLM(nn.Module):
         with torch.no_grad() if cache is not None else nullcontext():
             lengths = self._lengths(input_ids, cu_seqlens)
             if self.slices is not None:
-                self.slices.need(self.language_model.model.embed_tokens)
+                self.slices.gather(self.language_model.model.embed_tokens)
             embedded = nn.functional.embedding(
                 input_ids.reshape(-1), self.language_model.model.embed_tokens.weight, self.config.pad_token_id
             )
@@ -488,7 +488,7 @@ class K3ForCausalLM(nn.Module):
             raise InputError("a step with static shapes is of a model that holds all its experts and has no adapter")
         own = Layout([1] * len(ids), ids.device) if layout is None else layout
         embedded = nn.functional.embedding(ids, self.language_model.model.embed_tokens.weight)
-        hidden, used = self.language_model.model(embedded, [_Part(None, own, cache)], None, None)
+        hidden, used = self.language_model.model(embedded, [_Segments(None, own, cache)], None, None)
         return hidden, torch.stack(used, dim=1).to(torch.int16) if used else self._no_routes(len(ids))
 
     def rows(self, ids: Tensor, layout: FixedLayout, routes: Tensor | None = None) -> Tensor:
@@ -501,7 +501,7 @@ class K3ForCausalLM(nn.Module):
         if not all(part.bank.is_static for part in self.moe_parts()) or self.adapter is not None:
             raise InputError("rows of a fixed layout are of a model that holds all its experts and has no adapter")
         embedded = nn.functional.embedding(ids, self.language_model.model.embed_tokens.weight, self.config.pad_token_id)
-        return self.language_model.model(embedded, [_Part(None, layout, None)], routes, self.observer)[0]
+        return self.language_model.model(embedded, [_Segments(None, layout, None)], routes, self.observer)[0]
 
     def image_rows(self, pixel_values: Tensor, grid_thws: Tensor | None) -> list[Tensor]:
         """Patches [n, 3, 14, 14] and grid_thws [images, 3] -> per image [rows, H], as the language model reads them."""
@@ -545,7 +545,7 @@ class K3ForCausalLM(nn.Module):
             tokens = torch.tensor(layout.lengths)
             cache.reserve(int((cache.lengths + tokens).max()))
         replay = None if routes is None else self._flat_routes(routes, *shape)
-        hidden, used = self.language_model.model(embedded, _parts(layout, cache), replay, self.observer)
+        hidden, used = self.language_model.model(embedded, _by_path(layout, cache), replay, self.observer)
         if cache is not None:
             cache.advance(tokens)
         ids = torch.stack(used, dim=1).to(torch.int16) if used else self._no_routes(layout.n_rows)

@@ -33,7 +33,7 @@ from k3rl.model.mla import GatedMLA, rotate
 from k3rl.model.moe import LatentMoE
 from k3rl.model.norm import inverse_rms, wide
 
-BLOCK = CHUNK
+EXACT_BLOCK = CHUNK
 _linear = nn.functional.linear
 
 
@@ -67,28 +67,28 @@ def _kda(layer: KimiDeltaAttention, x: Tensor, cache: Cache, commit: bool) -> Te
     taps = torch.cat([c.weight.view(-1, HISTORY + 1) for c in convolutions]).to(kind).t().contiguous()
     pre = rows[HISTORY:].to(kind) * taps[HISTORY]
     for tap in range(HISTORY):
-        pre += rows[tap : tap + BLOCK].to(kind) * taps[tap]
+        pre += rows[tap : tap + EXACT_BLOCK].to(kind) * taps[tap]
     mixed = nn.functional.silu(pre).to(x.dtype).to(kind)
-    q, k, v = mixed.view(BLOCK, 3, h, width).permute(1, 2, 0, 3).contiguous().unbind()  # [h, 16, D]
+    q, k, v = mixed.view(EXACT_BLOCK, 3, h, width).permute(1, 2, 0, 3).contiguous().unbind()  # [h, 16, D]
     q, k = (s * (s.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for s in (q, k))
     z = _linear(_linear(x, layer.f_a_proj.weight), layer.f_b_proj.weight).to(kind) + layer.dt_bias
-    gates = z.view(BLOCK, h, width).transpose(0, 1) * layer.A_log.to(kind).exp().view(h, 1, 1)
+    gates = z.view(EXACT_BLOCK, h, width).transpose(0, 1) * layer.A_log.to(kind).exp().view(h, 1, 1)
     beta = _linear(x, layer.b_proj.weight).to(kind).sigmoid().t().unsqueeze(-1).contiguous()
     total = (gates.sigmoid() * layer.bound).cumsum(1)  # G [h, 16, D]
     o, final = _chunk(q * width**-0.5, k, v, total, beta, cache.recurrent(layer.layer)[0])
     if commit:
         cache.store_recurrent(layer.layer, final.unsqueeze(0))
-        cache.store_conv(layer.layer, rows[BLOCK:].unsqueeze(0))
+        cache.store_conv(layer.layer, rows[EXACT_BLOCK:].unsqueeze(0))
     o = o.transpose(0, 1).contiguous().to(x.dtype)
-    gate = _linear(x, layer.g_proj.weight).view(BLOCK, h, width).to(kind).sigmoid()
+    gate = _linear(x, layer.g_proj.weight).view(EXACT_BLOCK, h, width).to(kind).sigmoid()
     normed = o.to(kind) * inverse_rms(o.to(kind), layer.eps)
     gated = (normed * layer.o_norm.weight * gate).to(x.dtype)
-    return _linear(gated.view(BLOCK, h * width), layer.o_proj.weight)
+    return _linear(gated.view(EXACT_BLOCK, h * width), layer.o_proj.weight)
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """q (scaled), k, v, cumulative log decay [h, 16, D], beta [h, 16, 1], state [h, D, D] -> o [h, 16, D], state."""
-    causal = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).tril()
+    causal = torch.ones(EXACT_BLOCK, EXACT_BLOCK, dtype=torch.bool, device=q.device).tril()
     decay = (total.unsqueeze(2) - total.unsqueeze(1)).masked_fill_(~causal.unsqueeze(-1), float("-inf")).exp_()
     by_key = k.unsqueeze(1) * decay  # [h, i, j, D]
     pairs = (k.unsqueeze(2) * by_key).sum(-1).tril(-1)
@@ -104,25 +104,25 @@ def _mla(layer: GatedMLA, x: Tensor, cache: Cache, past: int, commit: bool) -> T
     """Normed rows [16, H] after `past` cached tokens -> [16, H]; attention in latent space, over past + 16 keys."""
     h, nope, value, kind = layer.heads, layer.nope, layer.value, wide(x.dtype)
     q = _linear(layer.q_a_layernorm(_linear(x, layer.q_a_proj.weight)), layer.q_b_proj.weight)
-    q_n, q_r = q.view(BLOCK, h, nope + layer.rope).split([nope, layer.rope], -1)
+    q_n, q_r = q.view(EXACT_BLOCK, h, nope + layer.rope).split([nope, layer.rope], -1)
     c, k_r = _linear(x, layer.kv_a_proj_with_mqa.weight).split([layer.latent, layer.rope], -1)
     if layer.rotates:
-        position = torch.arange(past, past + BLOCK, device=x.device)
+        position = torch.arange(past, past + EXACT_BLOCK, device=x.device)
         q_r, k_r = rotate(q_r, position), rotate(k_r, position)
     own = torch.cat([layer.kv_a_layernorm(c.contiguous()), k_r], -1)
     latent = torch.cat([cache.latent(layer.layer, past)[0], own])  # [W, Z + r]
     if commit:
-        position = torch.arange(past, past + BLOCK, device=x.device)
+        position = torch.arange(past, past + EXACT_BLOCK, device=x.device)
         cache.append_latent(layer.layer, torch.zeros_like(position), position, own)
     kv_b = layer.kv_b_proj.weight.view(h, nope + value, layer.latent)
     absorbed = torch.bmm(q_n.transpose(0, 1).contiguous(), kv_b[:, :nope])
-    query = torch.cat([absorbed, q_r.transpose(0, 1)], -1).to(kind).view(h * BLOCK, -1)
+    query = torch.cat([absorbed, q_r.transpose(0, 1)], -1).to(kind).view(h * EXACT_BLOCK, -1)
     wide_latent = latent.to(kind)
-    logits = torch.mm(query, wide_latent.t()).view(h, BLOCK, -1) * layer.scale
-    later = torch.ones(BLOCK, past + BLOCK, dtype=torch.bool, device=x.device).triu(past + 1)
-    p = logits.masked_fill_(later, float("-inf")).softmax(-1).view(h * BLOCK, -1)
-    context = torch.mm(p, wide_latent[:, : layer.latent].contiguous()).to(x.dtype).view(h, BLOCK, -1)
-    o = torch.bmm(context, kv_b[:, nope:].mT).transpose(0, 1).reshape(BLOCK, h * value)
+    logits = torch.mm(query, wide_latent.t()).view(h, EXACT_BLOCK, -1) * layer.scale
+    later = torch.ones(EXACT_BLOCK, past + EXACT_BLOCK, dtype=torch.bool, device=x.device).triu(past + 1)
+    p = logits.masked_fill_(later, float("-inf")).softmax(-1).view(h * EXACT_BLOCK, -1)
+    context = torch.mm(p, wide_latent[:, : layer.latent].contiguous()).to(x.dtype).view(h, EXACT_BLOCK, -1)
+    o = torch.bmm(context, kv_b[:, nope:].mT).transpose(0, 1).reshape(EXACT_BLOCK, h * value)
     return _linear(o * torch.sigmoid(_linear(x, layer.g_proj.weight)), layer.o_proj.weight)
 
 
@@ -139,7 +139,7 @@ def _moe(moe: LatentMoE, x: Tensor, routes: Tensor | None) -> tuple[Tensor, Tens
     active = bank.read(bank.unit.value(bank.unit.parts(hidden)).to(hidden.dtype))
     results = torch.stack([_linear(rows, down[e]) for rows, e in zip(active, experts, strict=True)])
     total = torch.zeros(z.shape, dtype=wide(z.dtype), device=z.device)
-    row = torch.arange(BLOCK, device=z.device)
+    row = torch.arange(EXACT_BLOCK, device=z.device)
     for choice in range(ids.shape[1]):
         total += results[place[:, choice], row].to(total.dtype) * weights[:, choice : choice + 1]
     u = total.to(z.dtype)
@@ -185,7 +185,8 @@ def _block(
 
 def _padded(rows: Tensor) -> Tensor:
     """Rows [n, ...] -> [16, ...], filled up with the first one."""
-    return rows if len(rows) == BLOCK else torch.cat([rows, rows[:1].expand(BLOCK - len(rows), *rows.shape[1:])])
+    missing = EXACT_BLOCK - len(rows)
+    return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
 @torch.no_grad()
@@ -206,10 +207,10 @@ def exact_hidden(
     if not model.holds_all:
         raise ExactError(f"this model holds experts {model.experts} of {model.config.num_experts}; wanted all of them")
     past = int(cache.lengths[0])
-    if cache.batch != 1 or past % BLOCK or not len(ids):
+    if cache.batch != 1 or past % EXACT_BLOCK or not len(ids):
         raise ExactError(
             f"got {len(ids)} ids and a cache of {cache.batch} rows, the first with {past} tokens; wanted some ids and "
-            f"one row at a multiple of {BLOCK}"
+            f"one row at a multiple of {EXACT_BLOCK}"
         )
     embedded = nn.functional.embedding(ids, model.language_model.model.embed_tokens.weight)
     if images is not None:
@@ -218,26 +219,26 @@ def exact_hidden(
     cache.reserve(past + len(ids))
     shape = (len(model.config.moe_layers), model.config.num_experts_per_token)
     with fixed_arithmetic():
-        for start in range(0, len(ids), BLOCK):
-            x = embedded[start : start + BLOCK]
-            replay = None if routes is None else _padded(routes[start : start + BLOCK])
-            commit = len(x) == BLOCK
+        for start in range(0, len(ids), EXACT_BLOCK):
+            x = embedded[start : start + EXACT_BLOCK]
+            replay = None if routes is None else _padded(routes[start : start + EXACT_BLOCK])
+            commit = len(x) == EXACT_BLOCK
             out, chosen = _block(model, _padded(x).contiguous(), cache, past + start, commit, replay)
             hidden.append(out[: len(x)])
-            sampling_mask = torch.stack(chosen, 1) if chosen else torch.empty(BLOCK, *shape, device=out.device)
-            used.append(sampling_mask[: len(x)].to(torch.int16))
+            ids_used = torch.stack(chosen, 1) if chosen else torch.empty(EXACT_BLOCK, *shape, device=out.device)
+            used.append(ids_used[: len(x)].to(torch.int16))
             if commit:
-                cache.advance(torch.tensor([BLOCK]))
+                cache.advance(torch.tensor([EXACT_BLOCK]))
     return torch.cat(hidden), torch.cat(used)
 
 
 @torch.no_grad()
 def exact_logits(model: K3ForCausalLM, hidden: Tensor, start: int) -> Tensor:
     """Rows after the final norm [n, H], the first at position `start` of its sequence -> logits [n, V]."""
-    ahead = start % BLOCK
+    ahead = start % EXACT_BLOCK
     rows = torch.cat([hidden.new_zeros(ahead, hidden.shape[1]), hidden])
     with fixed_arithmetic():
-        pieces = [model.logits(_padded(piece).contiguous()) for piece in rows.split(BLOCK)]
+        pieces = [model.logits(_padded(piece).contiguous()) for piece in rows.split(EXACT_BLOCK)]
     return torch.cat(pieces)[ahead : len(rows)]
 
 

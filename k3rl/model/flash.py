@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import limits
 from k3rl.kernels.mla import heads
 from k3rl.kernels.mla import max_logits as kernel
 from k3rl.model.layout import Layout
 from k3rl.model.norm import wide
 
 _WIDEST = 256  # heads that the kernel takes
-_forward = torch.ops.aten._flash_attention_forward
-_backward = torch.ops.aten._flash_attention_backward
+forward_op = torch.ops.aten._flash_attention_forward
+backward_op = torch.ops.aten._flash_attention_backward
 
 
 def takes(q: Tensor) -> bool:
@@ -36,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, queries: Layout, keys: Layout, sc
     if q.device.type == "cpu":
         return reference(q, k, v, queries, keys, scale)
     padded = nn.functional.pad(v, (0, q.shape[-1] - v.shape[-1]))  # the kernel wants one width
-    out = _forward(
+    out = forward_op(
         q, k.contiguous(), padded, queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest, 0.0, True, False,
         scale=scale,
     )[0]  # fmt: skip
@@ -55,7 +56,7 @@ class _OverOwnRows(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         value, ends, longest = kv.shape[2] - nope, layout.cu_seqlens, layout.longest
         k, v = heads.spread(kv, k_r, nope)
-        out, lse, seed, unused, _ = _forward(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale)
+        out, lse, seed, unused, _ = forward_op(q, k, v, ends, ends, longest, longest, 0.0, True, False, scale=scale)
         largest = largest_logits(q, k, layout, scale) if watch else None
         ctx.save_for_backward(q, k, v, out, lse, seed, unused)
         ctx.ends, ctx.settings = ends, (nope, value, longest, scale)
@@ -71,7 +72,7 @@ class _OverOwnRows(torch.autograd.Function):
         q, k, v, out, lse, seed, unused = ctx.saved_tensors
         nope, value, longest, scale = ctx.settings
         wide = heads.resized(grad.reshape(len(q), -1, value), q.shape[2])
-        d_q, d_k, d_v = _backward(
+        d_q, d_k, d_v = backward_op(
             wide, q, k, v, out, lse, ctx.ends, ctx.ends, longest, longest, 0.0, True, seed, unused, scale=scale
         )
         return d_q, *heads.collect(d_k, d_v, nope, value), None, None, None, None
@@ -79,7 +80,7 @@ class _OverOwnRows(torch.autograd.Function):
 
 def takes_own_rows(q: Tensor, value: int, k_r: Tensor) -> bool:
     """Whether `over_own_rows` computes attention of such queries, values of that width and k_r; never on a CPU."""
-    return takes(q) and value <= q.shape[2] and heads.takes(q, k_r)
+    return takes(q) and value <= q.shape[2] and limits.MLA_HEADS.takes(q, k_r)
 
 
 def over_own_rows(

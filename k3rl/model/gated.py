@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.moe import situ as kernel
 from k3rl.model.ablation import AblationConfig
 from k3rl.model.blocks import blockwise
@@ -25,21 +26,21 @@ from k3rl.model.situ import (
     situ_parts,
 )
 
-Parts = tuple[Tensor, Tensor, Tensor]
+UnitParts = tuple[Tensor, Tensor, Tensor]
 
 
 class GatedUnit(Protocol):
     """gate_up [..., 2n], gate first -> [..., n]. Parts and values are float32 or wider."""
 
-    def parts(self, gate_up: Tensor) -> Parts:
+    def parts(self, gate_up: Tensor) -> UnitParts:
         """What `value` and `backward` need, each [..., n]."""
         ...
 
-    def value(self, parts: Parts) -> Tensor:
+    def value(self, parts: UnitParts) -> Tensor:
         """The activation from its parts."""
         ...
 
-    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+    def backward(self, grad: Tensor, parts: UnitParts) -> Tensor:
         """Gradient [..., n] of the activation -> gradient [..., 2n] of gate_up."""
         ...
 
@@ -71,19 +72,19 @@ class SiTU:
         """beta, linear_beta."""
         return self._betas
 
-    def parts(self, gate_up: Tensor) -> Parts:
+    def parts(self, gate_up: Tensor) -> UnitParts:
         return situ_parts(gate_up, *self._betas)
 
-    def value(self, parts: Parts) -> Tensor:
+    def value(self, parts: UnitParts) -> Tensor:
         return situ_from_parts(parts, *self._betas)
 
-    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+    def backward(self, grad: Tensor, parts: UnitParts) -> Tensor:
         return situ_backward(grad, parts, *self._betas)
 
     def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:
         if gate_up.device.type == "cpu":
             value = situ_alone(gate_up, *self._betas)
-        elif rule is not None and kernel.takes(gate_up):
+        elif rule is not None and limits.SITU.takes(gate_up):
             return kernel.situ(gate_up, *self._betas, rule)
         else:
             value = situ_on_gpu(gate_up, *self._betas)
@@ -93,7 +94,7 @@ class SiTU:
         return situ_gradient_on_gpu(grad, gate_up, *self._betas)
 
     def routed_gradient(self, grad: Tensor, gate_up: Tensor, weight: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        if kernel.takes(gate_up, grad, active):
+        if limits.SITU.takes(gate_up, grad, active):
             d_gate_up, sums = kernel.situ_gradient(grad, gate_up, *self._betas, weight, active)
             assert sums is not None
             return d_gate_up, sums.to(weight.dtype)
@@ -106,18 +107,18 @@ class SiTU:
 class SwiGLU:
     """silu(gate) * up, the common unit. Parts: gate, sigmoid(gate), up."""
 
-    def parts(self, gate_up: Tensor) -> Parts:
+    def parts(self, gate_up: Tensor) -> UnitParts:
         gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, dim=-1)
         return gate.contiguous(), torch.sigmoid(gate), up.contiguous()
 
-    def value(self, parts: Parts) -> Tensor:
+    def value(self, parts: UnitParts) -> Tensor:
         gate, sigma, up = parts
         out = torch.empty_like(gate)
         for result, g, s, u in blockwise(out, gate, sigma, up):
             torch.mul(g, s, out=result).mul_(u)
         return out
 
-    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+    def backward(self, grad: Tensor, parts: UnitParts) -> Tensor:
         """dy/dg = u s (1 + g (1 - s)) and dy/du = g s."""
         gate, sigma, up = parts
         n = gate.shape[-1]

@@ -18,20 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import dispatch
-from k3rl.kernels.gemm.skinny import Parts
-from k3rl.kernels.kda.decode import kda_decode
-from k3rl.kernels.kda.operator import kda
-from k3rl.kernels.kda.short_conv import short_conv
-from k3rl.kernels.norm.gated_norm import gated_norm
+from k3rl.kernels import limits
+from k3rl.kernels.gemm import PartialSums
+from k3rl.kernels.kda import kda, kda_decode, short_conv
+from k3rl.kernels.norm import gated_norm
 from k3rl.model.blocks import blockwise
 from k3rl.model.cache import Cache, ChunkCache, Slots, StepCache
 from k3rl.model.config import K3Config
-from k3rl.model.fused import Fused, Weight
+from k3rl.model.joined import JoinedParameters, Weight
 from k3rl.model.kda_chunks import L2_EPS, chunked_kda
 from k3rl.model.layout import HISTORY, Layout
 from k3rl.model.norm import inverse_rms, wide
-from k3rl.model.side_stream import beside
+from k3rl.model.side_stream import on_side_stream
 
 
 class _ToExtended(torch.autograd.Function):
@@ -59,15 +57,15 @@ def _convolve(x: Tensor, taps: Tensor) -> Tensor:
     return out
 
 
-class _ShortConv(torch.autograd.Function):
+class ShortConvFunction(torch.autograd.Function):
     """SiLU of the causal depthwise convolution over extended rows. Nothing reads what it gives for history rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fused: Fused, *parameters: Tensor) -> Tensor:
-        taps = fused.tensor().t().contiguous()
+    def forward(ctx: Any, x: Tensor, joined: JoinedParameters, *parameters: Tensor) -> Tensor:
+        taps = joined.tensor().t().contiguous()
         pre = _convolve(x.to(wide(x.dtype)), taps)
         ctx.save_for_backward(x, pre, taps)
-        ctx.fused, ctx.dtype = fused, x.dtype
+        ctx.joined, ctx.dtype = joined, x.dtype
         return nn.functional.silu(pre).to(x.dtype)
 
     @staticmethod
@@ -84,16 +82,16 @@ class _ShortConv(torch.autograd.Function):
             for later, weight in zip(after[:HISTORY], tap[:HISTORY], strict=True):
                 out.addcmul_(later, weight)
         if not any(ctx.needs_input_grad[2:]):
-            return (grad_x.to(ctx.dtype), None, *(None for _ in ctx.fused.parameters))
+            return (grad_x.to(ctx.dtype), None, *(None for _ in ctx.joined.parameters))
         grad_taps = torch.zeros_like(taps)
         for here, *before in blockwise(d[HISTORY:n], x[:-3], x[1:-2], x[2:-1], x[3:]):
             product = torch.empty_like(here)
             for past, sums in zip(before, grad_taps.unbind(), strict=True):
                 sums += torch.mul(here, past, out=product).sum(0)
-        return (grad_x.to(ctx.dtype), None, *ctx.fused.split(grad_taps.t().contiguous()))
+        return (grad_x.to(ctx.dtype), None, *ctx.joined.split(grad_taps.t().contiguous()))
 
 
-class _GatedNorm(torch.autograd.Function):
+class GatedNormFunction(torch.autograd.Function):
     """o [N, h, D], gate logits [N, h, D], weight [D] -> RMSNorm(o) * weight * sigmoid(gate), norm first."""
 
     @staticmethod
@@ -143,16 +141,16 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = Weight(self.width, dtype=kind, device=device)
         self.o_proj = Weight(hidden, inner, dtype=dtype, device=device)
         self._split = [3 * inner, self.width, self.heads]
-        self._inputs = Fused.of(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
-        self._taps = Fused([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        self._inputs = JoinedParameters.of(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
+        self._taps = JoinedParameters([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
 
-    def step(self, x: Tensor, cache: StepCache) -> Tensor | Parts:
+    def step(self, x: Tensor, cache: StepCache) -> Tensor | PartialSums:
         """`forward` of one new token for every row, for the residual stream."""
         return self.o_proj.summand(self._step_on_slots(x, cache.slots(self.layer)))
 
     def takes_kernels(self, x: Tensor) -> bool:
         """Whether the kernels compute this layer for rows like x; never on a CPU."""
-        return dispatch.use_kernel("kda_layer", x, head_dims=(self.width, self.width), float32_rows=False)
+        return limits.KDA.takes_layer(x, self.width)
 
     def forward(self, x: Tensor, layout: Layout, cache: Cache | StepCache | ChunkCache | None) -> Tensor:
         """Normed hidden rows [N, H] -> [N, H]; with a cache every segment continues its row of it.
@@ -181,7 +179,7 @@ class KimiDeltaAttention(nn.Module):
             tails = qkv.detach().index_select(0, layout.tails)
             cache.store_conv(self.layer, tails.view(layout.n_segments, HISTORY, -1))
         z = self.f_b_proj.linear(f_a)
-        mixed = _ShortConv.apply(qkv, self._taps, *self._taps.parameters)
+        mixed = ShortConvFunction.apply(qkv, self._taps, *self._taps.parameters)
         o, final = chunked_kda(mixed, z, b, self.A_log, self.dt_bias, layout, state=state, bound=self.bound)
         if cache is not None:
             cache.store_recurrent(self.layer, final.detach())
@@ -223,7 +221,7 @@ class KimiDeltaAttention(nn.Module):
     def _step_on_slots(self, x: Tensor, slots: Slots) -> Tensor:
         """One token for every row [R, H] -> gated values [R, hD], on the pool itself; the host reads nothing."""
         shape = (x.shape[0], self.heads, self.width)
-        gated = beside(lambda: self.g_proj.linear(x))
+        gated = on_side_stream(lambda: self.g_proj.linear(x))
         raw, f_a, b = self._inputs.linear(x).split(self._split, dim=-1)
         q, k, v = (rows.view(shape) for rows in raw.split(self.heads * self.width, dim=-1))
         z, gate = self.f_b_proj.linear(f_a).view(shape), gated().view(shape)
@@ -236,7 +234,7 @@ class KimiDeltaAttention(nn.Module):
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         shape = (-1, self.heads, self.width)
-        gated = _GatedNorm.apply(o.view(shape), gate.view(shape), self.o_norm.weight, self.eps)
+        gated = GatedNormFunction.apply(o.view(shape), gate.view(shape), self.o_norm.weight, self.eps)
         return self.o_proj.linear(gated.view(o.shape))
 
     def _step_convolution(self, raw: Tensor, cache: Cache, kind: torch.dtype) -> Tensor:

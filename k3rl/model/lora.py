@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from k3rl.config import Config, ConfigError, K3Error
-from k3rl.model.fused import Weight
+from k3rl.model.joined import Weight
 from k3rl.model.low_rank import NO_PAIRS, BankAdapter, BankSide, GroupedLowRank, LowRank
 from k3rl.numerics import project, stored_dtype
 

@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels.gemm.skinny import Parts
+from k3rl.kernels import limits
+from k3rl.kernels.gemm import PartialSums
 from k3rl.kernels.mla import decode_attention, decode_step
 from k3rl.model import flash
 from k3rl.model.cache import Cache, ChunkCache, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.fuse import fused
-from k3rl.model.fused import Fused, Weight
+from k3rl.model.joined import JoinedParameters, Weight
 from k3rl.model.layout import Grid, Layout
 from k3rl.model.norm import RMSNorm, wide
-from k3rl.model.side_stream import beside
+from k3rl.model.side_stream import on_side_stream
 from k3rl.types import ForwardObserver
 
 ROPE_BASE = 10000.0
-KEPT_PROBABILITIES = 1 << 24  # of one grid; more (64 MiB in float32) are made again in the backward
+SAVED_PROBABILITIES = 1 << 24  # of one grid; more (64 MiB in float32) are made again in the backward
 LEAST_RUN = 64  # queries
 FEW_QUERIES = 32  # of a segment: up to here latents are not expanded to keys and values for them
 
@@ -133,8 +134,8 @@ def _runs(q: Tensor, k: Tensor) -> list[tuple[int, int, int]]:
     """Runs of queries (first, end, keys they may see) of a grid q [bh, t, D], k [bh, s, D]; one if logits are few."""
     t, seen = q.shape[1], k.shape[1]
     rows = t
-    if q.shape[0] * t * seen > KEPT_PROBABILITIES:
-        rows = min(t, max(LEAST_RUN, KEPT_PROBABILITIES // (q.shape[0] * seen)))
+    if q.shape[0] * t * seen > SAVED_PROBABILITIES:
+        rows = min(t, max(LEAST_RUN, SAVED_PROBABILITIES // (q.shape[0] * seen)))
     return [(start, min(start + rows, t), seen - t + min(start + rows, t)) for start in range(0, t, rows)]
 
 
@@ -201,9 +202,9 @@ class GatedMLA(nn.Module):
         self.g_proj = Weight(h * self.value, hidden, **kind)
         self.o_proj = Weight(hidden, h * self.value, **kind)
         self._split = [q_rank, self.latent, self.rope, h * self.value]
-        self._inputs = Fused.of(self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
+        self._inputs = JoinedParameters.of(self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
 
-    def step(self, x: Tensor, cache: StepCache) -> Tensor | Parts:
+    def step(self, x: Tensor, cache: StepCache) -> Tensor | PartialSums:
         """`forward` of one new token for every row, for the residual stream."""
         q_a, c, k_r, gate = self._inputs.linear(x).split(self._split, dim=-1)
         return self.o_proj.summand(self._step(q_a, c, k_r, gate, cache))
@@ -226,7 +227,7 @@ class GatedMLA(nn.Module):
         q = q.view(-1, self.heads, self.nope + self.rope)
         c = self.kv_a_layernorm(c)
         if isinstance(cache, ChunkCache):
-            return self._output(self._chunk(q, c, k_r, cache), gate)
+            return self._output(self._chunked_prefill(q, c, k_r, cache), gate)
         if self.rotates:
             position = layout.sequence_position if cache is None else layout.position_after(cache.lengths)
             q, k_r = self._rotated(q, k_r, position)
@@ -244,7 +245,7 @@ class GatedMLA(nn.Module):
             latent = torch.cat([c, k_r], dim=-1)
             latent = torch.cat([layout.context.rows_before(latent), latent])
             c, k_r = latent.split([self.latent, self.rope], dim=-1)
-        k, v = self._expand(c, k_r)
+        k, v = self.expand(c, k_r)
         o, largest = _CausalAttention.apply(q, k, v, layout.grids, self.scale, watch)
         if watch and observer is not None:
             observer.attention_logits(self.layer, largest.detach())
@@ -275,16 +276,16 @@ class GatedMLA(nn.Module):
             latent = cache.latent(self.layer, keys.longest)
             latent = latent.reshape(-1, latent.shape[2]).index_select(0, keys.segment * keys.longest + keys.position)
             if layout.longest <= FEW_QUERIES:
-                return self._few(q, latent, layout, keys)
+                return self._few_queries(q, latent, layout, keys)
             c, k_r = latent.split([self.latent, self.rope], dim=-1)
-        k, v = self._expand(c, k_r)
+        k, v = self.expand(c, k_r)
         if observer is not None:
             largest = flash.largest_logits(q.detach(), k.detach(), layout, self.scale, keys)
             observer.attention_logits(self.layer, largest)
         o = flash.attention(q, k, v, layout, keys, self.scale)
         return o.reshape(-1, self.heads * self.value)
 
-    def _chunk(self, q: Tensor, c: Tensor, k_r: Tensor, cache: ChunkCache) -> Tensor:
+    def _chunked_prefill(self, q: Tensor, c: Tensor, k_r: Tensor, cache: ChunkCache) -> Tensor:
         """Queries [N, h, D] of packed tokens over the cached latents of their sequences and their own -> [N, h * V]."""
         if self.rotates:
             q, k_r = self._rotated(q, k_r, cache.past)
@@ -292,7 +293,7 @@ class GatedMLA(nn.Module):
         absorbed, q_r = self._in_latent_space(q).split([self.latent, self.rope], dim=-1)
         return self._values_of(cache.attend(self.layer, absorbed.transpose(0, 1), q_r, self.scale).transpose(0, 1))
 
-    def _few(self, q: Tensor, latent: Tensor, layout: Layout, keys: Layout) -> Tensor:
+    def _few_queries(self, q: Tensor, latent: Tensor, layout: Layout, keys: Layout) -> Tensor:
         """Few queries [N, h, D] a segment over many latents [P, Z + r] -> [N, h * V], without their keys and values."""
         results = []
         for own, seen in zip(self._in_latent_space(q).split(layout.lengths), latent.split(keys.lengths), strict=True):
@@ -304,7 +305,7 @@ class GatedMLA(nn.Module):
             results.append(context.view(self.heads, n, -1).transpose(0, 1))
         return self._values_of(torch.cat(results))
 
-    def _expand(self, c: Tensor, k_r: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(self, c: Tensor, k_r: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [..., Z], shared keys [..., r] -> keys [..., h, D], values [..., h, V]."""
         kv = self.kv_b_proj.linear(c).view(*c.shape[:-1], self.heads, self.nope + self.value)
         k_n, v = kv.split([self.nope, self.value], dim=-1)
@@ -348,7 +349,7 @@ class GatedMLA(nn.Module):
         """
         kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         pages = cache.latent[self.layer]
-        if not self.rotates and decode_step.takes(q_a, self.q_b_proj.weight, kv_b, self.nope, pages):
+        if not self.rotates and limits.MLA_DECODE_STEP.takes_queries(q_a, self.q_b_proj.weight, kv_b, self.nope, pages):
             q_norm, c_norm = (
                 decode_step.Norm(norm.weight, norm.eps) for norm in (self.q_a_layernorm, self.kv_a_layernorm)
             )
@@ -362,7 +363,7 @@ class GatedMLA(nn.Module):
             key = rotate(k_r, cache.past) if self.rotates else k_r
             cache.append_latent(self.layer, torch.cat([self.kv_a_layernorm(c), key], dim=-1))
 
-        appended = beside(append)
+        appended = on_side_stream(append)
         q = self.q_b_proj.linear(self.q_a_layernorm(q_a)).view(-1, self.heads, self.nope + self.rope)
         q_n, q_r = q.split([self.nope, self.rope], dim=-1)
         if self.rotates:
@@ -396,7 +397,7 @@ class GatedMLA(nn.Module):
         for grid in layout.grids:
             width = max(total[segment] for segment in grid.group)
             piece = latent[grid.segments, :width]
-            k, v = self._expand(piece[..., : self.latent], piece[..., self.latent :])
+            k, v = self.expand(piece[..., : self.latent], piece[..., self.latent :])
             b, t = grid.rows.shape
             seen = past[grid.segments].view(-1, 1, 1) + torch.arange(t, device=q.device).view(1, -1, 1)
             hidden = torch.arange(width, device=q.device) > seen

@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels.gemm import skinny
-from k3rl.kernels.gemm.skinny import Parts
+from k3rl.kernels import limits
+from k3rl.kernels.gemm import PartialSums, skinny
 from k3rl.kernels.moe import decode_routing as router
 from k3rl.kernels.moe.decode_routing import Assignments
 from k3rl.model import moe_grouped, train_routing
 from k3rl.model.bank_gradients import BankGradients
 from k3rl.model.cells import GRID_ROOM, GRID_WASTE, Cells
 from k3rl.model.config import K3Config, QuantizationConfig
-from k3rl.model.fused import Fused, Weight
 from k3rl.model.gated import GatedUnit, SiTU, gated_unit
+from k3rl.model.joined import JoinedParameters, Weight
 from k3rl.model.low_rank import NO_PAIRS, BankAdapter
 from k3rl.model.norm import RMSNorm, wide
 from k3rl.model.packed import PackedExperts
-from k3rl.model.side_stream import beside
+from k3rl.model.side_stream import on_side_stream
 from k3rl.numerics import mx
 from k3rl.types import Communicator, Exchange, ForwardObserver
 
@@ -49,7 +49,7 @@ class MLP(nn.Module):
         self.up_proj = Weight(width, config.hidden_size, dtype=dtype, device=device)
         self.down_proj = Weight(config.hidden_size, width, dtype=dtype, device=device)
         self.unit = _unit(config)
-        self._inputs = Fused.of(self.gate_proj, self.up_proj)
+        self._inputs = JoinedParameters.of(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] -> [N, H]."""
@@ -147,7 +147,7 @@ def _sum_choices(rows: Tensor, weights: Tensor | None, k: int) -> Tensor:
     return total
 
 
-class _ExpertBank(torch.autograd.Function):
+class ExpertByExpert(torch.autograd.Function):
     """z [N, Z], weights [N, k], ids [N, k] -> sum_e p_e W2_e unit(W1_e z, W3_e z) [N, Z].
 
     Choices are weighted and summed where their token is, so the sum has one order in every layout. The gradient of a
@@ -246,19 +246,14 @@ class ExpertBank:
         self.keeps_transposed = False
         self._transposed: tuple[int, Tensor, Tensor, Tensor] | None = None
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
-        self._leaves: list[nn.Parameter] = []
+        self.leaves: list[nn.Parameter] = []  # w1, w3, w2 of each expert in turn; none where they are packed
         if packed is not None:
             return
         first = [weight for e in experts for weight in (e.w1.weight, e.w3.weight)]
         second = [e.w2.weight for e in experts]
-        self._gate_up = Fused(first, (self.experts, 2 * width, latent))
-        self._down = Fused(second, (self.experts, latent, width))
-        self._leaves = [weight for e in experts for weight in (e.w1.weight, e.w3.weight, e.w2.weight)]
-
-    @property
-    def leaf_count(self) -> int:
-        """Parameters of the experts themselves that a gradient could reach."""
-        return len(self._leaves)
+        self._gate_up = JoinedParameters(first, (self.experts, 2 * width, latent))
+        self._down = JoinedParameters(second, (self.experts, latent, width))
+        self.leaves = [weight for e in experts for weight in (e.w1.weight, e.w3.weight, e.w2.weight)]
 
     def keep_sums(self, rows: Tensor | None) -> None:
         """Gradients of the experts are added up here from now on (`sums`), in the leaves' `grad_dtype`.
@@ -267,12 +262,12 @@ class ExpertBank:
         nothing trains, autograd keeps doing it.
         """
         if self.sums is not None:
-            for leaf in self._leaves:
+            for leaf in self.leaves:
                 leaf.grad = None  # a view of what is given up here
         self.sums = None
-        if rows is not None and not self.every_gradient and self._leaves and self._leaves[0].requires_grad:
+        if rows is not None and not self.every_gradient and self.leaves and self.leaves[0].requires_grad:
             shapes = [self._gate_up.tensor().shape, self._down.tensor().shape]
-            self.sums = BankGradients(self._leaves, shapes, rows)
+            self.sums = BankGradients(self.leaves, shapes, rows)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """The sums [E, 2I, Z] and [E, Z, I] that backwards add to, at fixed addresses; needs `keep_sums`."""
@@ -282,13 +277,13 @@ class ExpertBank:
 
     def keep(self, packed: PackedExperts) -> None:
         """Computes with these bytes instead of the parameters from now on."""
-        self.packed, self._leaves, self.sums = packed, [], None
+        self.packed, self.leaves, self.sums = packed, [], None
         del self._gate_up, self._down
 
     @property
     def leaf_bytes(self) -> int:
         """Of those parameters."""
-        return sum(leaf.nbytes for leaf in self._leaves)
+        return sum(leaf.nbytes for leaf in self.leaves)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """[E, 2I, Z] and [E, Z, I]; the parameters are views of them, unless they are packed."""
@@ -305,9 +300,9 @@ class ExpertBank:
     def inputs_first(self) -> tuple[Tensor, Tensor]:
         """[E, Z, 2I] and [E, I, Z], as rows are multiplied with them."""
         gate_up, down = self.matrices()
-        if not self.keeps_transposed or not self._leaves:  # without leaves nothing tells of a write
+        if not self.keeps_transposed or not self.leaves:  # without leaves nothing tells of a write
             return gate_up.mT, down.mT
-        writes, held = sum(leaf._version for leaf in self._leaves), self._transposed
+        writes, held = sum(leaf._version for leaf in self.leaves), self._transposed
         if held is None or held[0] != writes or held[1] is not gate_up:
             held = self._transposed = writes, gate_up, gate_up.mT.contiguous(), down.mT.contiguous()
         return held[2], held[3]
@@ -339,13 +334,13 @@ class ExpertBank:
         if torch.is_grad_enabled() and self._is_grouped(z):
             return self.static(z, weights, ids)
         if torch.is_grad_enabled():
-            return _ExpertBank.apply(z, weights, ids, self, *self.seen, *self.adapter.leaves)
+            return ExpertByExpert.apply(z, weights, ids, self, *self.seen, *self.adapter.leaves)
         return self._infer(z, weights, ids).to(z.dtype)
 
     @property
     def seen(self) -> list[nn.Parameter]:
         """What autograd sees. With sums of its own the bank gives it nothing; one leaf says whether it trains."""
-        return self._leaves if self.sums is None else self._leaves[:1]
+        return self.leaves if self.sums is None else self.leaves[:1]
 
     @property
     def is_static(self) -> bool:
@@ -382,7 +377,7 @@ class ExpertBank:
     def _by_expert(self, rows: Tensor, counts: list[int], *, second: bool) -> Tensor:
         """Rows in expert order times gate and up of their experts, or, second, down."""
         packed = self.packed
-        if packed is not None and packed.multiplies(rows, len(rows)):
+        if packed is not None and packed.takes(rows, len(rows)):
             ends = torch.tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
             return packed.down_product(rows, ends) if second else packed.gate_up_product(rows, None, ends)
         return _per_expert(rows, (self.down() if second else self.gate_up()).mT, counts)
@@ -416,7 +411,7 @@ class ExpertBank:
         return self.read(self.unit.activation(hidden))
 
 
-class _WideProduct(torch.autograd.Function):
+class WideProduct(torch.autograd.Function):
     """x [N, H] weight' [H, E] with sums in a wider dtype, on a GPU: the products of wide copies, without the copies.
 
     Gradients are products in the dtype of x, to which the one that arrives is rounded.
@@ -497,13 +492,13 @@ class LatentMoE(nn.Module):
         """
         kind = wide(x.dtype)
         if torch.is_grad_enabled() and self.router_loss is None and train_routing.takes(x, self.gate.weight, self.k):
-            return self._routed(x, routes, observer)
+            return self._route_by_kernels(x, routes, observer)
         bias = self.gate.e_score_correction_bias
-        if not torch.is_grad_enabled() and skinny.takes(x, self.gate.weight):
-            parts = skinny.parts(x, self.gate.weight).sums
-            return router.choose(parts, bias, self.k, self.renormalize, self.scaling, routes)
+        if not torch.is_grad_enabled() and limits.SPLIT_K.takes(x, self.gate.weight):
+            sums = skinny.split_k(x, self.gate.weight).sums
+            return router.choose(sums, bias, self.k, self.renormalize, self.scaling, routes)
         if x.device.type == "cuda" and x.dtype != kind:
-            logits = _WideProduct.apply(x, self.gate.weight, kind)
+            logits = WideProduct.apply(x, self.gate.weight, kind)
         else:
             logits = nn.functional.linear(x.to(kind), self.gate.weight.to(kind))
         if x.device.type != "cpu" and not torch.is_grad_enabled():
@@ -517,7 +512,9 @@ class LatentMoE(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * self.scaling if self.scaling != 1.0 else weights, ids
 
-    def _routed(self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None) -> tuple[Tensor, Tensor]:
+    def _route_by_kernels(
+        self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None
+    ) -> tuple[Tensor, Tensor]:
         """`route` in training by the kernels."""
         bias = self.gate.e_score_correction_bias
         weights, ids, scores, cutoff = train_routing.RoutedChoice.apply(
@@ -565,7 +562,7 @@ class LatentMoE(nn.Module):
         routed = nn.functional.linear(u, self.routed_expert_up_proj.weight)
         return routed + self.shared_experts(x), ids
 
-    def step(self, x: Tensor) -> tuple[Tensor | Parts, Tensor]:
+    def step(self, x: Tensor) -> tuple[Tensor | PartialSums, Tensor]:
         """`forward` of one new token for every row, in fixed shapes, for the residual stream."""
         if not self.in_latent:
             return self(x, None, None, True)
@@ -589,8 +586,8 @@ class LatentMoE(nn.Module):
             weights, ids = self._choice(x, routes, None, padding)
             return weights, ids, router.sort_assignments(ids, self._bank.experts)
 
-        chosen = beside(choose, 1)
-        shared = beside(lambda: self.shared_experts(x))
+        chosen = on_side_stream(choose, 1)
+        shared = on_side_stream(lambda: self.shared_experts(x))
         read = self._bank.read(skinny.product(x, self.routed_expert_down_proj.weight))
         weights, ids, sort = chosen()
         norm = (self.routed_expert_norm.weight, self.routed_expert_norm.eps) if self.norms_sum else None

@@ -10,13 +10,14 @@ Letters: N rows, E experts, k experts per token, R = N * k assignments, Z latent
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.kernels.gemm import grouped_skinny
 from k3rl.kernels.moe import decode_routing, gather_rows, mxfp8, train_routing
 from k3rl.model.fuse import fused, widened
@@ -43,7 +44,7 @@ class SortedIds(NamedTuple):
 
 def sort_by_expert(ids: Tensor, experts: int, weights: Tensor | None = None) -> SortedIds:
     """ids [N, k], weights [N, k] -> their order; nothing is read by the host."""
-    if ids.device.type != "cpu" and train_routing.sorts(ids, experts):
+    if ids.device.type != "cpu" and limits.TRAIN_ROUTING.takes_sort(ids, experts):
         own = weights if weights is not None and weights.dtype == torch.float32 else None
         order, inverse, token, ends, routed = train_routing.sort_many(ids, experts, own)
         return SortedIds(order, inverse, ends, token, routed)
@@ -92,18 +93,18 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 @fused
-def _weighted(choices: Tensor, weights: Tensor | None) -> Tensor:
+def weighted_sum(choices: Tensor, weights: Tensor | None) -> Tensor:
     """choices [N, k, b], weights [N, k] or None -> their sum over k [N, b], float32 or wider."""
     values = widened(choices)
     return values.sum(1) if weights is None else (values * weights.unsqueeze(-1)).sum(1)
 
 
-def _sum_of_choices(rows: Tensor, sort: SortedIds, weights: Tensor | None, k: int) -> Tensor:
+def sum_of_choices(rows: Tensor, sort: SortedIds, weights: Tensor | None, k: int) -> Tensor:
     """Sorted rows [R, b] -> sum over choices [N, b], weighted by [N, k]; float32 or wider, their dtype by a kernel."""
-    if rows.device.type != "cpu" and dispatch.use_kernel("route", rows):
+    if rows.device.type != "cpu" and limits.DECODE_ROUTING.takes_sum(rows):
         own = torch.ones(len(rows) // k, k, device=rows.device) if weights is None else weights
         return decode_routing.sum_choices(rows, sort.inverse, own, rows.dtype)
-    return _weighted(rows.index_select(0, sort.inverse).view(-1, k, rows.shape[1]), weights)
+    return weighted_sum(rows.index_select(0, sort.inverse).view(-1, k, rows.shape[1]), weights)
 
 
 @fused
@@ -119,37 +120,31 @@ def dots(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
 
 
 @fused
-def _rounded(x: Tensor, rule: str) -> Tensor:
+def compiled_mxfp8(x: Tensor, rule: str) -> Tensor:
+    """`mx.fake_quantize_mxfp8`, compiled on a GPU."""
     return mx.fake_quantize_mxfp8(x, rule)
 
 
-_exact_rounding: dict[tuple[torch.device, str], bool] = {}
+@functools.cache
+def rounds_exactly(device: torch.device, rule: str) -> bool:
+    """Whether `compiled_mxfp8` gives the bits of its definition on a device, which is tried once."""
+    trial = rounding_trial(device)
+    found, wanted = compiled_mxfp8(trial, rule), mx.fake_quantize_mxfp8(trial, rule)
+    return bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())
 
 
-def rounded(x: Tensor, rule: str) -> Tensor:
-    """x [R, n] rounded to MXFP8: `mx.fake_quantize_mxfp8`, by a kernel or compiled on a GPU.
-
-    Compiled where it gives the same bits there. That is tried once for each device, on values of every exponent, ties,
-    zeros and what is not finite.
-    """
-    if x.device.type != "cpu" and mxfp8.takes(x):
-        return mxfp8.mxfp8(x, rule)
-    key = x.device, rule
-    if key not in _exact_rounding:
-        trial = _trial(x.device)
-        _exact_rounding[key] = _same_bits(_rounded(trial, rule), mx.fake_quantize_mxfp8(trial, rule))
-    return _rounded(x, rule) if _exact_rounding[key] else mx.fake_quantize_mxfp8(x, rule)
-
-
-def _trial(device: torch.device) -> Tensor:
+def rounding_trial(device: torch.device) -> Tensor:
     """bf16 [n, 32 * 8]: every bit pattern, each several times beside others of its size and beside larger ones."""
     every = torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16).view(torch.bfloat16)
     shuffled = every[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0)).to(device)]
     return torch.cat([every, every.view(256, 256).t().reshape(-1), shuffled]).view(-1, 256)
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+def rounded(x: Tensor, rule: str) -> Tensor:
+    """x [R, n] rounded to MXFP8: `mx.fake_quantize_mxfp8`, by a kernel, or compiled where that gives its bits."""
+    if x.device.type != "cpu" and limits.MXFP8.takes(x):
+        return mxfp8.mxfp8(x, rule)
+    return compiled_mxfp8(x, rule) if rounds_exactly(x.device, rule) else mx.fake_quantize_mxfp8(x, rule)
 
 
 def static(bank: ExpertBank, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -166,9 +161,9 @@ def static_sorted(
 ) -> Tensor:
     """`static` of rows [N, Z] as the experts read them, whose assignments are sorted; norm: see `sum_choices`."""
     count, packed = sort.token.numel(), bank.packed
-    if packed is not None and packed.multiplies(read, count):
+    if packed is not None and packed.takes(read, count):
         out = packed.down_product(bank.activated(read, sort.token, sort.ends), sort.ends)
-    elif packed is None and all(grouped_skinny.takes(read, count, matrices) for matrices in bank.matrices()):
+    elif packed is None and all(limits.GROUPED_SKINNY.takes(read, count, matrices) for matrices in bank.matrices()):
         active = bank.activate(grouped_skinny.product(read, sort.token, bank.gate_up(), sort.ends))
         out = grouped_skinny.product(active, None, bank.down(), sort.ends)
     else:  # packed ones are decoded here, one stack at a time
@@ -177,7 +172,7 @@ def static_sorted(
     return decode_routing.sum_choices(out, sort.inverse, weights, read.dtype, norm)
 
 
-class _HostCounts:
+class HostCounts:
     """Rows of each expert on the host: the copy starts now and is waited for when somebody asks."""
 
     def __init__(self, ends: Tensor) -> None:
@@ -216,8 +211,8 @@ class GroupedExperts(torch.autograd.Function):
         ctx.save_for_backward(gate_up, down, read, weights, *sort, hidden, active)
         ctx.bank = bank
         by_leaf = any(ctx.needs_input_grad[4:]) and bank.sums is None and not bank.every_gradient
-        ctx.counts = _HostCounts(sort.ends) if by_leaf else None
-        return _sum_of_choices(out, sort, weights, k).to(z.dtype)
+        ctx.counts = HostCounts(sort.ends) if by_leaf else None
+        return sum_of_choices(out, sort, weights, k).to(z.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -244,11 +239,11 @@ class GroupedExperts(torch.autograd.Function):
             else:
                 grads = _by_leaf(*outer(), ctx.counts, sort.ends)
         d_rows = grouped_product(d_hidden, gate_up, sort.ends)
-        d_z = _sum_of_choices(d_rows, sort, None, k).to(kind)
+        d_z = sum_of_choices(d_rows, sort, None, k).to(kind)
         return d_z, d_weight.view(weights.shape).to(weights.dtype), None, None, *grads
 
 
-def _by_leaf(gate_up: Tensor, down: Tensor, counts: _HostCounts | None, ends: Tensor) -> list[Tensor | None]:
+def _by_leaf(gate_up: Tensor, down: Tensor, counts: HostCounts | None, ends: Tensor) -> list[Tensor | None]:
     """Gradients of w1, w3, w2 of each expert; of those without rows None, or zeros where nobody counted."""
     if counts is None:
         empty = (torch.diff(ends, prepend=ends.new_zeros(1)) == 0).view(-1, 1, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from k3rl.kernels import limits
 from k3rl.kernels.norm import rms_norm as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
@@ -48,10 +49,10 @@ def normed_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple
 
 def normed_on_gpu(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`normed`, by one kernel where there is one."""
-    return kernel.rms_norm(x, weight, eps) if kernel.takes(x, weight) else normed(x, weight, eps)
+    return kernel.rms_norm(x, weight, eps) if limits.RMS_NORM.takes(x, weight) else normed(x, weight, eps)
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
     """y = x * r * w with r = 1 / sqrt(mean(x^2) + eps). Saves x and r only."""
 
     @staticmethod
@@ -71,7 +72,7 @@ class _RMSNorm(torch.autograd.Function):
         width, kind = x.shape[-1], r.dtype
         flat_x, flat_grad, flat_r = x.reshape(-1, width), grad.reshape(-1, width), r.view(-1, 1)
         if x.device.type != "cpu":
-            if kernel.takes(x, weight) and grad.dtype == x.dtype:
+            if limits.RMS_NORM.takes(x, weight) and grad.dtype == x.dtype:
                 grad_x, grad_weight = kernel.rms_norm_gradient(flat_grad, flat_x, weight, flat_r)
                 return grad_x.view(x.shape), grad_weight, None
             grad_x, grad_weight = normed_backward(flat_grad, flat_x, weight, flat_r)
@@ -90,7 +91,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., n], weight [n] -> [..., n] in x's dtype."""
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps)
+        return RMSNormFunction.apply(x, weight, eps)
     if x.device.type != "cpu":
         return normed_on_gpu(x, weight, eps)[0]
     x_wide = x.to(wide(x.dtype))

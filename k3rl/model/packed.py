@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from k3rl.config import K3Error
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.kernels.gemm import w4_grouped_skinny
 from k3rl.numerics import mx
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from k3rl.model.config import K3Config
     from k3rl.model.decoder import K3ForCausalLM
 
-EXPERT = re.compile(
+EXPERT_NAME = re.compile(
     r"language_model\.model\.layers\.(?P<layer>\d+)\.block_sparse_moe\.experts\.(?P<expert>\d+)\."
     r"(?P<leaf>w[123])\.weight"
 )
 """The official name of a routed expert's matrix."""
-RUN_BYTES = 8 << 20
+PACKED_RUN_BYTES = 8 << 20
 """Of experts that a device gives or takes at a time: one by one, each costs it dozens of calls."""
 _DECODED = 1 << 22  # numbers decoded in one call; it needs a few times their bytes for a moment
 
@@ -40,11 +40,11 @@ class PackError(K3Error, ValueError):
 
 class _Stack:
     """Matrices [E, rows, columns] as packed [E, rows, columns / 2] and scale [E, rows, columns / 32], uint8; tiled: in
-    the tiles of `few_rows_packed`."""
+    the tiles of `w4_grouped_skinny`."""
 
     def __init__(self, experts: int, rows: int, columns: int, device: torch.device | str, tiled: bool) -> None:
         self.shape, self._tiled = (experts, rows, columns), tiled
-        lead = (experts, columns // w4_grouped_skinny.CHUNK, rows) if tiled else (experts, rows)
+        lead = (experts, columns // limits.W4_GROUPED_SKINNY.chunk, rows) if tiled else (experts, rows)
         sizes = (64, 4) if tiled else (columns // 2, columns // mx.BLOCK)
         self.packed, self.scale = (torch.zeros(*lead, size, dtype=torch.uint8, device=device) for size in sizes)
 
@@ -95,7 +95,7 @@ class _Stack:
 class PackedExperts:
     """The experts `numbers` of one layer. Frozen: there is nothing that a gradient could reach.
 
-    dtype: what they are decoded to. Where kernels multiply with them (`multiplies`), bytes lie as those read them.
+    dtype: what they are decoded to. Where kernels multiply with them (`takes`), bytes lie as those read them.
     """
 
     def __init__(self, numbers: range, latent: int, width: int, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -173,7 +173,7 @@ class PackedExperts:
         """Whether kernels decode all of it: no scale is beyond theirs. The host waits when bytes were written."""
         if self._in_range is None:
             most = max(int(stack.scale.max()) for stack in (self._gate_up, self._down))
-            self._in_range = most <= w4_grouped_skinny.MOST_SCALE
+            self._in_range = most <= limits.W4_GROUPED_SKINNY.scale
         return self._in_range
 
     def gate_up(self) -> Tensor:
@@ -184,14 +184,14 @@ class PackedExperts:
         """[E, Z, I], decoded anew at each call."""
         return self._down.tensor(self._dtype, self.tiled and self.in_range)
 
-    def multiplies(self, rows: Tensor, count: int) -> bool:
+    def takes(self, rows: Tensor, count: int) -> bool:
         """Whether `count` rows like these meet the bytes themselves."""
         stacks = (self._gate_up, self._down)
-        fits = self.tiled and all(w4_grouped_skinny.takes(rows, count, stack.packed) for stack in stacks)
+        fits = self.tiled and all(limits.W4_GROUPED_SKINNY.takes(rows, count, stack.packed) for stack in stacks)
         return fits and self.in_range
 
     def gate_up_product(self, rows: Tensor, token: Tensor | None, ends: Tensor) -> Tensor:
-        """`few_rows.product` with gate and up, where `multiplies` says so: rows [., Z] -> [R, 2I]."""
+        """`grouped_skinny.product` with gate and up, where `takes` says so: rows [., Z] -> [R, 2I]."""
         return w4_grouped_skinny.product(rows, token, self._gate_up.packed, self._gate_up.scale, ends)
 
     def activated(
@@ -208,18 +208,17 @@ class PackedExperts:
 
 def serves_packed(latent: int, width: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is a kernel here that multiplies with packed experts of these widths."""
-    fits = w4_grouped_skinny.tiles(2 * width, latent) and w4_grouped_skinny.tiles(latent, width)
-    if device.type != "cuda" or dtype != torch.bfloat16 or not fits:
-        return False
-    return dispatch.use_kernel("few_rows_packed", torch.empty(0, dtype=dtype, device=device), float32_rows=False)
+    table = limits.W4_GROUPED_SKINNY
+    fits = table.takes_shape(2 * width, latent) and table.takes_shape(latent, width)
+    return device.type == "cuda" and fits and table.takes_decode(device, dtype)
 
 
 # ------------------------------------------------------------------------------------------ of a whole model
 
 
-def entry(model: K3ForCausalLM, name: str) -> tuple[PackedExperts, int, str] | None:
+def packed_entry(model: K3ForCausalLM, name: str) -> tuple[PackedExperts, int, str] | None:
     """(bank, expert, leaf) of a parameter that is kept packed, by official name; None for any other."""
-    found = EXPERT.fullmatch(name)
+    found = EXPERT_NAME.fullmatch(name)
     bank = None if found is None else model.packed_banks.get(int(found["layer"]))
     return None if bank is None or found is None else (bank, int(found["expert"]), found["leaf"])
 
@@ -233,9 +232,9 @@ def check_packable(config: K3Config) -> None:
         )
 
 
-def stored_bytes(model: K3ForCausalLM, name: str) -> tuple[Tensor, Tensor] | None:
+def stored_block(model: K3ForCausalLM, name: str) -> tuple[Tensor, Tensor] | None:
     """(packed, scale) of a routed expert's matrix, by official name, as far as the model keeps them; to read."""
-    found = entry(model, name)
+    found = packed_entry(model, name)
     if found is None:
         return model.stored_blocks.get(name)
     bank, number, leaf = found
@@ -270,12 +269,14 @@ def pack_experts(model: K3ForCausalLM) -> None:
 
 
 @torch.no_grad()
-def assign(model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor, Tensor] | None = None) -> None:
+def assign_parameter(
+    model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor, Tensor] | None = None
+) -> None:
     """Gives a parameter, by official name, a value that its entry in a checkpoint can hold.
 
     stored: the (packed, scale) bytes that the value was decoded from, which an export writes back.
     """
-    if (found := entry(model, name)) is not None:
+    if (found := packed_entry(model, name)) is not None:
         bank, number, leaf = found
         rule = model.config.quantization.scale_rule
         bank.fill(number, leaf, mx.quantize_mxfp4(value, rule) if stored is None else stored)
@@ -289,11 +290,11 @@ def assign(model: K3ForCausalLM, name: str, value: Tensor, stored: tuple[Tensor,
 
 
 @torch.no_grad()
-def fill_many(model: K3ForCausalLM, given: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def fill_packed(model: K3ForCausalLM, given: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Takes in (packed, scale) on the host of matrices that are kept packed, by official name, a layer's together."""
     banks: dict[int, dict[tuple[int, str], tuple[Tensor, Tensor]]] = {}
     for name, parts in given.items():
-        found = EXPERT.fullmatch(name)
+        found = EXPERT_NAME.fullmatch(name)
         assert found is not None
         banks.setdefault(int(found["layer"]), {})[int(found["expert"]), found["leaf"]] = parts
     for layer, matrices in banks.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.moe import situ as kernel
 from k3rl.model.blocks import blockwise
 from k3rl.model.fuse import fused, widened
@@ -88,19 +89,19 @@ def situ_gradient(grad: Tensor, gate_up: Tensor, beta: float, linear_beta: float
 
 def situ_on_gpu(gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
     """`situ_value`, by one kernel where there is one."""
-    if kernel.takes(gate_up):
+    if limits.SITU.takes(gate_up):
         return kernel.situ(gate_up, beta, linear_beta)
     return situ_value(gate_up, beta, linear_beta)
 
 
 def situ_gradient_on_gpu(grad: Tensor, gate_up: Tensor, beta: float, linear_beta: float) -> Tensor:
     """`situ_gradient`, by one kernel where there is one."""
-    if kernel.takes(gate_up, grad):
+    if limits.SITU.takes(gate_up, grad):
         return kernel.situ_gradient(grad, gate_up, beta, linear_beta)[0]
     return situ_gradient(grad, gate_up, beta, linear_beta)
 
 
-class _SiTU(torch.autograd.Function):
+class SiTUFunction(torch.autograd.Function):
     """On a GPU gate_up itself is kept, half the bytes of one of the three parts, and the parts are made again."""
 
     @staticmethod
@@ -124,7 +125,7 @@ class _SiTU(torch.autograd.Function):
 def situ(gate_up: Tensor, beta: float = 4.0, linear_beta: float = 25.0) -> Tensor:
     """gate_up [..., 2n] with the gate first -> [..., n] in the same dtype."""
     if torch.is_grad_enabled():
-        return _SiTU.apply(gate_up, beta, linear_beta)
+        return SiTUFunction.apply(gate_up, beta, linear_beta)
     if gate_up.device.type != "cpu":
         return situ_on_gpu(gate_up, beta, linear_beta)
     return situ_alone(gate_up, beta, linear_beta)

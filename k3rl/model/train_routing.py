@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.moe import train_routing
 
 
 class RoutedChoice(torch.autograd.Function):
-    """x [N, H] and the router's weight [E, H] in bf16, bias [E] -> `routing.Chosen`, of which the weights have
+    """x [N, H] and the router's weight [E, H] in bf16, bias [E] -> `train_routing.Chosen`, of which the weights have
     gradients.
 
     Logits are sums in float32; their gradient is rounded to bf16 before it meets x and the weight.
@@ -54,6 +55,5 @@ class RoutedChoice(torch.autograd.Function):
 
 def takes(x: Tensor, weight: Tensor, k: int) -> bool:
     """Whether the kernels route rows like x [N, H] in training."""
-    return (
-        x.device.type == "cuda" and x.dtype == weight.dtype == torch.bfloat16 and train_routing.takes(x, len(weight), k)
-    )
+    on_gpu = x.device.type == "cuda" and x.dtype == weight.dtype == torch.bfloat16
+    return on_gpu and limits.TRAIN_ROUTING.takes_choice(x, len(weight), k)

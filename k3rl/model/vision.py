@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from k3rl.model.config import VisionConfig
-from k3rl.model.fused import Weight
+from k3rl.model.joined import Weight
 from k3rl.model.norm import RMSNorm, wide
 
 ROPE_BASE = 10000.0

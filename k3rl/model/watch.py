@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k3rl.model.decoder import K3ForCausalLM
-from k3rl.model.gated import GatedUnit, Parts
+from k3rl.model.gated import GatedUnit, UnitParts
 from k3rl.model.moe import MLP, ExpertBank, LatentMoE
 from k3rl.model.moe_grouped import rounded
 
@@ -36,15 +36,15 @@ class _Watched:
     def __init__(self, unit: GatedUnit, largest: LargestActivation) -> None:
         self._unit, self._largest = unit, largest
 
-    def parts(self, gate_up: Tensor) -> Parts:
+    def parts(self, gate_up: Tensor) -> UnitParts:
         return self._unit.parts(gate_up)
 
-    def value(self, parts: Parts) -> Tensor:
+    def value(self, parts: UnitParts) -> Tensor:
         out = self._unit.value(parts)
         self._largest.see(out)
         return out
 
-    def backward(self, grad: Tensor, parts: Parts) -> Tensor:
+    def backward(self, grad: Tensor, parts: UnitParts) -> Tensor:
         return self._unit.backward(grad, parts)
 
     def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:

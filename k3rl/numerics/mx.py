@@ -229,7 +229,7 @@ def _check_bytes(elements: Tensor, scale: Tensor, per_byte: int, fmt: _Format) -
 
 @cache
 @torch.inference_mode(False)
-def _scale_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+def scale_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """What each E8M0 byte is worth, [256]; made once, since an expert's bytes are read in less time.
 
     Made of bits: arithmetic would lose 2^-127 in float32 for ever, had the first caller set denormals to be flushed.
@@ -243,7 +243,7 @@ def _scale_table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _scale_values(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """E8M0 bytes [...] -> 2^(s-127) in `dtype`; byte 0 is 2^-127, byte 255 is NaN."""
-    return _scale_table(dtype, scale.device)[scale.long()]
+    return scale_table(dtype, scale.device)[scale.long()]
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

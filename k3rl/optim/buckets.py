@@ -4,8 +4,8 @@ Both kinds of bucket own float32 masters (or the parameter's dtype where that is
 parameters in a handful of tensor operations, and can cut their state back into one tensor per parameter. Parameters
 without a gradient are left out by stepping over runs of neighbours that have one.
 
-State may rest elsewhere than where it is computed with (`Rest`): it then visits the parameters' device for a step, one
-bucket at a time (`take_turns`). State on the host is there once it was `fill`ed.
+State may be stored elsewhere than where it is updated (`StateStorage`): it is then brought to the parameters' device
+for a step, one bucket at a time (`run_updates`). State on the host is there once it was `fill`ed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.optim import muon
 from k3rl.optim.classify import ParamInfo
+from k3rl.optim.config import ADAMW_BETAS, ADAMW_EPS
 from k3rl.optim.joined import as_one, joined, runs
 from k3rl.optim.newton_schulz import iterated, newton_schulz, update_scale
-from k3rl.optim.offload import Rest, Visit
+from k3rl.optim.offload import StateStorage, StateUpdate
 
 Project = Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Banked:
-    """Where gradients of parameters are that lie at fixed places, whoever has one.
+class FixedGradients:
+    """Gradients of parameters that lie at fixed places, whoever has one: those that banks of experts sum themselves.
 
     places: name -> (the gradient, zero where there is none, and its number in `rows`); a parameter's `.grad` is that
     tensor or None. rows int32 [m] on the device: above 0 for those that have a gradient, so that a captured step need
@@ -47,6 +49,11 @@ _BANK_ELEMENTS = 1 << 22  # parameters that lie end to end and are at least so m
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 parameters, float32 for every other."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product_dtype(master: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The dtype of Newton-Schulz products where masters of this dtype are stepped on `device`; None: the master's."""
+    return None if master == torch.float64 or device.type == "cpu" else torch.bfloat16
 
 
 def storage_kind(name: str) -> str:
@@ -77,7 +84,7 @@ class MuonRates:
     dtype: torch.dtype | None  # of the Newton-Schulz products
     lr_at: Tensor | None = None  # `lr` on the device, float32 scalar, where a step is captured
     factor: Tensor | None = None  # a scalar on the device that gradients are multiplied with
-    banked: bool = False  # whether gradients are taken from where `Banked` has them
+    fixed: bool = False  # whether gradients are taken from where `FixedGradients` has them
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,6 @@ class AdamRates:
     """The scalars of one AdamW step; `lr` includes the schedule."""
 
     lr: float
-    betas: tuple[float, float]
-    eps: float
     weight_decay: float
     factor: Tensor | None = None  # as in `MuonRates`
 
@@ -138,26 +143,26 @@ class MuonBucket:
     """Blocks [n, r, c] of equal shape from many matrices, with their masters and momenta."""
 
     pieces: list[MuonPiece]
-    rest: Rest
-    banked: Banked | None = None  # where all pieces are in it
+    storage: StateStorage
+    fixed: FixedGradients | None = None  # where all pieces are in it
     starts: list[int] = field(init=False)  # piece i owns blocks starts[i] .. starts[i + 1]
     master: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
     places: list[Tensor] = field(init=False)  # of gradients that are at fixed places
-    numbers: Tensor = field(init=False)  # int64 [n]: of each block in `Banked.rows`
+    numbers: Tensor = field(init=False)  # int64 [n]: of each block in `FixedGradients.rows`
 
     def __post_init__(self) -> None:
-        known = {} if self.banked is None else self.banked.places
+        known = {} if self.fixed is None else self.fixed.places
         if not all(piece.name in known for piece in self.pieces):
-            self.banked, known = None, {}
+            self.fixed, known = None, {}
         found = [(*known[piece.name], piece.info.heads) for piece in self.pieces] if known else []
         self.places = [place for place, _, _ in found]
         self.numbers = torch.tensor([n for _, n, heads in found for _ in range(heads)], device=self.device)
         self.starts = [0, *itertools.accumulate(piece.info.heads for piece in self.pieces)]
         shape = (self.starts[-1], self.pieces[0].rows, self.pieces[0].param.shape[1])
         kind = master_dtype(self.pieces[0].param.dtype)
-        self.momentum = self.rest.zeros(shape, self.rest.momentum or kind, self.device)
-        self.master = self.rest.zeros(shape, kind, self.device) if self.rest.host else self._from_parameters()
+        self.momentum = self.storage.zeros(shape, self.storage.momentum_dtype or kind, self.device)
+        self.master = self.storage.zeros(shape, kind, self.device) if self.storage.on_host else self._from_parameters()
 
     def _from_parameters(self) -> Tensor:
         master = torch.cat([piece.cut(piece.param.detach()) for piece in self.pieces])
@@ -169,44 +174,44 @@ class MuonBucket:
         return self.pieces[0].param.device
 
     @property
-    def homes(self) -> tuple[Tensor, ...]:
-        """Its state where it rests."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its state where it is stored."""
         return self.master, self.momentum
 
     def fill(self, project: Project | None) -> None:
-        """Takes masters from the parameters, where they are on the host, and ships them."""
-        if not self.rest.host:
-            self.ship(project)
+        """Takes masters on the host from the parameters, and writes their stored values into these."""
+        if not self.storage.on_host:
+            self.write_parameters(project)
             return
         master = self._from_parameters()
         self.master.copy_(master)
-        self._ship(project, 0, len(self.pieces), master)
+        self._write(project, 0, len(self.pieces), master)
 
-    def visits(self, rates: MuonRates, project: Project | None) -> Iterator[Visit]:
-        """One Muon step on every matrix that has a gradient, and its shipped value written into the parameter.
+    def updates(self, rates: MuonRates, project: Project | None) -> Iterator[StateUpdate]:
+        """One Muon step on every matrix that has a gradient, and its stored value written into the parameter.
 
-        A step for a capture (`rates.banked`) does not depend on who of a bank has one.
+        A step for a capture (`rates.fixed`) does not depend on who of a bank has one.
         """
-        if rates.banked and self.banked is not None:
-            banked = self.banked
+        if rates.fixed and self.fixed is not None:
+            fixed = self.fixed
 
-            def whole(here: list[Tensor]) -> None:
-                live = banked.rows.index_select(0, self.numbers)
+            def update_all(here: list[Tensor]) -> None:
+                live = fixed.rows.index_select(0, self.numbers)
                 self._step(self.places, rates, *here, live=live)
-                self._ship(project, 0, len(self.pieces), here[0])
+                self._write(project, 0, len(self.pieces), here[0])
 
-            yield Visit(self.homes, self.device, self.master.dtype, whole)
+            yield StateUpdate(self.tensors, self.device, self.master.dtype, update_all)
             return
         for start, stop, live in _runs([piece.param.grad is not None for piece in self.pieces]):
             if live:
                 rows = slice(self.starts[start], self.starts[stop])
 
-                def work(here: list[Tensor], start: int = start, stop: int = stop) -> None:
+                def update(here: list[Tensor], start: int = start, stop: int = stop) -> None:
                     grads = [piece.param.grad for piece in self.pieces[start:stop] if piece.param.grad is not None]
                     self._step(grads, rates, *here, start=start)
-                    self._ship(project, start, stop, here[0])
+                    self._write(project, start, stop, here[0])
 
-                yield Visit((self.master[rows], self.momentum[rows]), self.device, self.master.dtype, work)
+                yield StateUpdate((self.master[rows], self.momentum[rows]), self.device, self.master.dtype, update)
 
     def _step(
         self,
@@ -222,7 +227,7 @@ class MuonBucket:
         parts = _blocks(self.pieces[start : start + len(gradients)], gradients)
         gradient = as_one(parts).to(master.dtype)
         scale = update_scale(master.shape[-2], master.shape[-1])
-        if rates.dtype == torch.bfloat16 and muon.takes(master):
+        if rates.dtype == torch.bfloat16 and limits.MUON.takes(master):
             lr, factor = (
                 torch.full((), value, dtype=torch.float32, device=self.device) if at is None else at
                 for at, value in ((rates.lr_at, rates.lr), (rates.factor, 1.0))
@@ -244,22 +249,22 @@ class MuonBucket:
         else:
             muon.finish_reference(master, update, rates.lr_at, rates.weight_decay, scale)
         if live is not None and before is not None:
-            for now, kept in zip((master, momentum), before, strict=True):
-                now.copy_(torch.where((live > 0).view(-1, 1, 1), now, kept))
+            for now, old in zip((master, momentum), before, strict=True):
+                now.copy_(torch.where((live > 0).view(-1, 1, 1), now, old))
 
-    def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
+    def write_parameters(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
         """Write project(master) of the pieces [start, stop) into their parameters."""
         stop = len(self.pieces) if stop is None else stop
-        self._ship(project, start, stop, self.master[self.starts[start] : self.starts[stop]].to(self.device))
+        self._write(project, start, stop, self.master[self.starts[start] : self.starts[stop]].to(self.device))
 
-    def _ship(self, project: Project | None, start: int, stop: int, master: Tensor) -> None:
+    def _write(self, project: Project | None, start: int, stop: int, master: Tensor) -> None:
         """master: the blocks of the pieces [start, stop), where the parameters are."""
         pieces, begin = self.pieces[start:stop], self.starts[start]
         for first, last, _ in _runs([piece.kind for piece in pieces]):
             blocks = master[self.starts[start + first] - begin : self.starts[start + last] - begin]
-            shipped = blocks if project is None else project(pieces[first].name, blocks)
+            projected = blocks if project is None else project(pieces[first].name, blocks)
             targets = _blocks(pieces[first:last], [piece.param for piece in pieces[first:last]])
-            torch._foreach_copy_(targets, list(shipped.split([len(target) for target in targets])))
+            torch._foreach_copy_(targets, list(projected.split([len(target) for target in targets])))
 
     def state(self) -> Iterator[tuple[MuonPiece, dict[str, Tensor]]]:
         """Each piece with views [heads, rows, C] of its state."""
@@ -281,7 +286,7 @@ class Due:
 
     def numbers(self, rates: AdamRates, decay: bool) -> tuple[float, float, float]:
         """What the master keeps of itself, what the root of the second moment is divided by, and the rate."""
-        beta1, beta2 = rates.betas
+        beta1, beta2 = ADAMW_BETAS
         keep = 1 - rates.lr * rates.weight_decay if decay else 1.0
         return keep, (1 - beta2**self.count) ** 0.5, rates.lr / (1 - beta1**self.count)
 
@@ -296,7 +301,7 @@ class AdamBucket:
     names: list[str]
     params: list[Tensor]
     decay: bool
-    rest: Rest
+    storage: StateStorage
     starts: list[int] = field(init=False)
     steps: list[int] = field(init=False)
     master: Tensor = field(init=False)
@@ -307,9 +312,11 @@ class AdamBucket:
         self.starts = [0, *itertools.accumulate(param.numel() for param in self.params)]
         self.steps = [0] * len(self.params)
         kind = master_dtype(self.params[0].dtype)
-        self.first, self.second = (self.rest.zeros([self.starts[-1]], kind, self.device) for _ in range(2))
+        self.first, self.second = (self.storage.zeros([self.starts[-1]], kind, self.device) for _ in range(2))
         self.master = (
-            self.rest.zeros([self.starts[-1]], kind, self.device) if self.rest.host else self._from_parameters()
+            self.storage.zeros([self.starts[-1]], kind, self.device)
+            if self.storage.on_host
+            else self._from_parameters()
         )
 
     def _from_parameters(self) -> Tensor:
@@ -318,12 +325,12 @@ class AdamBucket:
 
     def fill(self, project: Project | None) -> None:
         """As `MuonBucket.fill`."""
-        if not self.rest.host:
-            self.ship(project)
+        if not self.storage.on_host:
+            self.write_parameters(project)
             return
         master = self._from_parameters()
         self.master.copy_(master)
-        self._ship(project, 0, len(self.params), master)
+        self._write(project, 0, len(self.params), master)
 
     @property
     def device(self) -> torch.device:
@@ -331,8 +338,8 @@ class AdamBucket:
         return self.params[0].device
 
     @property
-    def homes(self) -> tuple[Tensor, ...]:
-        """Its state where it rests."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its state where it is stored."""
         return self.master, self.first, self.second
 
     def due(self) -> list[Due]:
@@ -345,36 +352,36 @@ class AdamBucket:
         for run in due:
             self.steps[run.start : run.stop] = [run.count] * (run.stop - run.start)
 
-    def visits(
+    def updates(
         self, rates: AdamRates, project: Project | None, due: Sequence[Due], numbers: Tensor | None = None
-    ) -> Iterator[Visit]:
-        """One AdamW step on the tensors that are due, and their shipped values written into the parameters.
+    ) -> Iterator[StateUpdate]:
+        """One AdamW step on the tensors that are due, and their stored values written into the parameters.
 
         numbers: `Due.numbers` of each, float32 [len(due), 3] on the device, where the step is captured.
         """
         for i, run in enumerate(due):
             part = slice(self.starts[run.start], self.starts[run.stop])
 
-            def work(here: list[Tensor], i: int = i, run: Due = run) -> None:
+            def update(here: list[Tensor], i: int = i, run: Due = run) -> None:
                 master, first, second = here
                 self._moments(run, rates, first, second)
                 if numbers is None:
                     self._move(run, rates, master, first, second)
                 else:
                     keep, root, rate = numbers[i].unbind()
-                    moved = second.sqrt().div_(root).add_(rates.eps)
+                    moved = second.sqrt().div_(root).add_(ADAMW_EPS)
                     master.mul_(keep).sub_(torch.div(first, moved, out=moved).mul_(rate))
-                self._ship(project, run.start, run.stop, master)
+                self._write(project, run.start, run.stop, master)
 
-            homes = (self.master[part], self.first[part], self.second[part])
-            yield Visit(homes, self.device, self.master.dtype, work)
+            stored = (self.master[part], self.first[part], self.second[part])
+            yield StateUpdate(stored, self.device, self.master.dtype, update)
 
     def _moments(self, run: Due, rates: AdamRates, first: Tensor, second: Tensor) -> None:
         gradients = [param.grad for param in self.params[run.start : run.stop] if param.grad is not None]
         gradient = as_one([part.reshape(-1) for part in joined(gradients)]).to(first.dtype)
         if rates.factor is not None:
             gradient = gradient * rates.factor
-        beta1, beta2 = rates.betas
+        beta1, beta2 = ADAMW_BETAS
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
@@ -382,24 +389,24 @@ class AdamBucket:
         keep, root_of_correction, rate = run.numbers(rates, self.decay)
         if self.decay:
             master.mul_(keep)
-        root = second.sqrt().div_(root_of_correction).add_(rates.eps)
+        root = second.sqrt().div_(root_of_correction).add_(ADAMW_EPS)
         master.addcdiv_(first, root, value=-rate)
 
-    def ship(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
+    def write_parameters(self, project: Project | None, start: int = 0, stop: int | None = None) -> None:
         """Write project(master) of the tensors [start, stop) into their parameters."""
         stop = len(self.params) if stop is None else stop
-        self._ship(project, start, stop, self.master[self.starts[start] : self.starts[stop]].to(self.device))
+        self._write(project, start, stop, self.master[self.starts[start] : self.starts[stop]].to(self.device))
 
-    def _ship(self, project: Project | None, start: int, stop: int, master: Tensor) -> None:
+    def _write(self, project: Project | None, start: int, stop: int, master: Tensor) -> None:
         """master: that of the tensors [start, stop), where the parameters are."""
         keys = [(storage_kind(name), tuple(self.params[i].shape)) for i, name in enumerate(self.names[:stop])][start:]
         for first, last, _ in _runs(keys):
             first, last = start + first, start + last
             values = master[self.starts[first] - self.starts[start] : self.starts[last] - self.starts[start]]
             values = values.view(last - first, *self.params[first].shape)
-            shipped = values if project is None else project(self.names[first], values)
+            projected = values if project is None else project(self.names[first], values)
             targets = [part.view(-1) for part in joined(self.params[first:last])]
-            torch._foreach_copy_(targets, list(shipped.reshape(-1).split([len(target) for target in targets])))
+            torch._foreach_copy_(targets, list(projected.reshape(-1).split([len(target) for target in targets])))
 
     def state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Each name with views of its state in the parameter's shape; step counts are kept apart."""

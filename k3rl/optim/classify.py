@@ -18,9 +18,15 @@ also those stored as [1, n].
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from k3rl.optim.config import Variant
 
 Group = Literal["muon", "adamw", "balanced"]
 
@@ -121,3 +127,29 @@ def classify(name: str, shape: Sequence[int], config: HeadLayout) -> ParamInfo:
         f"no rule of k3rl.optim.classify covers the parameter {name!r} of shape {tuple(shape)}; "
         "official names end in '.weight', '.A_log', '.dt_bias' or '.e_score_correction_bias'"
     )
+
+
+def _as_variant(variant: Variant, info: ParamInfo, shape: torch.Size) -> ParamInfo:
+    """What `variant` makes of a parameter's class."""
+    if info.group != "muon" or variant == "per_head_muon":
+        return info
+    if variant == "muon_whole":
+        return ParamInfo("muon", info.decay, heads=1, segments=(shape[0],))
+    return ParamInfo("adamw", info.decay)
+
+
+def trained(
+    named_params: Iterable[tuple[str, Tensor]], config: HeadLayout, variant: Variant = "per_head_muon"
+) -> dict[str, tuple[ParamInfo, Tensor]]:
+    """name -> (how it is trained, parameter) of those that an optimizer moves.
+
+    Raises ValueError for a name given twice.
+    """
+    found: dict[str, tuple[ParamInfo, Tensor]] = {}
+    for name, param in named_params:
+        if name in found:
+            raise ValueError(f"the parameter {name} was given twice")
+        info = _as_variant(variant, classify(name, param.shape, config), param.shape)
+        if info.group != "balanced" and param.requires_grad:
+            found[name] = info, param
+    return found

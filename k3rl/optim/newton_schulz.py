@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.optim import symmetric
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -38,7 +39,7 @@ def iterated(x: Tensor, steps: int = STEPS) -> Tensor:
     """The steps alone, on blocks [n, r, c] whose norms are at most 1, in their dtype; x is used up."""
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]  # then the small Gram matrix is on the right
-    if x.device.type != "cpu" and symmetric.takes(x):
+    if x.device.type != "cpu" and limits.SYMMETRIC.takes(x):
         return _iterated_by_kernel(x, steps, tall)
     # Buffers for the whole iteration: fresh ones would be paged in anew at every product.
     gram = x.new_empty(x.shape[0], min(x.shape[1:]), min(x.shape[1:]))

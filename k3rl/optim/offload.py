@@ -1,7 +1,7 @@
-"""Where optimizer state lies between steps, and how it visits the parameters' device for one.
+"""Where optimizer state lies between steps, and how offloaded state is brought to the parameters' device for one.
 
-State on the host comes to a GPU a bucket at a time: while one is computed with, the next ones are on their way in and
-the last one on its way back, on a stream each, through `SLOTS` buffers of the largest visit's size.
+State on the host comes to a GPU a bucket at a time: while one bucket is updated, the next ones are prefetched and the
+last one is written back, on a stream each, through `SLOTS` buffers of the largest bucket's size.
 """
 
 from __future__ import annotations
@@ -22,104 +22,107 @@ _ALIGNED = 256  # bytes: where kernels want a tensor to start
 
 
 @dataclass(frozen=True)
-class Rest:
-    """How state is kept between steps. host: in host memory, page-locked where the parameters are on a GPU; every step
-    is computed on their device all the same, so it has the same bits. momentum: dtype of Muon's momentum, rounded to
-    nearest when a step is over; None for that of the master.
+class StateStorage:
+    """How optimizer state is stored between steps.
+
+    on_host: in host memory, page-locked where the parameters are on a GPU (optimizer offload); every step is computed
+    on the parameters' device all the same, so it has the same bits. momentum_dtype: of Muon's stored momentum, which
+    is rounded to nearest when a step is over; None for that of the master.
     """
 
-    host: bool = False
-    momentum: torch.dtype | None = None
+    on_host: bool = False
+    momentum_dtype: torch.dtype | None = None
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros where state of parameters on `device` rests."""
-        if self.host and device.type == "cuda":
+        """Zeros where state of parameters on `device` is stored."""
+        if self.on_host and device.type == "cuda":
             return host_memory.zeros(shape, dtype)
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu" if self.host else device)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu" if self.on_host else device)
 
     @contextmanager
-    def visit(self, device: torch.device, kind: torch.dtype, *homes: Tensor) -> Iterator[list[Tensor]]:
-        """Kept tensors on `device` in `kind`; what the block leaves in them is kept."""
-        here = [home.to(device, kind, copy=self.host) for home in homes]
+    def loaded(self, device: torch.device, kind: torch.dtype, *stored: Tensor) -> Iterator[list[Tensor]]:
+        """Stored tensors on `device` in `kind`; what the block leaves in them is written back."""
+        here = [tensor.to(device, kind, copy=self.on_host) for tensor in stored]
         yield here
-        for home, tensor in zip(homes, here, strict=True):
+        for home, tensor in zip(stored, here, strict=True):
             if tensor is not home:
                 home.copy_(tensor)
 
 
-class Visit(NamedTuple):
-    """State that is needed together: kept tensors, and what is done with them on `device` in `kind`."""
+class StateUpdate(NamedTuple):
+    """State that is updated together: tensors as they are stored, and what is done with them on `device` in `kind`."""
 
-    homes: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     device: torch.device
     kind: torch.dtype
-    work: Callable[[list[Tensor]], None]
+    update: Callable[[list[Tensor]], None]
+
+    @property
+    def slot_bytes(self) -> int:
+        """What its tensors take of a slot."""
+        return sum(_spaced(tensor.nbytes) for tensor in self.tensors)
 
 
-def take_turns(visits: Sequence[Visit], rest: Rest) -> None:
-    """Does the work of all visits, in their order; what it leaves in the tensors is kept.
+def run_updates(updates: Sequence[StateUpdate], storage: StateStorage) -> None:
+    """Runs all updates in their order; what they leave in the tensors is stored.
 
-    From a GPU copies to the host are queued on the current stream: wait for it before the host reads what is kept.
+    From a GPU copies to the host are queued on the current stream: wait for it before the host reads what is stored.
     """
-    if rest.host and visits and visits[0].device.type == "cuda":
-        _overlapped(visits)
+    if storage.on_host and updates and updates[0].device.type == "cuda":
+        run_prefetched(updates)
         return
-    for visit in visits:
-        with rest.visit(visit.device, visit.kind, *visit.homes) as here:
-            visit.work(here)
-
-
-def visit_bytes(visit: Visit) -> int:
-    """What a visit takes of a slot."""
-    return sum(_spaced(home.nbytes) for home in visit.homes)
+    for one in updates:
+        with storage.loaded(one.device, one.kind, *one.tensors) as here:
+            one.update(here)
 
 
 def _spaced(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _placed(buffer: Tensor, homes: Sequence[Tensor]) -> list[Tensor]:
-    """Room for each of `homes` in a buffer uint8 [n]."""
+def _in_slot(slot: Tensor, stored: Sequence[Tensor]) -> list[Tensor]:
+    """Room for each of these tensors in a slot uint8 [n]."""
     found, start = [], 0
-    for home in homes:
-        found.append(buffer[start : start + home.nbytes].view(home.dtype).view(home.shape))
-        start += _spaced(home.nbytes)
+    for tensor in stored:
+        found.append(slot[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += _spaced(tensor.nbytes)
     return found
 
 
-def _overlapped(visits: Sequence[Visit]) -> None:
-    device = visits[0].device
+def run_prefetched(updates: Sequence[StateUpdate]) -> None:
+    """`run_updates` on a GPU of state on the host: copies in, updates and copies back overlap."""
+    device = updates[0].device
     here = torch.cuda.current_stream(device)
-    coming, going = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    size = max(map(visit_bytes, visits))
+    prefetch, write_back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    size = max(one.slot_bytes for one in updates)
     slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
     free: list[torch.cuda.Event | None] = [None] * SLOTS
-    coming.wait_stream(here)  # what the slots held before may still be read there
+    prefetch.wait_stream(here)  # what the slots held before may still be read there
 
     def fetch(number: int) -> tuple[list[Tensor], torch.cuda.Event]:
-        with torch.cuda.stream(coming):
+        with torch.cuda.stream(prefetch):
             left = free[number % SLOTS]
             if left is not None:
-                coming.wait_event(left)
-            tensors = _placed(slots[number % SLOTS], visits[number].homes)
-            for tensor, home in zip(tensors, visits[number].homes, strict=True):
+                prefetch.wait_event(left)
+            tensors = _in_slot(slots[number % SLOTS], updates[number].tensors)
+            for tensor, home in zip(tensors, updates[number].tensors, strict=True):
                 tensor.copy_(home, non_blocking=True)
-            return tensors, coming.record_event()
+            return tensors, prefetch.record_event()
 
-    ahead = deque(fetch(number) for number in range(min(SLOTS - 1, len(visits))))
-    for number, visit in enumerate(visits):
-        tensors, arrived = ahead.popleft()
+    fetched = deque(fetch(number) for number in range(min(SLOTS - 1, len(updates))))
+    for number, one in enumerate(updates):
+        tensors, arrived = fetched.popleft()
         here.wait_event(arrived)
-        wide = [tensor.to(visit.kind) for tensor in tensors]
-        visit.work(wide)
+        wide = [tensor.to(one.kind) for tensor in tensors]
+        one.update(wide)
         for tensor, value in zip(tensors, wide, strict=True):
             if value is not tensor:
                 tensor.copy_(value)
-        going.wait_event(here.record_event())
-        with torch.cuda.stream(going):
-            for home, tensor in zip(visit.homes, tensors, strict=True):
+        write_back.wait_event(here.record_event())
+        with torch.cuda.stream(write_back):
+            for home, tensor in zip(one.tensors, tensors, strict=True):
                 home.copy_(tensor, non_blocking=True)
-            free[number % SLOTS] = going.record_event()
-        if number + SLOTS - 1 < len(visits):
-            ahead.append(fetch(number + SLOTS - 1))
-    here.wait_stream(going)
+            free[number % SLOTS] = write_back.record_event()
+        if number + SLOTS - 1 < len(updates):
+            fetched.append(fetch(number + SLOTS - 1))
+    here.wait_stream(write_back)

@@ -64,7 +64,7 @@ def clip_heads_(
 
 @torch.no_grad()
 def qk_clip_(optimizer: PerHeadMuon, max_logits: Mapping[int, Tensor], config: HeadLayout, tau: float = TAU) -> int:
-    """Clip the masters of every MLA layer in `max_logits`, and ship what changed. Call once after the step.
+    """Clip the masters of every MLA layer in `max_logits`, and project what changed. Call once after the step.
 
     max_logits: model layer (from 0) -> [H]. Layers within tau are not touched, not even by rounding. Momenta stay.
     Masters that other ranks own are left to them. Returns the number of heads clipped. Raises QKClipError for a layer

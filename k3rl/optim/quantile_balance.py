@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from k3rl.kernels import limits
 from k3rl.kernels.moe import load_counts
 
 BINS = 1000
@@ -74,7 +75,7 @@ class QuantileBalancer:
             self._biases = torch.zeros(self.n_layers, self.n_experts, dtype=bias.dtype, device=scores.device)
         flags = (flag[layer : layer + 1] for flag in (self._seen, self._changed, self._nan))
         sums = load_counts.Sums(self.counts[layer], self.loads[layer], self._biases[layer], *flags)
-        if scores.device.type != "cpu" and load_counts.takes(scores, cutoff, bias, sums):
+        if scores.device.type != "cpu" and limits.LOAD_COUNTS.takes(scores, cutoff, bias, sums):
             load_counts.count(scores, cutoff, bias, valid, sums)
             return
         before = torch.where(self._seen[layer], self._biases[layer], bias)

@@ -11,7 +11,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from k3rl.config import Config, ConfigError
 from k3rl.data.batch import TrainBatch
 from k3rl.model import K3ForCausalLM
 from k3rl.parallel.frozen import check_slices
+from k3rl.parallel.liveness import PeerFailed
 from k3rl.parallel.mesh import Mesh
-from k3rl.parallel.world import RanksDisagree
-
-if TYPE_CHECKING:
-    from k3rl.parallel.trainer import TrainerConfig
+from k3rl.parallel.nonfinite import NonFiniteLoss
+from k3rl.parallel.settings import TrainerConfig
+from k3rl.parallel.world import RanksDisagree, World
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT_TOLERANCE = 1e-6  # of the sum of all weights, which are float64 numbers from one batch
@@ -77,19 +77,19 @@ def agree_on_start(mesh: Mesh, model: K3ForCausalLM, config: Config) -> None:
 
 
 def agree_on_step(
-    mesh: Mesh, settings: Mapping[str, Any], batch: TrainBatch | None, micro_batches: int, promise: int = 0
+    mesh: Mesh, settings: Mapping[str, Any], batch: TrainBatch | None, micro_batches: int, overlap_key: int = 0
 ) -> tuple[int, bool]:
     """Compares a step's settings and its shares of the batch -> (the most micro-batches that any rank has, whether all
-    ranks give the same promise, which is not 0).
+    ranks give the same overlap_key, which is not 0).
 
     micro_batches: of this rank; -1 when it cannot start, and then -1 comes back everywhere. Raises RanksDisagree for
     other settings, for another batch on ranks of one context axis, and for shares that are not the whole batch once.
     """
     if mesh.world.size == 1:
-        return micro_batches, promise != 0
+        return micro_batches, overlap_key != 0
     text = json.dumps(dict(settings), sort_keys=True, default=str)
     weight = 0.0 if batch is None or not mesh.first_of_context else float(batch.weights.sum())
-    row = [micro_batches, _hash(text.encode()), _batch_hash(batch), mesh.batch_rank, _bits(weight), promise]
+    row = [micro_batches, _hash(text.encode()), _batch_hash(batch), mesh.batch_rank, _bits(weight), overlap_key]
     rows = mesh.world.gather(torch.tensor(row, dtype=torch.int64, device=mesh.world.device)).tolist()
     if min(row[0] for row in rows) < 0:
         return -1, False
@@ -113,7 +113,20 @@ def agree_on_step(
             f"the ranks' shares of the batch weigh {sum(weights):.6g} together, wanted 1 ({shares}); "
             "each sequence must be on one rank",
         )
-    return int(max(row[0] for row in rows)), {row[5] for row in rows} == {promise} != {0}
+    return int(max(row[0] for row in rows)), {row[5] for row in rows} == {overlap_key} != {0}
+
+
+def raise_together(world: World, error: Exception | None, step: int) -> None:
+    """When a rank failed in a step, raises its error there and PeerFailed elsewhere; all raise a NonFiniteLoss."""
+    if world.first_failed(error is None) is None:
+        return
+    failed = world.first_failed(error is None or isinstance(error, NonFiniteLoss))
+    if failed is not None:
+        if error is not None:
+            raise error
+        raise PeerFailed(f"rank {failed} failed in step {step}; nothing was updated")
+    texts = world.exchange("" if error is None else str(error))
+    raise NonFiniteLoss(next(text for text in texts if text)) from error
 
 
 def _bit_sum(tensor: Tensor) -> int:

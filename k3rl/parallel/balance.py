@@ -1,4 +1,4 @@
-"""How the sequences of a global batch are dealt to ranks.
+"""How the sequences of a global batch are balanced over ranks.
 
 Losses are sums whose weights belong to the whole global batch, so gradients are summed, never averaged, and the
 result does not depend on how many ranks there are beyond the order of summation.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def balanced_shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Indices of sequences for each rank, balanced by what each costs (`sequence_costs`); a rank may get none.
 
     Costliest first, each to the rank with the least; equal inputs give equal shares.

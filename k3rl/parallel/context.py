@@ -25,9 +25,9 @@ from k3rl.config import K3Error
 from k3rl.data.batch import TrainBatch
 from k3rl.data.images import ImagePatches
 from k3rl.model import K3Config
+from k3rl.model.costs import MicroBatch, flops
 from k3rl.parallel.mesh import Axis
 from k3rl.parallel.world import World
-from k3rl.planner.costs import Mix, flops
 
 SNAP = 1 / 32  # of a rank's share of the cost, given up to cut between documents instead of inside one
 
@@ -98,7 +98,7 @@ def pair_cost(config: K3Config) -> float:
     key = config.qk_nope_head_dim + config.qk_rope_head_dim
     pair = 2.0 * config.num_attention_heads * (key + config.v_head_dim) * len(config.mla_layers)
     long = 1 << 20  # tokens, beside which what a sequence costs at its start is nothing
-    once, twice = (sum(flops(config, Mix(1, length, targets=1)).values()) for length in (long, 2 * long))
+    once, twice = (sum(flops(config, MicroBatch(1, length, targets=1)).values()) for length in (long, 2 * long))
     return pair / (2 * once - twice)  # what does not grow with the sequence
 
 

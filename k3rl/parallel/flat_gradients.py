@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from k3rl.kernels.optim.add_many import Table, add_many
 from k3rl.model import K3ForCausalLM
-from k3rl.optim import trained
-from k3rl.optim.buckets import fill_buckets, storage_kind
+from k3rl.optim import fill_buckets, storage_kind, trained
 
 _MOST = 1 << 30  # elements of one buffer
 
@@ -38,7 +37,7 @@ def in_reading_order(model: K3ForCausalLM, owners: Mapping[str, int]) -> list[nn
 
 
 @contextmanager
-def _as_they_come(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _without_casts(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Within the block autograd casts no gradient of these leaves to the dtype of their `.grad`."""
     kinds = [parameter.grad_dtype for parameter in parameters]
     try:
@@ -50,7 +49,7 @@ def _as_they_come(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.grad_dtype = kind
 
 
-class _Run:
+class _FlatSum:
     """Parameters whose gradients come in one dtype, and their sums [elements]."""
 
     def __init__(self, parameters: list[nn.Parameter], kind: torch.dtype) -> None:
@@ -87,29 +86,29 @@ class FlatGradients:
         """owners: the rank that each parameter's gradient is summed on, by name."""
         self.parameters = in_reading_order(model, owners or {})
         self._banks = [part.bank for part in model.moe_parts()]
-        self._runs: list[_Run] = []
+        self._sums: list[_FlatSum] = []
         self._known: set[nn.Parameter] = set()
 
     @property
     def places(self) -> dict[nn.Parameter, Tensor]:
         """Where the gradient of each parameter that was reached adds up."""
-        return {p: view for run in self._runs for p, view in zip(run.parameters, run.views, strict=True)}
+        return {p: view for one in self._sums for p, view in zip(one.parameters, one.views, strict=True)}
 
     def of(self, loss: Tensor) -> dict[nn.Parameter, Tensor]:
         """The gradients of a loss, for `add`; those of experts are in their banks then."""
         wanted = [parameter for parameter in self.parameters if parameter.requires_grad]
         # A backward goes only where somebody wants a gradient: a leaf that gets none says that its bank trains.
-        ways = [leaf for bank in self._banks for leaf in bank.seen if leaf.requires_grad]
-        with _as_they_come(wanted):
-            grads = torch.autograd.grad(loss, [*wanted, *ways], allow_unused=True)
+        leaves = [leaf for bank in self._banks for leaf in bank.seen if leaf.requires_grad]
+        with _without_casts(wanted):
+            grads = torch.autograd.grad(loss, [*wanted, *leaves], allow_unused=True)
         return {p: g for p, g in zip(wanted, grads, strict=False) if g is not None}
 
     @torch.no_grad()
     def add(self, found: dict[nn.Parameter, Tensor]) -> None:
         """Adds gradients to the sums; nothing is read by the host."""
         self._learn([(parameter, gradient.dtype) for parameter, gradient in found.items()])
-        for run in self._runs:
-            run.add(found)
+        for one in self._sums:
+            one.add(found)
 
     def _learn(self, found: Sequence[tuple[nn.Parameter, torch.dtype]]) -> None:
         kinds: dict[tuple[torch.dtype, torch.dtype | None], list[nn.Parameter]] = {}
@@ -119,14 +118,14 @@ class FlatGradients:
                 self._known.add(parameter)
         for (kind, _), parameters in kinds.items():
             for start, stop in fill_buckets([parameter.numel() for parameter in parameters], _MOST):
-                self._runs.append(_Run(parameters[start:stop], kind))
+                self._sums.append(_FlatSum(parameters[start:stop], kind))
 
     @torch.no_grad()
     def hold(self) -> None:
         """Every parameter that was reached has its view as `.grad`, with what it held, or zeros."""
-        for run in self._runs:
+        for one in self._sums:
             fresh = []
-            for parameter, view in zip(run.parameters, run.views, strict=True):
+            for parameter, view in zip(one.parameters, one.views, strict=True):
                 grad = parameter.grad
                 if grad is view:
                     continue
@@ -135,7 +134,7 @@ class FlatGradients:
                 else:
                     view.copy_(grad)
                 parameter.grad = view
-            if len(fresh) == len(run.views):
-                run.total.zero_()
+            if len(fresh) == len(one.views):
+                one.total.zero_()
             elif fresh:
                 torch._foreach_zero_(fresh)

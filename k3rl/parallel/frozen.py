@@ -1,13 +1,13 @@
 """Frozen weights cut over ranks that are next to each other, as fully sharded data parallelism does with trained ones.
 
 Each rank keeps a slice of the embedding, of the head, and of each layer's attention and MLP (all but its routed
-experts). Before such a part runs, and again in its backward, its weights are gathered into a buffer; the next part's
-are on their way meanwhile. What autograd keeps of them is a note of where they were, so a buffer goes when the part
-after the next one comes.
+experts). Before such a part runs, and again in its backward, its weights are all-gathered into a buffer, and those of
+the next part are prefetched. In the place of weights autograd saves where they were, so a buffer is released when the
+part after the next one comes.
 
-Ranks of a group gather together. What is gathered, and when it is dropped, follows from the order of parts alone, which
-is the same on all ranks; so ranks must take each micro-batch together, and one without rows `passing`s through the
-parts.
+Ranks of a group gather together. What is gathered, and when it is released, follows from the order of parts alone,
+which is the same on all ranks; so ranks must take each micro-batch together, and one without rows runs a dummy forward
+that gathers the same parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from k3rl.config import ConfigError
 from k3rl.model import K3ForCausalLM
-from k3rl.model.fused import fused_in
+from k3rl.model.joined import joined_in
 from k3rl.optim.buckets import master_dtype
 from k3rl.parallel.mesh import Axis, Mesh
 from k3rl.parallel.world import World
@@ -32,7 +32,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 _MOVED = ".e_score_correction_bias"  # balancing writes it
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     """Where a parameter lies in the bytes of its part."""
 
     parameter: nn.Parameter
@@ -40,25 +40,25 @@ class _Place(NamedTuple):
     stop: int
 
 
-class _Note(NamedTuple):
-    """What autograd keeps in the place of a tensor that reads a part's weights."""
+class _SavedView(NamedTuple):
+    """What autograd saves in the place of a tensor that views a part's weights."""
 
-    part: _Part
+    part: SlicedPart
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class _Part:
-    """The weights of one module: this rank's slice uint8 [bytes / ranks] and, while it runs, the whole."""
+class SlicedPart:
+    """The weights of one module: this rank's slice uint8 [bytes / ranks] and, while it runs, the whole of them."""
 
     def __init__(
         self, module: nn.Module, number: int, parameters: list[nn.Parameter], axis: Axis, world: World
     ) -> None:
         self.number, self._axis, self._world = number, axis, world
-        self._fused = list(fused_in(module))
-        self._places: list[_Place] = []
+        self._fused = list(joined_in(module))
+        self._extents: list[_Extent] = []
         # Parameters that share a storage stay as they lie in it, so that they are one matrix in the buffer too.
         storages: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
@@ -66,36 +66,36 @@ class _Part:
         size = 0
         for group in storages.values():
             for parameter in sorted(group, key=lambda p: p.storage_offset()):
-                self._places.append(_Place(parameter, size, size + parameter.nbytes))
+                self._extents.append(_Extent(parameter, size, size + parameter.nbytes))
                 size += parameter.nbytes
             size = -(-size // ALIGNED) * ALIGNED
         each = -(-size // (ALIGNED * axis.size)) * ALIGNED
         self._bytes = each * axis.size
         whole = torch.zeros(self._bytes, dtype=torch.uint8, device=parameters[0].device)
-        for parameter, start, stop in self._places:
+        for parameter, start, stop in self._extents:
             whole[start:stop].copy_(parameter.detach().contiguous().view(-1).view(torch.uint8))
         self.slice = whole[axis.rank * each : (axis.rank + 1) * each].to(world.device, copy=True)
         self._buffer: Tensor | None = None
-        self._coming: dist.Work | None = None
+        self._gathering: dist.Work | None = None
         self.sent_bytes = 0
-        self.drop()
+        self.release()
 
-    def start(self) -> None:
-        """Begins to gather; a collective of the group."""
+    def prefetch(self) -> None:
+        """Starts the all-gather; a collective of the group."""
         if self._buffer is None:
             self.sent_bytes += self.slice.nbytes * (self._axis.size - 1)
             self._buffer = torch.empty(self._bytes, dtype=torch.uint8, device=self._world.device)
             with self._world.during("gathering frozen weights"):
-                self._coming = _ALL_GATHER(self._buffer, self.slice, group=self._axis.group, async_op=True)
+                self._gathering = _ALL_GATHER(self._buffer, self.slice, group=self._axis.group, async_op=True)
 
     def whole(self) -> Tensor:
         """uint8 [bytes], with the parameters as views of it."""
-        self.start()
+        self.prefetch()
         assert self._buffer is not None
-        if self._coming is not None:
+        if self._gathering is not None:
             with self._world.during("waiting for frozen weights"):
-                self._coming.wait()
-            self._coming = None
+                self._gathering.wait()
+            self._gathering = None
             self._show(self._buffer)
         return self._buffer
 
@@ -105,13 +105,13 @@ class _Part:
         self._show(self._buffer)
 
     def _show(self, whole: Tensor) -> None:
-        for parameter, start, stop in self._places:
+        for parameter, start, stop in self._extents:
             parameter.data = whole[start:stop].view(parameter.dtype).view(parameter.shape)
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Parameters hold NaN in the place of each value from now on, in one element's memory."""
-        self._buffer = self._coming = None
-        for parameter, _, _ in self._places:
+        self._buffer = self._gathering = None
+        for parameter, _, _ in self._extents:
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=self._world.device)
             parameter.data = nothing.expand(parameter.shape)
         for fused in self._fused:
@@ -122,7 +122,7 @@ class _Part:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [place.parameter for place in self._places]
+        return [extent.parameter for extent in self._extents]
 
 
 class FrozenSlices:
@@ -133,9 +133,9 @@ class FrozenSlices:
     """
 
     def __init__(self, model: K3ForCausalLM, mesh: Mesh, ranks: int) -> None:
-        self._by_module: dict[nn.Module, _Part] = {}
-        self._parts: list[_Part] = []
-        self._window: list[_Part] = []  # those that are whole, or coming
+        self._by_module: dict[nn.Module, SlicedPart] = {}
+        self._parts: list[SlicedPart] = []
+        self._window: list[SlicedPart] = []  # those that are whole, or prefetched
         self._last = -1
         self.in_place = True
         """Whether a model's parameters may be read: all of them are there."""
@@ -147,13 +147,13 @@ class FrozenSlices:
             own = [
                 p for name, p in module.named_parameters() if ".experts." not in f".{name}" and _MOVED not in f".{name}"
             ]
-            part = _Part(module, len(self._parts), own, axis, mesh.world)
+            part = SlicedPart(module, len(self._parts), own, axis, mesh.world)
             self._parts.append(part)
             self._by_module[module] = part
             self._cut |= {id(parameter) for parameter in own}
         _move(model, [p for p in model.parameters() if id(p) not in self._cut], mesh.world.device)
         for module in list(self._by_module)[1:-1]:
-            module.register_forward_pre_hook(self._before)
+            module.register_forward_pre_hook(self._gather_before)
         model.slices, self.in_place = self, False
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -172,64 +172,64 @@ class FrozenSlices:
         """What left this rank for others so far."""
         return sum(part.sent_bytes for part in self._parts)
 
-    def need(self, module: Any) -> Any:
+    def gather(self, module: Any) -> Any:
         """The module, its weights whole until the part after the next. A collective."""
         part = self._by_module.get(module)
         if part is not None and not self.in_place:
-            self._take(part)
+            self._gather_and_prefetch(part)
         return module
 
-    def _before(self, module: nn.Module, _: Any) -> None:
-        self.need(module)
+    def _gather_before(self, module: nn.Module, _: Any) -> None:
+        self.gather(module)
 
-    def passing(self, module: Any, rows: Any) -> Any:
-        """`rows` as they are; the part is needed now and when their gradient comes by."""
-        passed: Tensor = _Passing.apply(rows, self, module)
+    def gather_both_ways(self, module: Any, rows: Any) -> Any:
+        """`rows` as they are; the part is gathered now and when their gradient comes by."""
+        passed: Tensor = _GatherBothWays.apply(rows, self, module)
         return passed
 
-    def _take(self, part: _Part) -> None:
+    def _gather_and_prefetch(self, part: SlicedPart) -> None:
         if part.number != self._last:
             step = part.number - self._last
             following = part.number + step if abs(step) == 1 else -1
             # The embedding is not read in a backward, and what is there of the part before stays at an end.
-            ahead = 0 < following < len(self._parts)
-            kept = {part, *([self._parts[following]] if ahead else self._window[-1:])}
+            has_next = 0 < following < len(self._parts)
+            wanted = {part, *([self._parts[following]] if has_next else self._window[-1:])}
             for other in self._window:
-                if other not in kept:
-                    other.drop()
-            part.start()
-            self._window = [other for other in self._window if other in kept and other is not part] + [part]
-            if ahead:
-                self._parts[following].start()
+                if other not in wanted:
+                    other.release()
+            part.prefetch()
+            self._window = [other for other in self._window if other in wanted and other is not part] + [part]
+            if has_next:
+                self._parts[following].prefetch()
                 if self._parts[following] not in self._window:
                     self._window.insert(0, self._parts[following])
             self._last = part.number
         part.whole()
 
     def release(self) -> None:
-        """Drops what is whole: a pass has ended."""
+        """Releases what is whole: a forward or backward has ended."""
         for part in self._window:
-            part.drop()
+            part.release()
         self._window, self._last = [], -1
 
     def saving(self) -> Any:
-        """Around a forward: autograd keeps notes of weights instead of weights."""
+        """Around a forward: autograd saves where weights were instead of weights."""
         if not self._parts:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Note:
+    def _pack(self, tensor: Tensor) -> Tensor | _SavedView:
         storage = tensor.untyped_storage()._cdata
         for part in self._window:
             if part.holds(storage):
-                return _Note(part, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+                return _SavedView(part, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         return tensor.detach()  # an output that kept its own graph would never go
 
-    def _unpack(self, kept: Tensor | _Note) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        self._take(kept.part)
-        return kept.part.whole().view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
+    def _unpack(self, saved: Tensor | _SavedView) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        self._gather_and_prefetch(saved.part)
+        return saved.part.whole().view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -243,19 +243,19 @@ class FrozenSlices:
         finally:
             self.in_place = not self._parts
             for part in self._parts:
-                part.drop()
+                part.release()
 
 
-class _Passing(torch.autograd.Function):
+class _GatherBothWays(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slices: FrozenSlices, module: nn.Module) -> Tensor:
         ctx.slices, ctx.module = slices, module
-        slices.need(module)
+        slices.gather(module)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.slices.need(ctx.module)
+        ctx.slices.gather(ctx.module)
         return grad, None, None
 
 

@@ -34,7 +34,7 @@ def bad_loss(step: int, value: float, origin: str) -> NonFiniteLoss:
     """The error for a loss; origin: a sentence without its full stop."""
     return NonFiniteLoss(
         f"the loss of step {step} is {value}; wanted a finite number. {origin}. The weights are unchanged; lower the "
-        "learning rate, look at the data, or leave such steps out with --trainer.on-nonfinite skip"
+        "learning rate, look at the data, or skip such steps with --trainer.on-nonfinite skip"
     )
 
 

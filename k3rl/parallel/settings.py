@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from k3rl.config import Config
 from k3rl.model import LoraConfig
-from k3rl.optim import Rest
+from k3rl.optim import MuonConfig, StateStorage
 
 
 class TrainerConfig(Config):
@@ -41,18 +41,18 @@ class TrainerConfig(Config):
     context_parallel: int = Field(1, ge=1)
     """Ranks that share each sequence. Data parallelism is what is left of the learner's ranks."""
     capture: Literal["auto", "on", "off"] = "auto"
-    """Whether a micro-batch runs as a program of fixed shapes, which a GPU captures as a CUDA graph and replays. With
+    """Whether a micro-batch runs as a step of fixed shapes, which a GPU captures as a CUDA graph and replays. With
     `auto` where the kernels take a bf16 model on a GPU and no other rank takes part in a forward, and not with `exact`,
-    `lora` or the auxiliary loss. `on` also runs programs, uncaptured, on a CPU, and refuses what rules them out."""
+    `lora` or the auxiliary loss. `on` also runs such steps, uncaptured, on a CPU, and refuses what rules them out."""
     overlap: Literal["auto", "on", "off"] = "auto"
-    """Whether data ranks sum the gradients of a layer's experts while captured passes are at the layers before it.
+    """Whether data ranks sum the gradients of a layer's experts while a captured backward is at the layers before it.
     `auto` where ranks are on several hosts: within one, the backward lost more to it than it hid."""
     recompute: tuple[Literal["attention", "mlp"], ...] = ()
     """Parts of each layer that keep only their inputs and run their forward again before their backward."""
     shard_optimizer: bool = True
     """Each master and its optimizer state is on one rank only; otherwise on every rank that has the parameter."""
     offload_optimizer: bool = False
-    """Masters and optimizer state rest in host memory and visit the device for a step, a bucket at a time: the same
+    """Masters and optimizer state are stored in host memory and prefetched for a step, a bucket at a time: the same
     bits, for the time of the copies."""
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
     """How Muon's momentum is kept between steps. AdamW's moments stay float32."""
@@ -65,14 +65,14 @@ class TrainerConfig(Config):
     the same bits. False keeps them in the compute dtype, which is faster and takes four to eight times the memory."""
     shard_frozen: int = Field(1, ge=1)
     """With `lora`: so many ranks next to each other, those of one node for example, each keep a slice of the frozen
-    weights that are no routed experts, and gather a part of a layer's where it runs. 1 keeps all on every rank."""
+    weights that are no routed experts, and all-gather a part of a layer where it runs. 1 keeps all on every rank."""
     exact: bool = False
     """Logprobs have the values of the exact forward, bit-equal to those of an engine with `exact`, and the gradients of
     the usual one. Many times slower."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient is NaN or infinite changes nothing. It ends the run, or is left out."""
+    """A step whose loss or gradient is NaN or infinite changes nothing. It ends the run, or is skipped."""
     nonfinite_limit: int = Field(3, ge=0)
-    """With `skip`: how many steps in a row may be left out before the run ends all the same."""
+    """With `skip`: how many steps in a row may be skipped before the run ends all the same."""
 
     @property
     def packs(self) -> bool:
@@ -80,9 +80,21 @@ class TrainerConfig(Config):
         return self.lora is not None and self.packed_experts
 
     @property
-    def rest(self) -> Rest:
-        """How optimizer state is kept between steps."""
-        return Rest(self.offload_optimizer, torch.bfloat16 if self.momentum_dtype == "bfloat16" else None)
+    def storage(self) -> StateStorage:
+        """How optimizer state is stored between steps."""
+        return StateStorage(self.offload_optimizer, torch.bfloat16 if self.momentum_dtype == "bfloat16" else None)
+
+    @property
+    def muon(self) -> MuonConfig:
+        """The configuration of the native optimizer."""
+        return MuonConfig(
+            lr=self.muon_lr,
+            adamw_lr=self.adamw_lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            variant=self.optimizer,
+            storage=self.storage,
+        )
 
     @model_validator(mode="after")
     def _momentum_is_muons(self) -> TrainerConfig:
@@ -110,7 +122,7 @@ class TrainerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _programs_are_whole(self) -> TrainerConfig:
+    def _captured_steps_are_whole(self) -> TrainerConfig:
         others = {
             "exact": self.exact,
             "lora": self.lora is not None,
@@ -120,7 +132,7 @@ class TrainerConfig(Config):
         }
         if self.capture == "on" and any(others.values()):
             found = ", ".join(name for name, there in others.items() if there)
-            raise ValueError(f"capture is on, and no program has {found}; set capture to auto, or leave that out")
+            raise ValueError(f"capture is on, and no captured step has {found}; set capture to auto, or leave that out")
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from k3rl.model import K3ForCausalLM
 from k3rl.optim import QuantileBalancer, fixed_step
 from k3rl.parallel.context import ContextShare
 from k3rl.parallel.settings import TrainerConfig
+from k3rl.parallel.world import World
 from k3rl.run.metrics import Accumulator
 
 _NONE = float("-inf")
@@ -35,6 +36,7 @@ class Statistics:
         self._index = {layer: i for i, layer in enumerate(self._biases)}
         self._balancer = balancer
         self.counted: Tensor | None = None
+        self._reduced = False  # whether `largest` is over all ranks
         self.layers = list(model.config.mla_layers)
         kind = torch.promote_types(model.dtype, torch.float32)  # what attention computes its logits in
         shape = len(self.layers), model.config.num_attention_heads
@@ -43,7 +45,7 @@ class Statistics:
     def begin(self) -> None:
         """Forgets the largest logits, before a step."""
         self.largest.fill_(_NONE)
-        self.counted = None
+        self.counted, self._reduced = None, False
 
     def count(self, micro: TrainBatch, share: ContextShare, balance: str, metrics: Accumulator) -> None:
         """Sets `counted` for this rank's share of a micro-batch, by `TrainerConfig.balance`."""
@@ -61,6 +63,12 @@ class Statistics:
     def attention_logits(self, layer: int, maximum: Tensor) -> None:
         seen = self.largest[self.layers.index(layer)]
         torch.maximum(seen, maximum, out=seen)
+
+    def reduce_logits(self, world: World) -> None:
+        """Takes the largest logits over all ranks, once a step; a collective the first time."""
+        if not self._reduced and world.size > 1 and self.layers:
+            world.maximum(self.largest)
+        self._reduced = True
 
     def max_logits(self) -> dict[int, Tensor]:
         """The largest attention logit of each head [H] by MLA layer, on the host; layers that saw no row are out."""

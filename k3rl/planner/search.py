@@ -1,29 +1,18 @@
-"""Which layout to use: the fastest that fits, the fewest devices on which one does, and a plan as plain values."""
+"""Which layout to use: the fastest that fits, how other training methods compare, and the fewest devices for each."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from k3rl.model import K3Config
-from k3rl.planner.engine import engine_sizes, free_gib
-from k3rl.planner.plan import (
-    GIB,
-    Cluster,
-    Efficiency,
-    Layout,
-    Method,
-    Plan,
-    PlanError,
-    Workload,
-    forward_flops,
-    held_bytes,
-    model_counts,
-    plan_layout,
-)
+from k3rl.planner.engine import engine_sizes
+from k3rl.planner.inputs import GIB, Cluster, Layout, Method, PlanError, Workload
+from k3rl.planner.memory import least_gib, standing_memory
+from k3rl.planner.plan import Plan, plan_layout
 
 
 def layouts(config: K3Config, devices: int, *, pipeline: bool = False) -> Iterator[Layout]:
@@ -37,129 +26,170 @@ def layouts(config: K3Config, devices: int, *, pipeline: bool = False) -> Iterat
             yield Layout(devices // (stage * expert * context), expert, context, stage)
 
 
-def search(
-    config: K3Config,
-    cluster: Cluster,
-    workload: Workload,
-    *methods: Method,
-    efficiency: Efficiency | None = None,
-) -> Plan:
+def fastest_plan(config: K3Config, cluster: Cluster, workload: Workload, methods: Sequence[Method]) -> Plan:
     """The fastest layout that fits with any of the methods, or the one that misses by least.
 
-    Pipeline stages are considered only where nothing that k3rl runs today fits. Raises PlanError when a number of
-    rollout devices is asked for that leaves none to learn.
+    Pipeline stages are considered only where nothing that k3rl runs fits. Raises PlanError when a number of rollout
+    devices is asked for that leaves none to learn.
     """
-    best = _search(config, cluster, workload, methods, efficiency)
+    best = _search(config, cluster, workload, methods)
     assert best is not None  # one device that learns is a layout
     return best
 
 
-def _search(
+def fastest_plan_of_layout(
     config: K3Config,
     cluster: Cluster,
     workload: Workload,
     methods: Sequence[Method],
-    efficiency: Efficiency | None = None,
-    *,
-    misses: bool = True,
-) -> Plan | None:
-    """`search`; without misses None where nothing fits."""
-    best: Plan | None = None
-    for pipeline in (False, True):
-        for rollout, devices in _divisions(config, cluster, workload):
-            for layout, way in itertools.product(layouts(config, devices, pipeline=pipeline), methods):
-                way = _dividing(way, layout)
-                if (best or not misses) and _cannot_beat(best, config, cluster, layout, way):
-                    continue
-                for found in _judged(config, cluster, workload, way, layout, rollout, efficiency):
-                    if best is None or _rank(found) < _rank(best):
-                        best = found
-        if best is not None and best.fits:
-            return best
-    return best if misses else None
-
-
-def _cannot_beat(best: Plan | None, config: K3Config, cluster: Cluster, layout: Layout, method: Method) -> bool:
-    """Whether what a layout holds before any pass is enough to know that `best` stays."""
-    held = held_bytes(config, layout, method) / GIB
-    return held > free_gib(cluster) and (best is None or best.fits or held > best.gpu_gib)
-
-
-def best_way(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> Plan:
-    """`search` with `method`, and with what takes less memory where that fits faster or alone: recomputed layers, and
-    of LoRA frozen weights cut over the ranks of a node."""
-    return search(config, cluster, workload, *_leaner(method, cluster))
-
-
-def judge(
-    config: K3Config,
-    cluster: Cluster,
-    workload: Workload,
-    method: Method,
     layout: Layout,
     *,
     rollout_gpus: int,
-    leaner: bool,
 ) -> Plan:
-    """The layout that is given, in the passes that suit it, and with `leaner` in the best of `best_way`'s methods.
+    """The layout with the method and the micro-batch that suit it best.
 
-    Raises PlanError when the degrees do not fit the model or the cluster.
+    The first method is planned as it is; of the others, frozen weights are cut over ranks that divide the layout's.
+    Raises PlanError when the degrees, or what the first method asks for, do not fit the model or the cluster.
     """
-    others = _leaner(method, cluster)[1:] if leaner else []
-    methods = [method, *(_dividing(way, layout) for way in others)]
-    tried = (_judged(config, cluster, workload, way, layout, rollout_gpus, None) for way in methods)
-    return min(itertools.chain.from_iterable(tried), key=_rank)
+    tried = [methods[0], *(_dividing(other, layout) for other in methods[1:])]
+    plans = (_plans(config, cluster, workload, method, layout, rollout_gpus) for method in tried)
+    return min(itertools.chain.from_iterable(plans), key=_rank)
 
 
-def _dividing(method: Method, layout: Layout) -> Method:
-    """Frozen weights over no more ranks than a stage's divide."""
-    ranks = math.gcd(method.shard_frozen, layout.devices // layout.pipeline)
-    return method if ranks == method.shard_frozen else dataclasses.replace(method, shard_frozen=ranks)
+def memory_savers(method: Method, cluster: Cluster) -> list[Method]:
+    """A method and what takes less memory, each once: recomputed layers, and of LoRA frozen weights cut over the ranks
+    of a node."""
+    recomputed = dataclasses.replace(method, recompute="layer")
+    return _each_once([method, recomputed, _cut_over_node(recomputed, cluster)])
 
 
-def _recomputed(method: Method) -> Method:
-    return dataclasses.replace(method, recompute="layer")
+def training_methods(method: Method, cluster: Cluster) -> list[Method]:
+    """A method, the same with less memory each time, and LoRA."""
+    recomputed = dataclasses.replace(method, recompute="layer")
+    found = [method, recomputed]
+    if not method.lora_rank:
+        if method.optimizer != "adamw":
+            found.append(dataclasses.replace(recomputed, momentum_bytes=2))
+        found.append(dataclasses.replace(recomputed, offload=True))
+    lora = dataclasses.replace(recomputed, lora_rank=method.lora_rank or 32, momentum_bytes=4, offload=method.offload)
+    return _each_once([*found, lora, _cut_over_node(lora, cluster)])
 
 
-def _leaner(method: Method, cluster: Cluster) -> list[Method]:
-    """A method and what takes less memory, each once."""
-    recomputed = _recomputed(method)
-    return list(dict.fromkeys((method, recomputed, cut_over_node(recomputed, cluster))))
+def _each_once(methods: Iterable[Method]) -> list[Method]:
+    return list(dict.fromkeys(methods))
 
 
-def cut_over_node(method: Method, cluster: Cluster) -> Method:
+def _cut_over_node(method: Method, cluster: Cluster) -> Method:
     """The same with frozen weights cut over the ranks of a node, where there are any."""
     if not method.lora_rank or method.shard_frozen > 1:
         return method
     return dataclasses.replace(method, shard_frozen=cluster.node)
 
 
+def _dividing(method: Method, layout: Layout) -> Method:
+    """The same with frozen weights over a number of ranks that divides those of a stage."""
+    ranks = math.gcd(method.shard_frozen, layout.stage_devices)
+    return method if ranks == method.shard_frozen else dataclasses.replace(method, shard_frozen=ranks)
+
+
+def compare_methods(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
+    """A row for each of `training_methods` on this cluster, in the layout that suits it best."""
+    plans = [fastest_plan(config, cluster, workload, [each]) for each in training_methods(method, cluster)]
+    rows = {plan.method.words: {"method": plan.method.words, "fits": plan.fits} | _row(plan) for plan in plans}
+    return list(rows.values())
+
+
+def smallest_clusters(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
+    """A row for each of `training_methods`: the fewest devices on which it fits, and on which k3rl can run it."""
+    rows = []
+    for each in training_methods(method, cluster):
+        smallest, supported = _smallest(config, cluster, workload, each)
+        row = {"method": each.words, "gpus": _count(smallest), "gpus_today": _count(supported)}
+        rows.append(row | (dict.fromkeys(_ROW_KEYS) if smallest is None else _row(smallest)))
+    return rows
+
+
+_ROW_KEYS = (
+    "layout",
+    "micro_batch_tokens",
+    "rollout_gpus",
+    "runs_today",
+    "not_run_today",
+    "gpu_gib",
+    "host_gib",
+    "seconds",
+)
+
+
+def _row(plan: Plan) -> dict[str, Any]:
+    values = (
+        dataclasses.asdict(plan.layout),
+        plan.micro_batch_tokens,
+        plan.rollout_gpus,
+        not plan.unsupported,
+        plan.unsupported,
+        round(plan.gpu_gib, 1),
+        round(plan.host_gib, 1),
+        round(plan.seconds, 1),
+    )
+    return dict(zip(_ROW_KEYS, values, strict=True))
+
+
+def _count(plan: Plan | None) -> int | None:
+    """Devices of a cluster that just holds the plan."""
+    return None if plan is None else plan.learner_gpus + plan.rollout_gpus
+
+
+def _search(
+    config: K3Config, cluster: Cluster, workload: Workload, methods: Sequence[Method], *, must_fit: bool = False
+) -> Plan | None:
+    """`fastest_plan`; with must_fit None where nothing fits."""
+    best: Plan | None = None
+    for pipeline in (False, True):
+        for rollout_gpus, learner_gpus in _divisions(config, cluster, workload):
+            for layout, method in itertools.product(layouts(config, learner_gpus, pipeline=pipeline), methods):
+                method = _dividing(method, layout)
+                if (best or must_fit) and _cannot_beat(best, config, cluster, layout, method):
+                    continue
+                for found in _plans(config, cluster, workload, method, layout, rollout_gpus):
+                    if best is None or _rank(found) < _rank(best):
+                        best = found
+        if best is not None and best.fits:
+            return best
+    return None if must_fit else best
+
+
+def _cannot_beat(best: Plan | None, config: K3Config, cluster: Cluster, layout: Layout, method: Method) -> bool:
+    """Whether what a layout holds before any micro-batch is enough to know that `best` stays."""
+    held = _standing_gib(config, layout, method)
+    return held > cluster.free_gib and (best is None or best.fits or held > best.gpu_gib)
+
+
+def _standing_gib(config: K3Config, layout: Layout, method: Method) -> float:
+    return sum(standing_memory(config, layout, method).values()) / GIB
+
+
 def _rank(plan: Plan) -> tuple[bool, float]:
+    """Smaller is better: what fits, by its time; what does not, by its memory."""
     return not plan.fits, plan.seconds if plan.fits else plan.gpu_gib
 
 
-def _judged(
-    config: K3Config,
-    cluster: Cluster,
-    workload: Workload,
-    method: Method,
-    layout: Layout,
-    rollout: int,
-    efficiency: Efficiency | None,
+def _plans(
+    config: K3Config, cluster: Cluster, workload: Workload, method: Method, layout: Layout, rollout_gpus: int
 ) -> Iterator[Plan]:
-    """A layout in smaller and smaller passes, as long as a smaller one may be better."""
-    for passes in _passes(workload, layout):
-        found = plan_layout(config, cluster, passes, method, layout, rollout_gpus=rollout, efficiency=efficiency)
+    """Plans of a layout with smaller and smaller micro-batches, as long as a smaller one may be better."""
+    for chosen in micro_batch_choices(workload, layout):
+        found = plan_layout(config, cluster, chosen, method, layout, rollout_gpus=rollout_gpus)
         yield found
-        held = held_bytes(config, layout, method) / GIB
-        if held > free_gib(cluster) or (found.fits and layout.pipeline == 1):
-            return  # a smaller pass would not help, or would be slower; in stages it waits less
+        too_large = _standing_gib(config, layout, method) > cluster.free_gib
+        if too_large or (found.fits and layout.pipeline == 1):
+            return  # a smaller one would not help, or would be slower; in stages it waits less
 
 
-def _passes(workload: Workload, layout: Layout) -> list[Workload]:
-    """The same work in smaller and smaller passes that still hold a sequence."""
+def micro_batch_choices(workload: Workload, layout: Layout) -> list[Workload]:
+    """The same work in smaller and smaller micro-batches that still hold a sequence."""
     found = [workload]
-    while workload.smaller_passes and len(found) < 4:
+    while workload.smaller_micro_batches and len(found) < 4:
         tokens = found[-1].micro_batch_tokens // 2
         if tokens * layout.context < workload.length:
             break
@@ -169,10 +199,10 @@ def _passes(workload: Workload, layout: Layout) -> list[Workload]:
 
 def _divisions(config: K3Config, cluster: Cluster, workload: Workload) -> Iterator[tuple[int, int]]:
     """(devices that sample, devices that learn): all that are left, or a rounder number of them."""
-    for rollout in _rollout_choices(config, cluster, workload):
-        left = cluster.gpus - rollout
+    for rollout_gpus in _rollout_choices(config, cluster, workload):
+        left = cluster.gpus - rollout_gpus
         for devices in sorted({left >> n << n for n in range(left.bit_length())}, reverse=True):
-            yield rollout, devices
+            yield rollout_gpus, devices
 
 
 def _rollout_choices(config: K3Config, cluster: Cluster, workload: Workload) -> list[int]:
@@ -188,89 +218,30 @@ def _rollout_choices(config: K3Config, cluster: Cluster, workload: Workload) -> 
     sizes = engine_sizes(config, cluster)
     eighths = {cluster.gpus * part // 8 // size * size for part in range(1, 7) for size in sizes}
     fitting = sorted(count for count in eighths if 0 < count < cluster.gpus)
-    return fitting or [0]  # too few for an engine: the learner is judged alone, and the plan says so
+    return fitting or [0]  # too few for an engine: the learner is planned alone, and the plan says so
 
 
-def ways(method: Method, cluster: Cluster) -> list[Method]:
-    """Plain training, with less memory each time, and LoRA."""
-    leaner = dataclasses.replace(method, recompute="layer")
-    found = [method, leaner]
-    if not method.lora_rank:
-        if method.optimizer != "adamw":
-            found.append(dataclasses.replace(leaner, momentum_bytes=2))
-        found.append(dataclasses.replace(leaner, offload=True))
-    lora = dataclasses.replace(leaner, lora_rank=method.lora_rank or 32, momentum_bytes=4, offload=method.offload)
-    found += [lora, cut_over_node(lora, cluster)]
-    return list(dict.fromkeys(found))
-
-
-def here(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
-    """Each of `ways` on this very cluster, in the layout that suits it best."""
-    plans = [search(config, cluster, workload, way) for way in ways(method, cluster)]
-    rows = {plan.method.words: {"method": plan.method.words, "fits": plan.fits} | _about(plan) for plan in plans}
-    return list(rows.values())
-
-
-def suggestions(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> list[dict[str, Any]]:
-    """For each of `ways` the fewest devices on which it fits, and on which it fits in a way that k3rl runs today."""
-    found = []
-    for way in ways(method, cluster):
-        best, today = _fewest(config, cluster, workload, way)
-        row = {"method": way.words, "gpus": _count(best), "gpus_today": _count(today)}
-        found.append(row | (dict.fromkeys(_ABOUT) if best is None else _about(best)))
-    return found
-
-
-def _count(plan: Plan | None) -> int | None:
-    """Devices of a cluster that just holds the plan."""
-    return None if plan is None else plan.learner_gpus + plan.rollout_gpus
-
-
-_ABOUT = (
-    "layout",
-    "micro_batch_tokens",
-    "rollout_gpus",
-    "runs_today",
-    "not_run_today",
-    "gpu_gib",
-    "host_gib",
-    "seconds",
-)
-
-
-def _about(plan: Plan) -> dict[str, Any]:
-    values = (
-        dataclasses.asdict(plan.layout),
-        plan.micro_batch_tokens,
-        plan.rollout_gpus,
-        not plan.not_yet,
-        plan.not_yet,
-        round(plan.gpu_gib, 1),
-        round(plan.host_gib, 1),
-        round(plan.seconds, 1),
-    )
-    return dict(zip(_ABOUT, values, strict=True))
-
-
-def _fewest(config: K3Config, cluster: Cluster, workload: Workload, method: Method) -> tuple[Plan | None, Plan | None]:
-    """The plan on the fewest devices, and the one on the fewest as k3rl runs today.
+def _smallest(
+    config: K3Config, cluster: Cluster, workload: Workload, method: Method
+) -> tuple[Plan | None, Plan | None]:
+    """The plan on the fewest devices, and the one on the fewest that k3rl can run.
 
     Powers of two and halfway between them, then what is below the first that fits: by devices, or by nodes above eight.
     """
     sizes = sorted({*(2**n for n in range(14)), *(3 * 2**n for n in range(12))})
-    found: list[Plan | None] = [None, None]
+    found: dict[bool, Plan | None] = {False: None, True: None}  # by whether k3rl must be able to run it
     for before, size in itertools.pairwise([0, *sizes]):
-        plan = _on(config, cluster, workload, method, size)
-        for place in (0, 1):
-            if found[place] is None and plan is not None and not (place and plan.not_yet):
-                found[place] = _below(config, cluster, workload, method, before, plan, today=bool(place))
-        if found[1] is not None:
+        plan = _fitting(config, cluster, workload, method, size)
+        for supported in found:
+            if found[supported] is None and plan is not None and not (supported and plan.unsupported):
+                found[supported] = _bisected(config, cluster, workload, method, before, plan, supported=supported)
+        if found[True] is not None:
             break
-    return found[0], found[1]
+    return found[False], found[True]
 
 
-def _below(
-    config: K3Config, cluster: Cluster, workload: Workload, method: Method, before: int, plan: Plan, *, today: bool
+def _bisected(
+    config: K3Config, cluster: Cluster, workload: Workload, method: Method, before: int, plan: Plan, *, supported: bool
 ) -> Plan:
     """The plan on the fewest devices between `before`, which are too few, and those of `plan`."""
     found = plan
@@ -278,114 +249,20 @@ def _below(
     low, high = before // unit, -(-(plan.learner_gpus + plan.rollout_gpus) // unit)
     while high - low > 1:
         middle = (low + high) // 2
-        tried = _on(config, cluster, workload, method, middle * unit)
-        if tried is None or (today and tried.not_yet):
+        tried = _fitting(config, cluster, workload, method, middle * unit)
+        if tried is None or (supported and tried.unsupported):
             low = middle
         else:
             found, high = tried, middle
     return found
 
 
-def _on(config: K3Config, cluster: Cluster, workload: Workload, method: Method, count: int) -> Plan | None:
-    """A plan that fits on `count` devices, or None."""
-    if _least_gib(config, method, count) > free_gib(cluster):
+def _fitting(config: K3Config, cluster: Cluster, workload: Workload, method: Method, devices: int) -> Plan | None:
+    """A plan that fits on so many devices, or None."""
+    if least_gib(config, method, devices) > cluster.free_gib:
         return None
     try:
-        return _search(config, dataclasses.replace(cluster, gpus=count), workload, [method], misses=False)
+        smaller = dataclasses.replace(cluster, gpus=devices)
+        return _search(config, smaller, workload, [method], must_fit=True)
     except PlanError:  # more devices sample than there are
         return None
-
-
-def _least_gib(config: K3Config, method: Method, devices: int) -> float:
-    """GiB a device that no layout can go below: everything that is trained or held, divided by all devices."""
-    facts = model_counts(config)
-    total = sum(facts.counts.values())
-    if method.lora_rank:
-        return (facts.routed * 0.53 + (total - facts.routed) * method.weight_bytes) / devices / GIB
-    state = 0 if method.offload else 4 + (8 if method.optimizer == "adamw" else method.momentum_bytes)
-    return total * (method.weight_bytes + method.gradient_bytes + state) / devices / GIB
-
-
-def report(
-    config: K3Config, cluster: Cluster, workload: Workload, plan: Plan, efficiency: Efficiency | None = None
-) -> dict[str, Any]:
-    """A plan as one JSON-ready object with the keys that `k3rl plan` promises."""
-    efficiency = efficiency or Efficiency()
-    return {
-        "fits": plan.fits,
-        "why_not": plan.why_not,
-        "method": plan.method.words,
-        "layout": dataclasses.asdict(plan.layout),
-        "micro_batch_tokens": plan.micro_batch_tokens,
-        "runs_today": not plan.not_yet,
-        "not_run_today": plan.not_yet,
-        "learner_gpus": plan.learner_gpus,
-        "rollout_gpus": plan.rollout_gpus,
-        "engine_gpus": plan.engine_gpus,
-        "gpu_gib": round(plan.gpu_gib, 2),
-        "memory_gib": {name: round(value / GIB, 3) for name, value in plan.memory.items()},
-        "engine_memory_gib": {name: round(value / GIB, 3) for name, value in plan.engine_memory.items()},
-        "host_gib": round(plan.host_gib, 2),
-        "seconds": round(plan.seconds, 3),
-        "step_s": {name: round(value, 4) for name, value in plan.step_s.items()},
-        "bytes": {link: round(sum(each.values())) for link, each in plan.traffic.items()},
-        "bytes_by_purpose": {
-            link: {name: round(value) for name, value in each.items()} for link, each in plan.traffic.items()
-        },
-        "bottleneck": plan.bottleneck,
-        "flops": {name: round(value) for name, value in _pass_flops(config, workload, plan).items()},
-        "step_flops": {name: round(value) for name, value in plan.flops.items()},
-        "assumptions": assumptions(cluster, workload, plan.method, efficiency),
-    }
-
-
-def _pass_flops(config: K3Config, workload: Workload, plan: Plan) -> dict[str, float]:
-    """Operations of one forward of `micro_batch_tokens`, by part."""
-    passes = dataclasses.replace(workload, micro_batch_tokens=plan.micro_batch_tokens)
-    return forward_flops(config, passes, plan.method)
-
-
-def _momentum(method: Method) -> str:
-    return "moments 8" if method.optimizer == "adamw" else f"momentum {method.momentum_bytes} (AdamW's moments 8)"
-
-
-def _activations(method: Method) -> str:
-    if not method.kernels:
-        return "activations are those of the torch code, KDA states at every 16 tokens included"
-    said = "activations are those of the kernels, KDA states at every 32 tokens included"
-    if method.capture and not method.lora_rank:
-        said += "; where one rank holds all experts and whole documents, passes and steps are CUDA graphs, which keep "
-        said += "the memory of both"
-    return said
-
-
-def _frozen(method: Method) -> str:
-    if method.shard_frozen == 1:
-        return "what is no expert is whole on every rank of a stage"
-    return (
-        f"what is no expert is cut over {method.shard_frozen} neighbouring ranks, gathered a part of a layer at a time "
-        "in each forward and backward, and whole in host memory while a model is loaded"
-    )
-
-
-def assumptions(cluster: Cluster, workload: Workload, method: Method, efficiency: Efficiency) -> list[str]:
-    """What the figures take for granted, in sentences."""
-    gpu = cluster.gpu
-    said = [
-        f"devices of {gpu.gib:g} GiB ({cluster.reserve_gib:g} of them for the driver and fragments), {gpu.tflops:g} "
-        f"TFLOP/s bf16, {gpu.hbm:g} GB/s memory, {gpu.nvlink:g} NVLink, {gpu.network:g} network, {gpu.pcie:g} PCIe",
-        f"matrix products reach {efficiency.train:.0%} of the peak in training and {efficiency.optimizer:.0%} in the "
-        f"optimizer, memory {efficiency.hbm:.0%}, links {efficiency.link:.0%}",
-        f"weights take {method.weight_bytes} bytes a number, gradients {method.gradient_bytes}, masters 4, "
-        + ("moments of adapters 8; frozen experts stay packed" if method.lora_rank else _momentum(method))
-        + f"; masters and momentum are {'sharded over' if method.shard_optimizer else 'repeated on'} the ranks that "
-        "share a weight; " + _frozen(method),
-        _activations(method) + "; experts get equal loads",
-        "links and arithmetic do not overlap; sampling overlaps training, one step ahead",
-    ]
-    if workload.kind != "sft":
-        said.append(
-            f"all {workload.prompts * workload.group} sequences have {workload.length} tokens; environments take no "
-            f"time; an engine's own traffic is not counted; a version moves {workload.publish_share:.0%} of its bytes"
-        )
-    return said

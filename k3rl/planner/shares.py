@@ -1,4 +1,4 @@
-"""What falls to the device that has most: a run of experts, rows of a micro-batch, bytes of an exchange.
+"""What falls to one device: the weights that it holds, and its rows, of the rank that has most of them.
 
 Neither experts nor rows need divide evenly (`k3rl.parallel.mesh.expert_run`, `k3rl.parallel.context.balanced_cuts`).
 """
@@ -6,18 +6,55 @@ Neither experts nor rows need divide evenly (`k3rl.parallel.mesh.expert_run`, `k
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 import numpy as np
 
-from k3rl.model import K3Config
-from k3rl.numerics import mx
+from k3rl.model import K3Config, costs
+from k3rl.model.costs import ROUTED, MicroBatch
+from k3rl.model.table import tensor_table
 from k3rl.parallel.context import balanced_cuts, pair_cost
-from k3rl.planner import costs
-from k3rl.planner.costs import Mix
+from k3rl.planner.inputs import Layout, Method, Workload
 
 UNITS = 1 << 14  # that a micro-batch is cut in here: a share is known to one part in a thousand
+
+
+@dataclass(frozen=True)
+class ModelCounts:
+    """Numbers of a model by where they go in a layout, and its layers of each kind."""
+
+    counts: dict[str, int]
+    routed: int
+    rest: int  # all but experts, embedding, head and vision
+    first: int  # embedding and vision, on the first stage
+    last: int  # the head, on the last stage
+    layers: int
+    moe: int
+    kda: int
+    mla: int
+
+
+@cache
+def model_counts(config: K3Config) -> ModelCounts:
+    """Counts of a configuration."""
+    counts = costs.parameters(config)
+    routed, last = counts.get(ROUTED, 0), counts["lm_head"]
+    first = counts["embedding"] + counts.get("vision_tower", 0) + counts.get("mm_projector", 0)
+    return ModelCounts(
+        counts, routed, sum(counts.values()) - routed - first - last, first, last, config.num_hidden_layers,
+        len(config.moe_layers), len(config.kda_layers), len(config.mla_layers),
+    )  # fmt: skip
+
+
+@cache
+def lora_parameters(config: K3Config, rank: int) -> dict[bool, int]:
+    """Numbers of the adapters {True: of routed experts, each its own; False: of attention and shared experts}."""
+    found = {True: 0, False: 0}
+    for entry in tensor_table(config):
+        if entry.part in ("kda", "mla", "shared_experts", ROUTED) and len(entry.shape) == 2:
+            found[entry.part == ROUTED] += entry.copies * rank * sum(entry.shape)
+    return found
 
 
 def expert_load(config: K3Config, ranks: int) -> float:
@@ -25,27 +62,50 @@ def expert_load(config: K3Config, ranks: int) -> float:
     return math.ceil(config.num_experts / ranks) * ranks / config.num_experts
 
 
-def expert_bytes(config: K3Config, ranks: int, bytes_each: int) -> tuple[float, float]:
-    """Bytes that leave a rank for each of its tokens and MoE layers, (forward, backward), when routes are even.
+@dataclass(frozen=True)
+class DeviceParameters:
+    """Numbers that the device which has most holds: of routed experts and of the rest; trained ones of each."""
 
-    What `k3rl.parallel.expert` sends: a row once to each rank that holds one of its experts, in MXFP8 where experts
-    read that; a result, with a note of 8 bytes and the routing weight, for each choice. Counts, a number
-    for each expert, are left out. Where runs of experts are not equal, of the rank with the shortest, which sends most.
-    """
-    k, latent, wide = config.num_experts_per_token, config.expert_hidden_size, max(costs.WIDE, bytes_each)
-    shorter, longer = config.num_experts // ranks, config.num_experts % ranks  # experts of a run, runs with one more
+    routed: float
+    rest: float
+    trained_routed: float
+    trained_rest: float
 
-    def chosen(held: int) -> float:
-        """The probability that a row goes to a rank with `held` experts."""
-        elsewhere = config.num_experts - held
-        return 1 - math.prod(max(0, elsewhere - n) / (config.num_experts - n) for n in range(k))
+    @property
+    def trained(self) -> float:
+        return self.trained_routed + self.trained_rest
 
-    rows = (ranks - longer - 1) * chosen(shorter) + longer * chosen(shorter + 1)
-    choices = k * (1 - shorter / config.num_experts)
-    rounded = config.quantization.computed_activations == "mxfp8"
-    row = latent * (1 + 1 / mx.BLOCK) if rounded else latent * bytes_each
-    forward = rows * row + choices * (8 + wide + latent * bytes_each)
-    return forward, rows * latent * bytes_each + choices * (latent + 1) * bytes_each
+    def owned(self, layout: Layout, method: Method) -> tuple[float, float]:
+        """Trained numbers (of routed experts, of the rest) whose optimizer state this device keeps."""
+        experts, rest = (layout.replicas, layout.stage_devices) if method.shard_optimizer else (1, 1)
+        return self.trained_routed / experts, self.trained_rest / rest
+
+
+@lru_cache(maxsize=1 << 14)
+def device_parameters(config: K3Config, layout: Layout, method: Method) -> DeviceParameters:
+    """What the device that has most holds in a layout."""
+    facts = model_counts(config)
+    share = math.ceil(facts.layers / layout.pipeline) / facts.layers
+    ends = max(facts.first, facts.last) if layout.pipeline > 1 else facts.first + facts.last
+    experts = share * expert_load(config, layout.expert) / layout.expert
+    rest, routed = facts.rest * share + ends, facts.routed * experts
+    if not method.lora_rank:
+        return DeviceParameters(routed, rest, routed, rest)
+    adapters = lora_parameters(config, method.lora_rank)
+    return DeviceParameters(routed, rest, adapters[True] * experts, adapters[False] * share)
+
+
+def micro_batch(workload: Workload, method: Method) -> MicroBatch:
+    """The micro-batch that a device runs, in the mean over the ranks of a context axis."""
+    tokens = workload.micro_batch_tokens
+    share = workload.new_tokens / workload.length if workload.new_tokens else 1.0
+    return MicroBatch(tokens, workload.length, math.ceil(tokens * share), method.weight_bytes, method.kernels)
+
+
+def device_tokens(workload: Workload, layout: Layout) -> float:
+    """Tokens in a step of a device that has most of them: a sequence is whole on the ranks of one context axis."""
+    sequences = math.ceil(workload.prompts * workload.group / (layout.data * layout.expert))
+    return sequences * workload.length / layout.context
 
 
 @cache
@@ -69,14 +129,19 @@ def context_shares(config: K3Config, tokens: int, length: int, ranks: int) -> tu
     return tuple(zip((np.diff(cuts) * unit).tolist(), ((cuts[:-1] - begins) * unit).tolist(), strict=True))
 
 
-def mixes(config: K3Config, mix: Mix, *, experts: int, context: int, lora: bool) -> list[Mix]:
-    """The rows of a mix on the ranks that may hold most of a pass: those of most rows, and of most rows before them."""
-    mix = replace(mix, grouped=experts == 1 and not lora, load=expert_load(config, experts))
+def fullest_micro_batches(
+    config: K3Config, mean: MicroBatch, *, experts: int, context: int, lora: bool
+) -> list[MicroBatch]:
+    """The micro-batches of the ranks that may need most memory: of most rows, and of most rows before their own.
+
+    mean: what a rank has in the mean; experts and context: ranks of those axes.
+    """
+    mean = replace(mean, grouped=experts == 1 and not lora, load=expert_load(config, experts))
     if context == 1:
-        return [mix]
-    shares = context_shares(config, mix.tokens, mix.length, context)
+        return [mean]
+    shares = context_shares(config, mean.tokens, mean.length, context)
     fullest = {max(shares), max(shares, key=lambda share: share[::-1])}
     return [
-        replace(mix, tokens=rows, targets=math.ceil(mix.targets * rows / mix.tokens), before=before, ranks=context)
+        replace(mean, tokens=rows, targets=math.ceil(mean.targets * rows / mean.tokens), before=before, ranks=context)
         for rows, before in sorted(fullest)
     ]

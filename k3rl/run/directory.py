@@ -203,10 +203,6 @@ class RunDirectory:
     def checkpoints_dir(self) -> Path:
         return self.root / "checkpoints"
 
-    @property
-    def export_dir(self) -> Path:
-        return self.root / "export"
-
 
 def _read_info(root: Path) -> RunInfo | None:
     try:

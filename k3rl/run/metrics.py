@@ -66,11 +66,11 @@ class Accumulator:
         return dict(self._maxima)
 
     def counts(self) -> dict[str, float]:
-        """name -> weight of its mean; names that saw nothing are left out."""
+        """name -> weight of its mean; names that saw nothing are absent."""
         return {name: count for name, count in self._counts.items() if count > 0}
 
     def values(self) -> dict[str, float]:
-        """name -> mean or maximum. A name with count 0 is left out: missing is not zero."""
+        """name -> mean or maximum. A name with count 0 is absent: missing is not zero."""
         return {name: self._sums[name] / count for name, count in self.counts().items()} | self._maxima
 
 

@@ -1,7 +1,7 @@
 """Progress of a run: one live panel on a terminal, one plain line per step anywhere else.
 
 Everything goes to standard error, so that standard output holds results only, and as plain lines to a log file. Workers
-draw nothing: they send their counts to the driver, which calls `Stage.step`.
+draw nothing: they send their counts to the driver, which calls `StageProgress.step`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Progress:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self._stages: list[Stage] = []
+        self._stages: list[StageProgress] = []
         self._log: TextIO | None = None
         self._live = Live(console=self.console, refresh_per_second=2, get_renderable=self._render)
 
-    def stage(self, name: str, total: int | None = None, *, left_s: float | None = None) -> Stage:
+    def stage(self, name: str, total: int | None = None, *, left_s: float | None = None) -> StageProgress:
         """Begin a stage of `total` steps; None when their number is not known. left_s: seconds that it has at most."""
-        self._stages.append(Stage(self, name, total, left_s))
+        self._stages.append(StageProgress(self, name, total, left_s))
         return self._stages[-1]
 
     def note(self, text: str) -> None:
@@ -113,8 +113,8 @@ class Progress:
         self._close_log()
 
 
-class Stage:
-    """One stage: `step` after each of its steps, then `end`."""
+class StageProgress:
+    """The progress of one stage: `step` after each of its steps, then `end`."""
 
     def __init__(self, progress: Progress, name: str, total: int | None, left_s: float | None = None) -> None:
         self.name = name

@@ -9,15 +9,13 @@ traces/stream.jsonl: for each episode its turns, then the episode itself, in one
     {"kind": "episode", "episode": ..., "task": ..., "score": {"status": "scored", "reward": 1.0, "parts": {}}, ...}
 
 traces/stream.index.jsonl: one row per episode with the byte offset and length of that piece, so that a list needs no
-bodies. traces/annotations/<producer>.jsonl (and its index): facts that come later, such as the learner's logprobs,
-keyed by episode. The first row of a stream has the kind "header" with schema, run and configuration hash. Where
-pieces cannot be had, `unavailable` says why.
+bodies. The first row of both has the kind "header" with schema, run and configuration hash. Where pieces cannot be had,
+`unavailable` says why.
 """
 
 from __future__ import annotations
 
 import queue
-import re
 import sys
 import threading
 import time
@@ -32,12 +30,11 @@ from k3rl.types import Branch, EncodedImage, Episode, Failed, Invalid, Score, Sc
 
 SCHEMA = 1
 Pieces = Callable[[Sequence[int]], Sequence[str]]
-_PRODUCER = re.compile(r"[a-z0-9_]{1,40}")
 
 
 @dataclass(frozen=True, slots=True)
 class RecorderStats:
-    """Items written, left out because the queue was full, and lost because writing failed."""
+    """Episodes written, dropped because the queue was full, and lost because writing failed."""
 
     written: int
     dropped: int
@@ -47,8 +44,8 @@ class RecorderStats:
 class Recorder:
     """A bounded queue and one thread that writes it. No method blocks or raises once training runs.
 
-    When the queue is full an item is dropped and counted; when writing fails the item is counted and the first
-    failure is said once on standard error.
+    When the queue is full an episode is dropped and counted; when writing fails it is counted, and the first failure
+    is said once on standard error.
     """
 
     def __init__(
@@ -57,8 +54,8 @@ class Recorder:
         self._folder = folder
         self._header = {"kind": "header", "schema": SCHEMA, "run": run_id, "config_hash": config_hash}
         self.attempt = attempt
-        self._queue: queue.Queue[Callable[[], None]] = queue.Queue(maxsize=capacity)
-        self._streams: dict[str, _Stream] = {}
+        self._queue: queue.Queue[tuple[Episode, int, Pieces | None]] = queue.Queue(maxsize=capacity)
+        self._stream: _Stream | None = None  # opened with the first episode, so that a failure is one of writing
         self._written = self._dropped = self._failed = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
@@ -66,11 +63,13 @@ class Recorder:
 
     def episode(self, episode: Episode, step: int, pieces: Pieces | None = None) -> None:
         """Queue one episode of the batch of `step`. `pieces` turns token ids into shown texts (`Tokenizer.pieces`)."""
-        self._put(lambda: self._write_episode(episode, step, pieces))
-
-    def annotate(self, producer: str, episode_id: str, values: Mapping[str, Any]) -> None:
-        """Queue a later fact about an episode. `producer` is lower-case letters, digits and `_`."""
-        self._put(lambda: self._write_annotation(producer, episode_id, values))
+        if self._stopping.is_set():
+            self._dropped += 1
+            return
+        try:
+            self._queue.put_nowait((episode, step, pieces))
+        except queue.Full:
+            self._dropped += 1
 
     def stats(self) -> RecorderStats:
         return RecorderStats(self._written, self._dropped, self._failed)
@@ -90,56 +89,34 @@ class Recorder:
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------------------ the queue
-
-    def _put(self, write: Callable[[], None]) -> None:
-        if self._stopping.is_set():
-            self._dropped += 1
-            return
-        try:
-            self._queue.put_nowait(write)
-        except queue.Full:
-            self._dropped += 1
-
     def _work(self) -> None:
         while True:
             try:
-                write = self._queue.get(timeout=0.1)
+                episode, step, pieces = self._queue.get(timeout=0.1)
             except queue.Empty:
                 if self._stopping.is_set():
                     break
                 continue
             try:
-                write()
+                self._write(episode, step, pieces)
                 self._written += 1
             except Exception as error:  # a full disk or a strange value must not reach training
                 self._failed += 1
                 if self._failed == 1:
                     print(f"recording failed, training goes on: {type(error).__name__}: {error}", file=sys.stderr)
-        for stream in self._streams.values():
-            stream.close()
+        if self._stream is not None:
+            self._stream.close()
 
-    # ----------------------------------------------------------------------------------------------- the writing
-
-    def _write_episode(self, episode: Episode, step: int, pieces: Pieces | None) -> None:
+    def _write(self, episode: Episode, step: int, pieces: Pieces | None) -> None:
         rows = [row for branch in episode.branches for row in _turn_rows(episode.id, branch, step, pieces)]
         last = _episode_row(episode, step) | {"attempt": self.attempt, "dropped_before": self._dropped}
-        self._stream("stream").append([*rows, last], _index_row(episode, last))
-
-    def _write_annotation(self, producer: str, episode_id: str, values: Mapping[str, Any]) -> None:
-        if not _PRODUCER.fullmatch(producer):
-            raise ValueError(f"producer {producer!r}: use 1 to 40 lower-case letters, digits or _")
-        row = {"kind": "annotation", "episode": episode_id, "t": time.time(), "attempt": self.attempt}
-        self._stream(f"annotations/{producer}").append([row | rounded(dict(values))], {"episode": episode_id})
-
-    def _stream(self, name: str) -> _Stream:
-        if name not in self._streams:
-            self._streams[name] = _Stream(self._folder, name, self._header)
-        return self._streams[name]
+        if self._stream is None:
+            self._stream = _Stream(self._folder, "stream", self._header)
+        self._stream.append([*rows, last], _index_row(episode, last))
 
 
 class _Stream:
-    """One file of rows and its index. The piece of one item is contiguous."""
+    """One file of rows and its index. The piece of one episode is contiguous."""
 
     def __init__(self, folder: Path, name: str, header: Mapping[str, Any]) -> None:
         self._file = open_for_append(folder / f"{name}.jsonl")

@@ -12,7 +12,7 @@ from k3rl.run.files import number, read_lines
 from k3rl.run.terminal import framed, visible
 
 
-def tail(
+def follow_run(
     root: Path,
     write: Callable[[str], object],
     *,
@@ -36,7 +36,7 @@ def tail(
             if text := format_row(row):
                 write(text)
             shown += row.get("kind") == "episode"
-        if not (follow and alive):  # read once more after the end was seen, so nothing is left out
+        if not (follow and alive):  # read once more after the end was seen, so nothing is missed
             break
         time.sleep(poll_s)
     if follow:

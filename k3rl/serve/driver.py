@@ -127,7 +127,7 @@ class EngineDriver:
         return stream
 
     def abort(self, stream: Stream) -> None:
-        """Takes a request back if it has not ended; its slot is free at the next step."""
+        """Aborts a request that has not ended; its slot is free at the next step."""
 
         def command() -> None:
             if stream.number is not None and stream.number in self._live:
@@ -231,5 +231,5 @@ class EngineDriver:
         self._open.clear()
         self._live.clear()
         for call in list(self._calls):
-            if not call.done():  # one that was given up a moment ago is still among them
+            if not call.done():  # one that was cancelled a moment ago is still among them
                 call.set_exception(error)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -12,9 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from k3rl.engine.protocol import EngineError, InvalidRequest, Tokens
-from k3rl.serve import openai
 from k3rl.serve.driver import Stream
-from k3rl.serve.openai import Choice
+from k3rl.serve.job import Choice
+from k3rl.tokens import openai
 from k3rl.types import Completion
 
 
@@ -80,14 +79,14 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await self._data(send, json.dumps(event, ensure_ascii=False))
+                    await self._data(send, event)
         except EngineError as error:
             status = 400 if isinstance(error, InvalidRequest) else 500
-            await self._data(send, json.dumps(openai.error_object(str(error), status)))
-        await self._data(send, "[DONE]")
+            await self._data(send, openai.error_object(str(error), status))
+        await self._data(send, openai.DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _data(self, send: Send, text: str) -> None:
-        body = {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}
+    async def _data(self, send: Send, data: Mapping[str, Any] | str) -> None:
+        body = {"type": "http.response.body", "body": openai.event(data).encode(), "more_body": True}
         async with asyncio.timeout(self._stalled_s):
             await send(body)

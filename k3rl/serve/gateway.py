@@ -1,7 +1,7 @@
 """Recording sessions over HTTP, for agent programs that run outside of our sandboxes.
 
 Each session has a URL of its own, `/s/<token>/v1`, which is its secret; see `k3rl.envs.gateway`. Needs the packages
-of the extra `dashboard`; `k3rl.engine` itself does not import this module.
+of the extra `dashboard`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from starlette.routing import Route
 
 from k3rl.data.images import preprocess_files
 from k3rl.engine.protocol import ContextExceeded, InvalidRequest
-from k3rl.envs.gateway import Answer, GatewaySession, answer
-from k3rl.envs.gateway.dialect import MAX_BODY_BYTES, models, not_found
-from k3rl.envs.gateway.session import Refused
-from k3rl.envs.rollout import ContextOutgrown
+from k3rl.envs import ContextOutgrown
+from k3rl.envs.gateway import MAX_BODY_BYTES, Answer, GatewaySession, answer, models, not_found
 from k3rl.serve.driver import EngineDriver
+from k3rl.serve.events import disconnected
+from k3rl.tokens.openai import RequestError
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
 
@@ -37,9 +37,9 @@ class EnginePolicy:
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
     ) -> Completion:
-        """Sample one completion; a caller that is cancelled takes its request back.
+        """Sample one completion; cancelling it aborts the request.
 
-        Raises ContextOutgrown, and Refused for another request that no engine could serve.
+        Raises ContextOutgrown, and RequestError for another request that no engine could serve.
         """
         stream = self._driver.submit(list(prompt_ids), params, images=preprocess_files(images, {}))
         try:
@@ -47,7 +47,7 @@ class EnginePolicy:
         except ContextExceeded as error:
             raise ContextOutgrown(str(error)) from error
         except InvalidRequest as error:
-            raise Refused(str(error), 400, "invalid_request") from error
+            raise RequestError(str(error), code="invalid_request") from error
         finally:
             self._driver.abort(stream)
 
@@ -89,7 +89,7 @@ class Gateway:
             if len(body) > MAX_BODY_BYTES:
                 break  # the dialect refuses it
         work = asyncio.ensure_future(answer(session, bytes(body)))
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(disconnected(request.receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             return _response(work.result()) if work.done() else Response(status_code=499)
@@ -141,8 +141,3 @@ def _response(given: Answer) -> Response:
 
 async def _missing(request: Request, _error: Exception) -> Response:
     return _response(not_found(f"{request.method} {request.url.path}"))
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

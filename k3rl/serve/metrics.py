@@ -19,7 +19,7 @@ def engine_counters(engine: Engine) -> dict[str, tuple[str, float]]:
         "k3rl_engine_step_seconds_total": ("Seconds inside engine steps.", sums.step_s),
         "k3rl_engine_prefilled_tokens_total": ("Prompt tokens computed.", float(sums.prefilled_tokens)),
         "k3rl_engine_sampled_tokens_total": ("Tokens sampled.", float(sums.sampled_tokens)),
-        "k3rl_engine_preempted_total": ("Requests that gave up their row for want of memory.", float(sums.preempted)),
+        "k3rl_engine_preempted_total": ("Requests preempted for want of memory.", float(sums.preempted)),
         "k3rl_engine_recomputed_tokens_total": (
             "Tokens computed again because the weights changed.",
             float(sums.recomputed_tokens),
@@ -27,11 +27,14 @@ def engine_counters(engine: Engine) -> dict[str, tuple[str, float]]:
     }
     if prefix is not None:
         found["k3rl_prefix_lookups_total"] = ("Prompts looked up.", float(prefix.counters.lookups))
-        found["k3rl_prefix_hits_total"] = ("Prompts that began with a checkpoint.", float(prefix.counters.hits))
+        found["k3rl_prefix_hits_total"] = ("Prompts that began with a cached prefix.", float(prefix.counters.hits))
         for tier in prefix.tiers:
             if isinstance(tier, DiskTier):
                 dropped, damaged = tier.counters.dropped, tier.counters.damaged
-                found["k3rl_prefix_disk_dropped_total"] = ("Checkpoints that the disk refused.", float(dropped))
+                found["k3rl_prefix_disk_dropped_total"] = (
+                    "Cached prefix states that the disk refused.",
+                    float(dropped),
+                )
                 found["k3rl_prefix_disk_damaged_total"] = ("Files not as they were written.", float(damaged))
     return found
 

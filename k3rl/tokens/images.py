@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Message | Mapping[str, Any]]
 _BOARD = "transparent_bg_config"
-KINDS = ("image", "image_url")
+IMAGE_KINDS = ("image", "image_url")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no others: some readers start programs
-_KEPT = 32  # decoded URLs; the episodes of a group all say the same ones
+_CACHED_URLS = 32  # decoded URLs; the episodes of a group all say the same ones
 
 
 class ImageError(ValueError):
@@ -96,10 +96,10 @@ class ImageConfig:
         }
 
 
-RELEASED = ImageConfig()
+RELEASED_IMAGES = ImageConfig()
 
 
-def target_size(width: int, height: int, config: ImageConfig = RELEASED) -> tuple[int, int]:
+def target_size(width: int, height: int, config: ImageConfig = RELEASED_IMAGES) -> tuple[int, int]:
     """(width, height) in pixels after scaling, before padding: at most the limits, at least 1, never enlarged.
 
     Raises ImageError for an image without pixels.
@@ -112,7 +112,7 @@ def target_size(width: int, height: int, config: ImageConfig = RELEASED) -> tupl
     return min(max(1, int(width * scale)), longest), min(max(1, int(height * scale)), longest)
 
 
-def image_rows(width: int, height: int, config: ImageConfig = RELEASED) -> int:
+def image_rows(width: int, height: int, config: ImageConfig = RELEASED_IMAGES) -> int:
     """Rows of the language model that an image of this original size becomes."""
     cell = config.patch_size * config.merge
     across, down = target_size(width, height, config)
@@ -133,7 +133,7 @@ def image_parts(messages: Messages, history: Messages = ()) -> list[Mapping[str,
         if any(part.text is None for part in said.parts):
             message = everything[number[id(said.parts)]]
             content = message.content if isinstance(message, Message) else message["content"]
-            found += [part for part in content if part.get("type") in KINDS]
+            found += [part for part in content if part.get("type") in IMAGE_KINDS]
     return found
 
 
@@ -159,7 +159,7 @@ def shown_text(content: Any) -> str:
         return str(content)
     lines = []
     for part in content:
-        if part.get("type") in KINDS:
+        if part.get("type") in IMAGE_KINDS:
             image = _encoded(part_source(part))
             lines.append(f"[image {image.width}x{image.height}]")
         else:
@@ -221,6 +221,6 @@ def _encoded(source: Any) -> EncodedImage:
     return _of_url(source)
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHED_URLS)
 def _of_url(url: str) -> EncodedImage:
     return encode_image(url_bytes(url))

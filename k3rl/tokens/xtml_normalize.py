@@ -22,14 +22,14 @@ class XTMLError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContentPart:
     """Text, or an image when `text` is None."""
 
     text: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class NormalizedCall:
     """One tool call. `raw` is the argument string when it is not JSON; `arguments` is then empty."""
 
     name: str
@@ -39,32 +39,32 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class NormalizedMessage:
     """One message in the renderer's form. `name` is the tool's name on a tool result."""
 
     role: str
-    parts: tuple[Part, ...]
+    parts: tuple[ContentPart, ...]
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[NormalizedCall, ...] = ()
     name: str | None = None
     call_id: str | None = None
     tools: Any = None
 
 
-def normalize(messages: Sequence[Message | Mapping[str, Any]], first: int = 0) -> list[Said]:
+def normalize(messages: Sequence[Message | Mapping[str, Any]], first: int = 0) -> list[NormalizedMessage]:
     """Each message in the renderer's form. `first` is the number of the first one, for error messages."""
     return [_said(message, f"message {number}") for number, message in enumerate(messages, start=first)]
 
 
-def order_results(turns: Sequence[Said]) -> list[Said]:
+def order_results(turns: Sequence[NormalizedMessage]) -> list[NormalizedMessage]:
     """Sort each run of tool results into the order of the calls they answer, and take the calls' names.
 
     A run with any result whose call is not among those of the last assistant turn keeps its order and names.
     """
-    ordered: list[Said] = []
-    run: list[Said] = []
+    ordered: list[NormalizedMessage] = []
+    run: list[NormalizedMessage] = []
     places: dict[str, int] = {}
-    calls: tuple[Call, ...] = ()
+    calls: tuple[NormalizedCall, ...] = ()
 
     def flush() -> None:
         if all(said.call_id in places for said in run):
@@ -140,7 +140,7 @@ def dump_json(value: Any, *, compact: bool = False) -> str:
         raise XTMLError(f"a value has no JSON text: {error}") from error
 
 
-def _said(message: Message | Mapping[str, Any], where: str) -> Said:
+def _said(message: Message | Mapping[str, Any], where: str) -> NormalizedMessage:
     role: Any
     content: Any
     reasoning: Any
@@ -161,7 +161,7 @@ def _said(message: Message | Mapping[str, Any], where: str) -> Said:
         raise XTMLError(f"{where} has reasoning of type {type(reasoning).__name__}; wanted text")
     if calls is not None and not isinstance(calls, list | tuple):
         raise XTMLError(f"{where} has tool_calls of type {type(calls).__name__}; wanted a list")
-    return Said(
+    return NormalizedMessage(
         role=str(role),
         parts=_parts(content, where),
         reasoning=reasoning or "",
@@ -176,26 +176,26 @@ def _first(message: Mapping[str, Any], *keys: str) -> Any:
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
-def _parts(content: Any, where: str) -> tuple[Part, ...]:
+def _parts(content: Any, where: str) -> tuple[ContentPart, ...]:
     if content is None:
         return ()
     if isinstance(content, str):
-        return (Part(content),)
+        return (ContentPart(content),)
     if not isinstance(content, list | tuple):
         raise XTMLError(f"{where} has content of type {type(content).__name__}; wanted text or a list of parts")
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("image", "image_url"):
-            parts.append(Part(None))
+            parts.append(ContentPart(None))
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            parts.append(Part(part["text"]))
+            parts.append(ContentPart(part["text"]))
         else:
             raise XTMLError(f"{where} has the content part {part!r:.80}; wanted a text, image or image_url part")
     return tuple(parts)
 
 
-def _call(call: Any, where: str) -> Call:
+def _call(call: Any, where: str) -> NormalizedCall:
     name: Any
     arguments: Any
     if isinstance(call, ToolCall):
@@ -210,7 +210,7 @@ def _call(call: Any, where: str) -> Call:
     if not isinstance(name, str) or not name:
         raise XTMLError(f"{where} has a tool call named {name!r}; wanted a non-empty name")
     parsed, raw = _arguments(arguments, f"{where}, call of {name}")
-    return Call(name, parsed, raw, None if call_id is None else str(call_id))
+    return NormalizedCall(name, parsed, raw, None if call_id is None else str(call_id))
 
 
 def _arguments(arguments: Any, where: str) -> tuple[dict[str, Any], str | None]:

@@ -11,7 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from k3rl.tokens.segments import Segment, Special, Text
-from k3rl.tokens.xtml_normalize import Call, Part, Said, XTMLError, dump_json, normalize, order_results, plain
+from k3rl.tokens.xtml_normalize import (
+    ContentPart,
+    NormalizedCall,
+    NormalizedMessage,
+    XTMLError,
+    dump_json,
+    normalize,
+    order_results,
+    plain,
+)
 from k3rl.types import Message
 
 Messages: TypeAlias = Sequence[Message | Mapping[str, Any]]
@@ -150,7 +159,7 @@ class _Writer:
     def __init__(self, image_prompts: Sequence[str] | None) -> None:
         self.segments: list[Segment] = []
         self.trained: list[bool] = []
-        self.calls: tuple[Call, ...] = ()
+        self.calls: tuple[NormalizedCall, ...] = ()
         self.results = 0
         self._learn = False
         self._images = image_prompts
@@ -208,7 +217,7 @@ class _Writer:
         self._learn = learn
         self._images_used += 1
 
-    def parts(self, parts: Sequence[Part]) -> None:
+    def parts(self, parts: Sequence[ContentPart]) -> None:
         for part in parts:
             if part.text is None:
                 self.image()
@@ -225,7 +234,7 @@ class _Writer:
         self.close("message")
         self.special("end_of_msg")
 
-    def conversation(self, turns: Sequence[Said], thinking: bool) -> None:
+    def conversation(self, turns: Sequence[NormalizedMessage], thinking: bool) -> None:
         parts = sum(part.text is None for said in turns for part in said.parts)
         self._only_parts = self._images is not None and parts == len(self._images)
         for said in turns:
@@ -240,7 +249,7 @@ class _Writer:
                 self.parts(said.parts)
                 self.end_message()
 
-    def assistant(self, said: Said, thinking: bool) -> None:
+    def assistant(self, said: NormalizedMessage, thinking: bool) -> None:
         self.calls, self.results = said.calls, 0
         self.open("message", role="assistant", **_name(said))
         if thinking:
@@ -260,7 +269,7 @@ class _Writer:
         self.end_message()
         self._learn = False
 
-    def call(self, call: Call, index: int) -> None:
+    def call(self, call: NormalizedCall, index: int) -> None:
         self.open("call", tool=call.name, index=str(index))
         if call.raw is not None:
             self._learn = False
@@ -275,7 +284,7 @@ class _Writer:
             self.close("argument")
         self.close("call")
 
-    def tool_result(self, said: Said) -> None:
+    def tool_result(self, said: NormalizedMessage) -> None:
         self.results += 1
         name = said.name
         if name is None and self.results <= len(self.calls):
@@ -305,7 +314,7 @@ class _Writer:
             raise XTMLError(f"{len(self._images)} image prompts were given for {self._images_used} images")
 
 
-def _name(said: Said) -> dict[str, str]:
+def _name(said: NormalizedMessage) -> dict[str, str]:
     return {"name": said.name} if said.name else {}
 
 

@@ -1,4 +1,4 @@
-"""Products of few rows with many matrices: each run of rows in expert order times its expert's matrix.
+"""Grouped skinny GEMM: few rows with many matrices, each run of rows in expert order times its expert's matrix.
 
 What a decode step does with the routed experts. Every expert has a handful of rows, so that reading the matrices is all
 the time it takes; a program reads a strip of one matrix once and multiplies all rows of that expert with it. Experts
@@ -9,15 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
-
-MOST_ROWS = 4096  # of all experts together; more are the business of a product that reuses what it reads
-
-
-def takes(rows: torch.Tensor, count: int, matrices: torch.Tensor) -> bool:
-    """Whether the kernel multiplies `count` rows like these [., a] with matrices [E, b, a]."""
-    fits = 0 < count <= MOST_ROWS and matrices.is_contiguous() and all(n % 64 == 0 for n in matrices.shape[1:])
-    return fits and dispatch.use_kernel("few_rows", rows, matrices, float32_rows=False)
+from k3rl.kernels import limits
 
 
 def product(rows: torch.Tensor, token: torch.Tensor | None, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -27,7 +19,7 @@ def product(rows: torch.Tensor, token: torch.Tensor | None, matrices: torch.Tens
     expert, the last of them R. Sums in float32, results in the dtype of the rows.
     """
     count = len(rows) if token is None else len(token)
-    if takes(rows, count, matrices):
+    if limits.GROUPED_SKINNY.takes(rows, count, matrices):
         from k3rl.kernels.gemm import grouped_skinny_kernels
 
         return grouped_skinny_kernels.product(rows, token, matrices, ends)

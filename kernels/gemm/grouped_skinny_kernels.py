@@ -1,4 +1,5 @@
-"""The Triton kernel of `few_rows`: a program multiplies one strip of one expert's matrix with all rows of that expert.
+"""The Triton kernel of `grouped_skinny`: a program multiplies a strip of one expert's matrix with all rows of the
+expert.
 
 The matrix is the left operand, so that a strip of 64 outputs fills the rows of a warp group's product and the few rows
 of the expert are its columns; strips stream through shared memory, STAGES steps ahead.
@@ -18,7 +19,7 @@ ROWS = (16, 64)  # an expert's rows a pass, at least and at most
 
 
 @triton.jit
-def product_kernel(
+def grouped_skinny_kernel(
     rows, token, ends, matrices, out, width, outputs,
     GATHER: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     BF16: tl.constexpr,
@@ -59,7 +60,7 @@ def product(rows, token, matrices, ends, *, stages: int | None = None, num_warps
     # Twice the mean of an expert's rows holds nearly all of them in one pass.
     least, most = ROWS
     own = min(most, max(least, triton.next_power_of_2(triton.cdiv(2 * count, experts))))
-    product_kernel[(outputs // STRIP, experts)](
+    grouped_skinny_kernel[(outputs // STRIP, experts)](
         rows, rows if token is None else token, ends, matrices, out, width, outputs,
         GATHER=token is not None, ROWS=own, STRIP=STRIP, DEPTH=128 if width % 128 == 0 else 64,
         STAGES=stages or STAGES[own], BF16=out.dtype == torch.bfloat16, num_warps=num_warps, **early(),

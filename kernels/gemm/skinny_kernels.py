@@ -1,5 +1,5 @@
-"""The Triton kernels of `thin`: a program for a strip of outputs, and a run of inputs with all rows, or all inputs
-with some rows."""
+"""The Triton kernels of `skinny`: a program for a strip of outputs, and a run of inputs with all rows (split-K), or all
+inputs with some rows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.gemm.skinny import DEPTH
+from k3rl.kernels import limits
 from k3rl.kernels.triton_ops import begin, dot, early, to_bf16_rne
 
-LAUNCH = {"strip": 64, "num_warps": 4}
-PRODUCT = {"strip": 64, "depth": 128, "stages": 4, "num_warps": 4}
+SPLIT_K_LAUNCH = {"strip": 64, "num_warps": 4}
+SKINNY_LAUNCH = {"strip": 64, "depth": 128, "stages": 4, "num_warps": 4}
 
 
 @triton.jit(do_not_specialize=["rows"])
-def thin_kernel(
+def split_k_kernel(
     x, matrix, sums, rows, x_t, outputs, width, ROWS: tl.constexpr, STRIP: tl.constexpr, DEPTH: tl.constexpr
 ):
     """outputs and width: multiples of STRIP and DEPTH."""
@@ -30,7 +30,7 @@ def thin_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def whole_kernel(
+def skinny_kernel(
     x, matrix, base, y, rows, outputs, x_t,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, ADD: tl.constexpr,
@@ -54,13 +54,13 @@ def whole_kernel(
     tl.store(y + at, to_bf16_rne(total), mask=mask)
 
 
-def parts(x, matrix):
-    """Sums [P, N, b] float32 of `k3rl.kernels.gemm.skinny.parts`."""
-    n, (outputs, width) = len(x), matrix.shape
-    sums = torch.empty(width // DEPTH, n, outputs, dtype=torch.float32, device=x.device)
-    thin_kernel[(outputs // LAUNCH["strip"], width // DEPTH)](
-        x, matrix, sums, n, x.stride(0), outputs, width, ROWS=max(16, triton.next_power_of_2(n)), DEPTH=DEPTH,
-        STRIP=LAUNCH["strip"], num_warps=LAUNCH["num_warps"], **early(),
+def split_k(x, matrix):
+    """Sums [P, N, b] float32 of `k3rl.kernels.gemm.skinny.split_k`."""
+    n, (outputs, width), depth = len(x), matrix.shape, limits.SPLIT_K.depth
+    sums = torch.empty(width // depth, n, outputs, dtype=torch.float32, device=x.device)
+    split_k_kernel[(outputs // SPLIT_K_LAUNCH["strip"], width // depth)](
+        x, matrix, sums, n, x.stride(0), outputs, width, ROWS=max(16, triton.next_power_of_2(n)), DEPTH=depth,
+        STRIP=SPLIT_K_LAUNCH["strip"], num_warps=SPLIT_K_LAUNCH["num_warps"], **early(),
     )  # fmt: skip
     return sums
 
@@ -75,10 +75,10 @@ def rows_of_a_tile(rows: int, outputs: int) -> int:
 def product(x, matrix, base=None):
     """`k3rl.kernels.gemm.skinny.product` by the kernel: bf16."""
     n, (outputs, width) = len(x), matrix.shape
-    own = PRODUCT
+    own = SKINNY_LAUNCH
     y = torch.empty(n, outputs, dtype=x.dtype, device=x.device)
     rows, depth = rows_of_a_tile(n, outputs), min(own["depth"], width & -width)
-    whole_kernel[(triton.cdiv(outputs, own["strip"]), triton.cdiv(n, rows))](
+    skinny_kernel[(triton.cdiv(outputs, own["strip"]), triton.cdiv(n, rows))](
         x, matrix, y if base is None else base.contiguous(), y, n, outputs, x.stride(0),
         WIDTH=width, ROWS=rows, STRIP=own["strip"], DEPTH=depth, STAGES=own["stages"],
         EVEN=outputs % own["strip"] == 0, ADD=base is not None, num_warps=own["num_warps"], **early(),

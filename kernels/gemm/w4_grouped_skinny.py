@@ -1,7 +1,7 @@
-"""Products of few rows with matrices that are read as MXFP4: `few_rows` for experts that are held as stored bytes.
+"""W4 grouped skinny GEMM: `grouped_skinny` for experts that are held as stored bytes and read as MXFP4.
 
 A quarter of the bytes of bf16, which is all the time a decode step takes for its experts. The values that the product
-sees are those of `mx.dequantize_mxfp4` to the bit, and its sums have the bits of `few_rows.product`.
+sees are those of `mx.dequantize_mxfp4` to the bit, and its sums have the bits of `grouped_skinny.product`.
 
 The bytes lie in tiles of 128 numbers of a row, in the order in which registers take them. `tiled` and `stored` turn the
 bytes of a checkpoint into tiles and back; nothing is lost.
@@ -14,19 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.kernels.gemm import grouped_skinny
 from k3rl.kernels.moe import situ
 from k3rl.numerics import mx
-
-CHUNK = 128
-UNIT_CHUNKS = 8  # of a row, at most, for the unit to be worth its instructions in the kernel, which pads rows
-MOST_SCALE = 128  # scale bytes beyond, values above 12, and 255, which is NaN, are not for the kernels
-
-
-def tiles(outputs: int, width: int) -> bool:
-    """Whether matrices [b, a] can be held in tiles, with strips of outputs that a kernel takes."""
-    return width % CHUNK == 0 and outputs % 64 == 0
 
 
 def tiled(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,19 +54,12 @@ def stored(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return packed, scales.transpose(-2, -3).reshape(*lead, b, chunks * 4)
 
 
-def takes(rows: Tensor, count: int, codes: Tensor) -> bool:
-    """Whether the kernel multiplies `count` rows like these [., a] with matrices in such tiles [E, a / 128, b, 64].
-
-    Scale bytes are not looked at: who holds the tiles knows that none is beyond `MOST_SCALE`.
-    """
-    fits = 0 < count <= grouped_skinny.MOST_ROWS and codes.is_contiguous() and codes.shape[2] % 64 == 0
-    return fits and dispatch.use_kernel("few_rows_packed", rows, float32_rows=False)
-
-
 def product(rows: Tensor, token: Tensor | None, codes: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
-    """`few_rows.product` with the matrices [E, b, a] in tiles: codes [E, a / 128, b, 64], scales [E, a / 128, b, 4]."""
+    """`grouped_skinny.product` with matrices [E, b, a] in tiles: codes [E, a / 128, b, 64], scales [E, a / 128, b,
+    4].
+    """
     count = len(rows) if token is None else len(token)
-    if takes(rows, count, codes):
+    if limits.W4_GROUPED_SKINNY.takes(rows, count, codes):
         from k3rl.kernels.gemm import w4_grouped_skinny_kernels
 
         return w4_grouped_skinny_kernels.product(rows, token, codes, scales, ends)
@@ -96,9 +80,9 @@ def activated(
     One kernel where products are short, with the bits of two.
     """
     count = len(rows) if token is None else len(token)
-    if not takes(rows, count, codes):
+    if not limits.W4_GROUPED_SKINNY.takes(rows, count, codes):
         return activated_reference(rows, token, codes, scales, ends, beta, linear_beta, rule)
-    if codes.shape[1] > UNIT_CHUNKS:
+    if codes.shape[1] > limits.W4_GROUPED_SKINNY.activated_chunks:
         return situ.situ(product(rows, token, codes, scales, ends), beta, linear_beta, rule)
     from k3rl.kernels.gemm import w4_grouped_skinny_kernels
 
@@ -115,7 +99,7 @@ def activated_reference(
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrices [E, b, a] of tiles, exact; in bf16 by a kernel on a GPU."""
-    if dtype == torch.bfloat16 and dispatch.use_kernel("few_rows_packed", codes.new_empty(0, dtype=dtype)):
+    if limits.W4_GROUPED_SKINNY.takes_decode(codes.device, dtype):
         from k3rl.kernels.gemm import w4_grouped_skinny_kernels
 
         return w4_grouped_skinny_kernels.decode(codes, scales)

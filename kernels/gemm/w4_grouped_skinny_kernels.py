@@ -1,4 +1,4 @@
-"""The Triton kernels of `few_rows_packed`: matrices are read as MXFP4 and become bf16 in registers.
+"""The Triton kernels of `w4_grouped_skinny`: matrices are read as MXFP4 and become bf16 in registers.
 
 A code that is put into the exponent and mantissa bits of a bf16 is its value times 2^-126, subnormals included, so one
 product with 2^(scale - 1) makes it exact. A word of 16 bits holds a number of each of four blocks, in such places that
@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from k3rl.kernels import limits
 from k3rl.kernels.moe.mxfp8_kernels import CARRY, rounded_blocks, through
 from k3rl.kernels.moe.situ_kernels import situ_value
 from k3rl.kernels.triton_ops import INTERPRET, begin, dot, early, prefetch, to_bf16_rne
 
-CHUNK = 128  # numbers of a row that lie together: four blocks
+CHUNK = limits.W4_GROUPED_SKINNY.chunk
 # Rows an expert up to which matrices are asked for before it is known who reads them; more take longer than to wait.
 AHEAD_ROWS, AHEAD_CHUNKS = 16, tl.constexpr(4)
 # By the most rows that an expert should have: rows of a pass, beside them, and of the last one if that is enough;
@@ -180,7 +181,7 @@ def _pass(
 
 
 @triton.jit
-def packed_product_kernel(
+def w4_grouped_skinny_kernel(
     rows, token, ends, codes, scales, out, outputs, inverse_beta, inverse_linear, scale,
     WIDTH: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr, EXTRA: tl.constexpr, REST: tl.constexpr,
     STRIP: tl.constexpr, STAGES: tl.constexpr, BLOCKS: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr,
@@ -252,9 +253,9 @@ def launch_for(count: int, experts: int) -> dict[str, Any]:
 
 
 def product(rows, token, codes, scales, ends, launch: dict[str, Any] | None = None, unit=None):
-    """`few_rows_packed.product` by the kernel: codes uint8 [E, a / 128, b, 64], scales uint8 [E, a / 128, b, 4].
+    """`w4_grouped_skinny.product` by the kernel: codes uint8 [E, a / 128, b, 64], scales uint8 [E, a / 128, b, 4].
 
-    unit: (beta, linear beta, rule) for `few_rows_packed.activated`.
+    unit: (beta, linear beta, rule) for `w4_grouped_skinny.activated`.
     """
     experts, chunks, outputs, _ = codes.shape
     rows = rows.contiguous()
@@ -264,7 +265,7 @@ def product(rows, token, codes, scales, ends, launch: dict[str, Any] | None = No
     beta, linear_beta, rule = unit or (1.0, 1.0, None)
     width = outputs if unit is None else outputs // 2
     out = torch.empty(count, width, dtype=rows.dtype, device=rows.device)
-    packed_product_kernel[(outputs // strip, experts)](
+    w4_grouped_skinny_kernel[(outputs // strip, experts)](
         rows, rows if token is None else token, ends, codes.view(torch.int16), scales.view(torch.int32), out, outputs,
         1 / beta, 1 / linear_beta, beta * linear_beta,
         WIDTH=chunks * CHUNK, GATHER=token is not None, ROWS=own["rows"], EXTRA=own["extra"], REST=own["rest"],
@@ -276,7 +277,7 @@ def product(rows, token, codes, scales, ends, launch: dict[str, Any] | None = No
 
 
 def decode(codes, scales):
-    """`few_rows_packed.decode` by the kernel."""
+    """`w4_grouped_skinny.decode` by the kernel."""
     experts, chunks, outputs, _ = codes.shape
     out = torch.empty(experts, outputs, chunks * CHUNK, dtype=torch.bfloat16, device=codes.device)
     strip = min(64, outputs & -outputs)

@@ -63,7 +63,7 @@ class Chunks:
         return self.offset.numel() - 1
 
 
-class Kept:
+class TableCache:
     """Tables that depend on shapes alone, made once: at most `most`, and those that a CUDA graph reads for good.
 
     A tensor made during a capture belongs to the graph and is filled only by its replay, so it is never kept; one made
@@ -90,7 +90,7 @@ class Kept:
         return found
 
 
-_fixed = Kept()
+_fixed = TableCache()
 
 
 def fixed_chunks(batch: int, tokens: int, device: torch.device, C: int = CHUNK) -> Chunks:
@@ -148,7 +148,7 @@ def zero_tail(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Prepared:
-    """What `prepare_kernel` leaves for the scan, one tile a chunk and head; see kda_forward."""
+    """What `prepare_kernel` leaves for the scan, one tile a chunk and head; see `forward_kernels`."""
 
     q_in: torch.Tensor
     k_in: torch.Tensor
@@ -213,7 +213,7 @@ def scan(
     whole = (chunks.offset, chunks.sequences, initial_state)
     if segment == 0:
         return _scan(p, v, o, whole, chunks, (states, updates), stages), states, updates
-    final, _ = segmented_scan(p, v, o, initial_state, chunks, (states, updates), segment, stages)
+    final = segmented_scan(p, v, o, initial_state, chunks, (states, updates), segment, stages)
     return final, states, updates
 
 
@@ -221,7 +221,7 @@ def segmented_scan(p: Prepared, v, o, initial_state, chunks: Chunks, saved, segm
     """The scan with every sequence cut into segments that run side by side; exact, at about twice the products.
 
     Each segment's end state from zero and its transition matrix come first, then the segments' start states by a short
-    serial merge, then the scan proper. Returns the final state and the start states [segments, H, K, V].
+    serial merge, then the scan proper. Returns the final state.
     """
     _, H, V = v.shape
     K = p.q_in.shape[-1]
@@ -235,9 +235,9 @@ def segmented_scan(p: Prepared, v, o, initial_state, chunks: Chunks, saved, segm
     ends = _scan(p, v, o, (bounds, segments.count, starts), chunks, saved, stages)
     final = ends.index_select(0, last)
     if chunks.none_empty:
-        return final, starts
+        return final
     empty = (segments.offset[1:] == segments.offset[:-1]).view(-1, 1, 1, 1)
-    return torch.where(empty, 0.0 if initial_state is None else initial_state, final), starts
+    return torch.where(empty, 0.0 if initial_state is None else initial_state, final)
 
 
 def segment_chunks(programs: int, chunks: int) -> int:
@@ -429,16 +429,3 @@ def kda(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, cu_seql
     inputs = (q, k, v, gate, beta, A_log, dt_bias, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return _KDA.apply(*inputs[:7], lower_bound, initial_state, cu_seqlens, context, save)
-
-
-def kda_snapshots(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state, every: int):
-    """`k3rl.kernels.kda.operator.kda_snapshots` by the kernels: the start states of segments of `every` tokens."""
-    B, T = v.shape[:2]
-    A_log, dt_bias, initial_state = map(_contiguous, (A_log, dt_bias, initial_state))
-    chunks = fixed_chunks(B, T, q.device)
-    flat = [rows(x) for x in (q, k, gate, v)]
-    p = prepare(*flat[:3], beta.flatten(0, 1), A_log, dt_bias, lower_bound, chunks)
-    o = v.new_empty(v.shape)
-    final, starts = segmented_scan(p, flat[3], o.flatten(0, 1), initial_state, chunks, (None, None), every // CHUNK)
-    count = -(-T // every)
-    return o, final, starts[: B * count].view(B, count, *starts.shape[1:])

@@ -1,6 +1,6 @@
 """KDA of sequences that several ranks hold, by its definition: each rank hands its last state on to the next.
 
-The kernels compute the same without a rank waiting for the whole chain (`kda_autograd.incoming_state`).
+The kernels compute the same without a rank waiting for the whole chain (`autograd.incoming_state`).
 """
 
 from __future__ import annotations

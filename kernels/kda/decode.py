@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.kernels.kda.operator import CHUNK, kda_recurrent, l2_normalize, log_decay
 from k3rl.kernels.kda.short_conv import short_conv_reference
 from k3rl.kernels.norm.gated_norm import gated_norm_reference
@@ -93,9 +93,8 @@ def kda_decode(
     _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, read_index, write_index, pending)
     if gate_lower_bound is None or not -5.0 <= gate_lower_bound < 0.0:
         raise ValueError(f"kda_decode: gate_lower_bound must be in [-5, 0), got {gate_lower_bound}")
-    D = q.shape[-1]
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
-    if dispatch.use_kernel("kda_decode", q, k, v, head_dims=(D, v.shape[-1]), float32_rows=False):
+    if limits.KDA.takes_step(q, k, v):
         from k3rl.kernels.kda import decode_kernels
 
         return decode_kernels.kda_decode(*args, read_index, write_index, gate_lower_bound, norm_eps, pending)
@@ -109,7 +108,7 @@ def flush_pending(state_pool: torch.Tensor, pending: PendingRows, index: torch.T
 
     Afterwards state_pool [slots, H, D, D] holds what the form without `pending` would; the phase in the chunk stays.
     """
-    if dispatch.use_kernel("kda_decode", state_pool, head_dims=(state_pool.shape[2], state_pool.shape[3])):
+    if limits.KDA.takes_states(state_pool):
         from k3rl.kernels.kda import decode_kernels
 
         return decode_kernels.flush(state_pool, pending, index)

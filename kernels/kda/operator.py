@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.types import ContextCommunicator
 
 CHUNK = 16
@@ -56,7 +56,7 @@ def kda(
     if context is not None and (initial_state is not None or q.shape[0] != 1):
         raise ValueError(f"kda: with a context the state comes from the left and B must be 1, got B = {q.shape[0]} and "
                          f"initial_state {'None' if initial_state is None else 'given'}")  # fmt: skip
-    if _on_kernels(q, k, v):
+    if limits.KDA.takes(q, k, v):
         from k3rl.kernels.kda import autograd
 
         return autograd.kda(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens, context)
@@ -66,48 +66,6 @@ def kda(
 
         return handed_on(kda_reference, context, *args)
     return kda_reference(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
-
-
-@torch.no_grad()
-def kda_snapshots(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gate: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    *,
-    every: int,
-    gate_lower_bound: float = -5.0,
-    initial_state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`kda` over B whole sequences that also hands out its state every `every` tokens (prefix cache); no gradients.
-
-    Returns o [B, T, H, V], the final state [B, H, K, V] and the snapshots [B, ceil(T / every), H, K, V]: entry s is the
-    state before token s * every. Raises ValueError unless `every` is a positive multiple of 32, the kernels' chunk.
-    """
-    check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, None)
-    if every < 1 or every % 32:
-        raise ValueError(f"kda_snapshots: every must be a positive multiple of 32 tokens, got {every}")
-    if _on_kernels(q, k, v):
-        from k3rl.kernels.kda import autograd
-
-        return autograd.kda_snapshots(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, every)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    state = initial_state
-    if state is None:
-        state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=wide)
-    outputs, snapshots = [], []
-    for piece in zip(*(x.split(every, 1) for x in (q, k, v, gate, beta)), strict=True):
-        snapshots.append(state)
-        o, state = kda_reference(*piece, A_log, dt_bias, gate_lower_bound, state)
-        outputs.append(o)
-    return torch.cat(outputs, 1), state, torch.stack(snapshots, 1)
-
-
-def _on_kernels(q, k, v) -> bool:
-    return dispatch.use_kernel("kda", q, k, v, head_dims=(q.shape[-1], v.shape[-1]), float32_rows=False)
 
 
 def check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 
 WIDTH = 4
 
@@ -33,7 +33,7 @@ def short_conv(
     Raises ValueError on shapes that do not fit.
     """
     _check(xs, weights, history, cu_seqlens)
-    if dispatch.use_kernel("short_conv", *xs) and len(xs) <= 3 and xs[0].shape[-1] % 128 == 0:
+    if limits.SHORT_CONV.takes(xs):
         from k3rl.kernels.kda import short_conv_kernels
 
         return short_conv_kernels.short_conv(xs, weights, history, cu_seqlens)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from k3rl.kernels.kda.autograd import Chunks, Kept, capturing, packed_chunks, zero_tail
+from k3rl.kernels.kda.autograd import Chunks, TableCache, capturing, packed_chunks, zero_tail
 from k3rl.kernels.triton_ops import sigmoid, to_bf16_rne
 
 # Tokens a strip, columns a program.
@@ -229,7 +229,7 @@ def new_history(xs, history, cu_seqlens) -> torch.Tensor:
     return new
 
 
-_fixed = Kept()
+_fixed = TableCache()
 
 
 def strips(B: int, T: int, cu_seqlens, device, size: int) -> Chunks:

@@ -1,9 +1,9 @@
 """Attention of several new tokens of some rows over latents in pages, read where they lie (MLA prefill behind a cache).
 
 Queries have absorbed the key half of the up-projection, so that they meet latents as they are cached, and the result is
-a sum of latents, which the value half has yet to expand. `attend_chunks` makes its table, attends and, where there are
+a sum of latents, which the value half has yet to expand. `attend` makes its table, attends and, where there are
 so few queries that what they attend to is split, adds up: a launch each on a GPU that the kernel supports.
-`attend_chunks_reference` in plain torch is its definition. What comes before is of any length; the kernels need nothing
+`attend_reference` in plain torch is its definition. What comes before is of any length; the kernels need nothing
 that the host would have to read. Source: k3 architecture section 3.
 """
 
@@ -13,12 +13,12 @@ from itertools import pairwise
 
 import torch
 
-from k3rl.kernels.mla.decode_attention import takes
+from k3rl.kernels import limits
 
 _LOGITS = 1 << 24  # that the reference makes at once
 
 
-def attend_chunks(
+def attend(
     absorbed: torch.Tensor,
     q_r: torch.Tensor,
     pages: torch.Tensor,
@@ -38,17 +38,17 @@ def attend_chunks(
     fits = q_r.shape == (rows, h, r) and pages.shape[-1] == z + r and past.shape == (rows,)
     if not fits or table.shape[0] != segments or ends.dtype != torch.int32:
         raise ValueError(
-            f"attend_chunks: q_r {tuple(q_r.shape)}, pages {tuple(pages.shape)}, table {tuple(table.shape)}, past "
+            f"attend: q_r {tuple(q_r.shape)}, pages {tuple(pages.shape)}, table {tuple(table.shape)}, past "
             f"{tuple(past.shape)} and ends {ends.dtype} {tuple(ends.shape)} do not fit absorbed {tuple(absorbed.shape)}"
         )
-    if takes(pages, r):
+    if limits.PAGED_LATENTS.takes(pages, r):
         from k3rl.kernels.mla import chunked_prefill_kernels
 
-        return chunked_prefill_kernels.attend_chunks(absorbed, q_r, pages, table, past, ends, scale)
-    return attend_chunks_reference(absorbed, q_r, pages, table, past, ends, scale)
+        return chunked_prefill_kernels.attend(absorbed, q_r, pages, table, past, ends, scale)
+    return attend_reference(absorbed, q_r, pages, table, past, ends, scale)
 
 
-def attend_chunks_reference(
+def attend_reference(
     absorbed: torch.Tensor,
     q_r: torch.Tensor,
     pages: torch.Tensor,
@@ -57,7 +57,7 @@ def attend_chunks_reference(
     ends: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """`attend_chunks` in plain torch, segment by segment over the pages that it has."""
+    """`attend` in plain torch, segment by segment over the pages that it has."""
     (h, _, z), page = absorbed.shape, pages.shape[1]
     wide = torch.promote_types(absorbed.dtype, torch.float32)
     out = torch.empty_like(absorbed)

@@ -1,8 +1,8 @@
-"""The Triton kernel of `latent_chunks`: a program for some tokens of one segment, some of their heads and a run of what
-they attend to.
+"""The Triton kernel of `chunked_prefill`: a program for some tokens of one segment, some of their heads and a run of
+what they attend to.
 
 Tokens times heads are the rows of one tile, so that a tile of latents is read once for all of them, as keys and as
-values. Sums go on as in `latent_attention_kernels`, whose `merge_kernel` adds the parts of a split run up.
+values. Sums go on as in `decode_attention_kernels`, whose `merge_kernel` adds the parts of a split run up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAUNCH = {"num_warps": 8}
 
 
 @triton.jit(do_not_specialize=["rows"])
-def attend_chunks_kernel(
+def chunked_prefill_kernel(
     absorbed, q_r, pages, table, past, out, parts, sums, chunk_start, chunk_len, chunk_sequence, scale, heads, rows,
     blocks_t, a_h, a_t, r_h, r_t,
     Z: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
@@ -78,8 +78,8 @@ def chunk_heads(h: int) -> int:
     return h if h <= TILE // 2 else TILE // 2
 
 
-def attend_chunks(absorbed, q_r, pages, table, past, ends, scale: float, *, splits: int | None = None):
-    """`chunked_prefill.attend_chunks` by the kernels: bf16, Z and r powers of two, pages of whole blocks."""
+def attend(absorbed, q_r, pages, table, past, ends, scale: float, *, splits: int | None = None):
+    """`chunked_prefill.attend` by the kernels: bf16, Z and r powers of two, pages of whole blocks."""
     (h, rows, z), r = absorbed.shape, q_r.shape[-1]
     absorbed, q_r = (x if x.stride(-1) == 1 else x.contiguous() for x in (absorbed, q_r))
     page, heads = pages.shape[1], chunk_heads(h)
@@ -94,7 +94,7 @@ def attend_chunks(absorbed, q_r, pages, table, past, ends, scale: float, *, spli
     if splits > 1:
         parts = torch.empty(rows, splits, h, z, dtype=torch.float32, device=out.device)
         sums = torch.empty(rows, splits, h, 2, dtype=torch.float32, device=out.device)
-    attend_chunks_kernel[(chunks.count, splits, groups)](
+    chunked_prefill_kernel[(chunks.count, splits, groups)](
         absorbed, q_r, pages, table, past, out, parts, sums, chunks.start, chunks.length, chunks.sequence, scale, h,
         rows, table.stride(0), absorbed.stride(0), absorbed.stride(1), q_r.stride(1), q_r.stride(0),
         Z=z, ROPE=r, HEADS=heads, TILE=TILE, TOKENS=tokens, PAGE=page, SPLITS=splits, STAGES=2, **LAUNCH,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 
 
 def attend(
@@ -32,18 +32,11 @@ def attend(
             f"attend: q_r {tuple(q_r.shape)}, pages {tuple(pages.shape)}, table {tuple(table.shape)} and past "
             f"{tuple(past.shape)} do not fit absorbed {tuple(absorbed.shape)}"
         )
-    if takes(pages, r):
+    if limits.PAGED_LATENTS.takes(pages, r):
         from k3rl.kernels.mla import decode_attention_kernels
 
         return decode_attention_kernels.attend(absorbed, q_r, pages, table, past, scale)
     return attend_reference(absorbed, q_r, pages, table, past, scale)
-
-
-def takes(pages: torch.Tensor, r: int) -> bool:
-    """Whether the kernels read pages [P, page, Z + r] like these; never on a CPU."""
-    z = pages.shape[2] - r
-    powers = all(n >= 16 and n & (n - 1) == 0 for n in (z, r)) and z <= 512
-    return powers and pages.shape[1] % 16 == 0 and dispatch.use_kernel("latents", pages, float32_rows=False)
 
 
 def attend_reference(

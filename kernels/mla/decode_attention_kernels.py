@@ -1,4 +1,4 @@
-"""The Triton kernels of `latent_attention`: a program for one row, some of its heads and a run of its tokens.
+"""The Triton kernels of `decode_attention`: a program for one row, some of its heads and a run of its tokens.
 
 A tile of latents is read once and serves as keys and as values of all heads of the program. Sums go on as tokens come
 (running maximum, sum of weights, weighted latents); where rows are few their tokens are split over programs, and
@@ -20,7 +20,7 @@ NEVER = tl.constexpr(-1.0e30)  # a logit that weighs nothing; finite, so that di
 
 
 @triton.jit(do_not_specialize=["rows"])
-def attend_kernel(
+def decode_attention_kernel(
     absorbed, q_r, pages, table, past, out, parts, sums, scale, heads, rows, blocks_t, a_h, a_t, r_h, r_t,
     Z: tl.constexpr, ROPE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr,
@@ -86,11 +86,11 @@ def merge_kernel(parts, sums, out, heads, rows, Z: tl.constexpr, SPLITS: tl.cons
 
 def attend(
     absorbed, q_r, pages, table, past, scale: float, *, splits: int | None = None, num_warps: int | None = None,
-    most_parts: int = 0,
+    unmerged_splits: int = 0,
 ):  # fmt: skip
     """`k3rl.kernels.mla.decode_attention.attend` by the kernels: bf16, Z and r powers of two, pages of whole blocks.
 
-    With most_parts: (result, parts, sums), and where there are no more parts than that they are not added up, the
+    With unmerged_splits: (result, parts, sums), and where there are no more splits than that they are not merged, the
     result is not filled; else they are None.
     """
     (h, rows, z), r = absorbed.shape, q_r.shape[-1]
@@ -106,17 +106,17 @@ def attend(
     if splits > 1:
         parts = torch.empty(rows, splits, h, z, dtype=torch.float32, device=out.device)
         sums = torch.empty(rows, splits, h, 2, dtype=torch.float32, device=out.device)
-    attend_kernel[(rows, splits, groups)](
+    decode_attention_kernel[(rows, splits, groups)](
         absorbed, q_r, pages, table, past, out, parts, sums, scale, h, rows, table.stride(0),
         absorbed.stride(0), absorbed.stride(1), q_r.stride(1), q_r.stride(0),
         Z=z, ROPE=r, HEADS=heads, TOKENS=tokens, PAGE=page, SPLITS=splits, STAGES=2,
         num_warps=num_warps or (4 if heads * z <= 4096 else 8), **early(),
     )  # fmt: skip
-    if 1 < splits <= most_parts:
+    if 1 < splits <= unmerged_splits:
         return out, parts, sums
     if splits > 1:
         merge_kernel[(rows, h)](
             parts, sums, out, h, rows, Z=z, SPLITS=splits, LANES=triton.next_power_of_2(splits), num_warps=4,
             **early(),
         )  # fmt: skip
-    return (out, None, None) if most_parts else out
+    return (out, None, None) if unmerged_splits else out

@@ -14,12 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.kernels.mla import decode_attention
 from k3rl.kernels.norm.rms_norm import rms_norm_reference
-
-MOST_BYTES = 32 << 20  # of matrices that all programs of a launch read together
-ROWS = 16  # of a program
 
 
 class Norm(NamedTuple):
@@ -27,17 +24,6 @@ class Norm(NamedTuple):
 
     weight: torch.Tensor
     eps: float
-
-
-def takes(q_a: torch.Tensor, q_b: torch.Tensor, kv_b: torch.Tensor, nope: int, pages: torch.Tensor) -> bool:
-    """Whether the kernels take q_a [R, Q], q_b [h (n + r), Q], kv_b [h, n + V, Z] with n = `nope`, and these pages."""
-    heads, both, z = kv_b.shape
-    value, rope = both - nope, q_b.shape[0] // heads - nope
-    powers = all(n >= 16 and n & (n - 1) == 0 for n in (nope, rope, value, z)) and z <= 512
-    fits = powers and q_a.shape[1] % 64 == 0 and q_a.shape[1] <= 1024 and pages.shape[1] % 16 == 0
-    fits = fits and q_b.is_contiguous() and kv_b.is_contiguous() and len(q_a) > 0
-    fits = fits and -(-len(q_a) // ROWS) * max(q_b.nbytes + kv_b.nbytes // 2, kv_b.nbytes // 2) <= MOST_BYTES
-    return fits and dispatch.use_kernel("latents", q_a, q_b, kv_b, pages, float32_rows=False)
 
 
 def queries(
@@ -49,7 +35,7 @@ def queries(
     q_b [h (n + r), Q] makes queries of normed q_a, kv_b [h, n + V, Z] with n = `nope` takes them to latent space. The
     normed c and k_r are written at place int64 [R], counted in tokens over all pages [P, page, Z + r].
     """
-    if takes(q_a, q_b, kv_b, nope, pages):
+    if limits.MLA_DECODE_STEP.takes_queries(q_a, q_b, kv_b, nope, pages):
         from k3rl.kernels.mla import decode_step_kernels
 
         return decode_step_kernels.queries(q_a, c, k_r, q_norm, c_norm, q_b, kv_b, nope, pages, place)
@@ -71,11 +57,8 @@ def attend(
     absorbed: torch.Tensor, q_r: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, past: torch.Tensor,
     scale: float, kv_b: torch.Tensor, nope: int, gate: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """`latent_attention.attend`, the value half of kv_b [h, n + V, Z], then sigmoid(gate [R, h * V]) -> [R, h * V]."""
-    value = kv_b.shape[1] - nope
-    fits = value >= 16 and value & (value - 1) == 0 and kv_b.is_contiguous() and gate.stride(-1) == 1
-    fits = fits and -(-len(gate) // ROWS) * kv_b.nbytes // 2 <= MOST_BYTES
-    if fits and decode_attention.takes(pages, q_r.shape[-1]):
+    """`decode_attention.attend`, the value half of kv_b [h, n + V, Z], then sigmoid(gate [R, h * V]) -> [R, h * V]."""
+    if limits.MLA_DECODE_STEP.takes_attention(pages, q_r.shape[-1], kv_b, nope, gate):
         from k3rl.kernels.mla import decode_step_kernels
 
         return decode_step_kernels.attend(absorbed, q_r, pages, table, past, scale, kv_b, nope, gate)

@@ -1,4 +1,4 @@
-"""The Triton kernels of `latent_step`: a program for 16 rows and one head.
+"""The Triton kernels of `decode_step`: a program for 16 rows and one head.
 
 `query_kernel` norms its rows, multiplies them with the head's part of the second query matrix and the result, rounded
 as it would be in memory, with the head's part of the up-projection. One more program of 16 rows than there are heads
@@ -12,13 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+from k3rl.kernels import limits
 from k3rl.kernels.mla import decode_attention_kernels
 from k3rl.kernels.mla.decode_attention_kernels import NEVER
-from k3rl.kernels.mla.decode_step import ROWS, Norm
+from k3rl.kernels.mla.decode_step import Norm
 from k3rl.kernels.moe.mxfp8_kernels import through
 from k3rl.kernels.triton_ops import begin, dot, early, exp2, sigmoid, to_bf16_rne
 
-MOST_PARTS = 4  # that are added up in registers
+UNMERGED_SPLITS = 4  # of attention, which are added up in registers
+ROWS = limits.MLA_DECODE_STEP.rows
 WARPS, STAGES = 8, 3  # of the queries
 COLUMNS, DEPTH = 64, 64  # of values, a program; of latents, a step
 
@@ -131,7 +133,7 @@ def queries(q_a, c, k_r, q_norm: Norm, c_norm: Norm, q_b, kv_b, nope: int, pages
 def attend(absorbed, q_r, pages, table, past, scale: float, kv_b, nope: int, gate):
     """`k3rl.kernels.mla.decode_step.attend` by the kernels."""
     context, parts, sums = decode_attention_kernels.attend(
-        absorbed, q_r, pages, table, past, scale, most_parts=MOST_PARTS
+        absorbed, q_r, pages, table, past, scale, unmerged_splits=UNMERGED_SPLITS
     )
     (h, both, z), rows = kv_b.shape, len(gate)
     value = both - nope

@@ -11,15 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
-
-WIDEST = 512  # columns of a head
-
-
-def takes(q: torch.Tensor, k_r: torch.Tensor) -> bool:
-    """Whether the kernels take rows of heads like q [N, h, n + r] and of shared keys [N, r]."""
-    return q.shape[-1] <= WIDEST and len(q) > 0 and dispatch.use_kernel("heads", q, k_r)
-
 
 def spread(kv: torch.Tensor, k_r: torch.Tensor, nope: int) -> tuple[torch.Tensor, torch.Tensor]:
     """kv [N, h, nope + V], k_r [N, r], V at most nope + r -> keys and filled-up values [N, h, nope + r]."""

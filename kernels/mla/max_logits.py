@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 
 _RUN = 1024  # queries whose logits the reference looks at together
 _ALIGNED = 64  # rows that its runs of keys begin at, so that its products are aligned
@@ -24,18 +24,11 @@ def largest_logits(q: torch.Tensor, k: torch.Tensor, first: torch.Tensor, longes
     if q.shape != k.shape or first.shape != q.shape[:1]:
         raise ValueError(f"largest_logits: q {tuple(q.shape)}, k {tuple(k.shape)} and first {tuple(first.shape)} do "
                          "not fit")  # fmt: skip
-    if dispatch.use_kernel("largest_logits", q, k, float32_rows=False) and _split(q.shape[-1]) is not None:
+    if limits.MAX_LOGITS.takes(q, k):
         from k3rl.kernels.mla import max_logits_kernels
 
-        return max_logits_kernels.largest_logits(q, k, first, *(_split(q.shape[-1]) or (0, 0)))
+        return max_logits_kernels.largest_logits(q, k, first, *(limits.MAX_LOGITS.split(q.shape[-1]) or (0, 0)))
     return largest_logits_reference(q, k, first, longest)
-
-
-def _split(width: int) -> tuple[int, int] | None:
-    """A head's width as two powers of two, the second maybe 0, as the kernel's products want it."""
-    whole = 1 << (width.bit_length() - 1)
-    rest = width - whole
-    return (whole, rest) if whole <= 256 and (rest == 0 or (rest >= 16 and rest & (rest - 1) == 0)) else None
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 
 
 def add_groups(total: torch.Tensor, part: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor | None = None) -> None:
@@ -21,7 +21,7 @@ def add_groups(total: torch.Tensor, part: torch.Tensor, ends: torch.Tensor, rows
                          f"{tuple(ends.shape)} do not fit")  # fmt: skip
     if not (total.is_contiguous() and part.is_contiguous()):
         raise ValueError("add_groups: total and part must be contiguous")
-    if dispatch.use_kernel("add_groups", part) and total.dtype == torch.float32:
+    if limits.ADD_GROUPS.takes(total, part):
         from k3rl.kernels.moe import add_groups_kernels
 
         add_groups_kernels.add_groups(total, part, ends, rows)

@@ -15,13 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from k3rl.kernels import dispatch
-from k3rl.kernels.gemm.skinny import added_up
-
-MOST_EXPERTS = 1024
-MOST_CHOICES = 16
-MOST_NORMED = 4096  # columns that one program holds
-MOST_SORTED = 4096  # assignments: each expert's program reads all of them
+from k3rl.kernels import limits
+from k3rl.kernels.gemm.skinny import sum_partials
 
 
 class Assignments(NamedTuple):
@@ -52,8 +47,7 @@ def choose(
     a choice to keep; its weights are bit-equal to those it had when it was made from these logits.
     """
     _check(logits, bias, k)
-    fits = logits.shape[-1] <= MOST_EXPERTS and k <= MOST_CHOICES
-    if fits and dispatch.use_kernel("route", logits, bias):
+    if limits.DECODE_ROUTING.takes_choice(logits, bias, k):
         from k3rl.kernels.moe import decode_routing_kernels
 
         return decode_routing_kernels.choose(logits, bias, k, renormalize, scaling, recorded)
@@ -76,7 +70,7 @@ def choose_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`choose` in plain torch."""
     if logits.dim() == 3:
-        logits = added_up(logits)
+        logits = sum_partials(logits)
     scores = torch.sigmoid(logits)
     if recorded is None:
         ids = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :k]
@@ -90,8 +84,7 @@ def choose_reference(
 
 def sort_assignments(ids: torch.Tensor, experts: int) -> Assignments:
     """ids int64 [N, k], each in 0..experts - 1 -> the assignments in expert order."""
-    fits = 0 < ids.numel() <= MOST_SORTED and experts <= MOST_EXPERTS
-    if fits and dispatch.use_kernel("route", ids.new_empty(0, dtype=torch.float32)):
+    if limits.DECODE_ROUTING.takes_sort(ids, experts):
         from k3rl.kernels.moe import decode_routing_kernels
 
         return Assignments(*decode_routing_kernels.sort_assignments(ids, experts))
@@ -116,10 +109,10 @@ def sum_choices(
 ) -> torch.Tensor:
     """rows [R, b] in expert order, inverse [R], weights [N, k] -> sums over k [N, b] in `dtype`, taken in float32 or
     wider, the first choice first. norm: weight [b] and eps of an RMSNorm of the sums, as they are rounded."""
-    if inverse.numel() and dtype == rows.dtype and dispatch.use_kernel("route", rows):
+    if inverse.numel() and dtype == rows.dtype and limits.DECODE_ROUTING.takes_sum(rows):
         from k3rl.kernels.moe import decode_routing_kernels
 
-        if norm is None or rows.shape[1] <= MOST_NORMED:
+        if norm is None or rows.shape[1] <= limits.DECODE_ROUTING.normed:
             return decode_routing_kernels.sum_choices(rows, inverse, weights, norm)
         return _normed(decode_routing_kernels.sum_choices(rows, inverse, weights), norm)
     return sum_reference(rows, inverse, weights, dtype, norm)

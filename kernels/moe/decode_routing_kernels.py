@@ -1,4 +1,4 @@
-"""Triton kernels of `route`: one program a token, one an expert, and one a token and run of columns.
+"""Triton kernels of `decode_routing`: one program a token, one an expert, and one a token and run of columns.
 
 The choice takes the largest key k times, or ranks few keys by comparing each with all; a key is the biased score as a
 sortable integer with the expert's number below it, so that one reduction finds value and place and equal scores go by
@@ -160,7 +160,9 @@ def sort_assignments(ids, experts: int):
 
 
 def sum_choices(rows, inverse, weights, norm=None):
-    """`decode_routing.sum_choices` by the kernel: bf16 or float32; with a norm up to MOST_NORMED columns."""
+    """`decode_routing.sum_choices` by the kernel: bf16 or float32; with a norm up to `limits.DECODE_ROUTING.normed`
+    columns.
+    """
     n, k = weights.shape
     width = rows.shape[1]
     out = torch.empty(n, width, dtype=rows.dtype, device=rows.device)

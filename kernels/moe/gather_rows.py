@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 
 
 def gather_rows(
@@ -14,7 +14,7 @@ def gather_rows(
 
     The weight is rounded to the dtype of the rows first, the product after.
     """
-    if rows.dim() == 2 and rows.shape[1] % 32 == 0 and len(index) and dispatch.use_kernel("gather_rows", rows):
+    if limits.GATHER_ROWS.takes(rows, index):
         from k3rl.kernels.moe import gather_rows_kernels
 
         return gather_rows_kernels.gather_rows(rows, index, weight)

@@ -22,7 +22,7 @@ def _divided(a, b):
 
 @triton.jit(do_not_specialize=["n"])
 def load_counts_kernel(
-    scores, cutoff, bias, valid, counts, loads, kept, seen, changed, nan, n, experts,
+    scores, cutoff, bias, valid, counts, loads, counted, seen, changed, nan, n, experts,
     E: tl.constexpr, TOKENS: tl.constexpr, BINS: tl.constexpr, VALID: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, E)
@@ -48,10 +48,10 @@ def load_counts_kernel(
     place = tl.where(odd, 0.0, place).to(tl.int32)
     tl.atomic_add(counts + expert[None, :] * BINS + place, inside.to(tl.int32), mask=inside)
     if tl.program_id(0) == 0:
-        before = tl.where(tl.load(seen) != 0, tl.load(kept + expert, mask=real, other=0.0), own)
+        before = tl.where(tl.load(seen) != 0, tl.load(counted + expert, mask=real, other=0.0), own)
         if tl.sum(((before != own) & real).to(tl.int32), axis=0) > 0:
             tl.store(changed, 1)
-        tl.store(kept + expert, before, mask=real)
+        tl.store(counted + expert, before, mask=real)
         tl.store(seen, 1)
 
 
@@ -63,6 +63,6 @@ def count(scores, cutoff, bias, valid, sums) -> None:
     flags = [flag.view(torch.uint8) for flag in (sums.seen, sums.changed, sums.nan)]
     load_counts_kernel[(triton.cdiv(n, tokens),)](
         scores.contiguous(), cutoff.contiguous(), bias.contiguous(), flags[0] if valid is None else
-        valid.contiguous().view(torch.uint8), sums.counts, sums.loads, sums.kept, *flags, n, experts,
+        valid.contiguous().view(torch.uint8), sums.counts, sums.loads, sums.bias, *flags, n, experts,
         E=size, TOKENS=tokens, BINS=sums.counts.shape[1], VALID=valid is not None, num_warps=4,
     )  # fmt: skip

@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.numerics import mx
-
-
-def takes(x: torch.Tensor) -> bool:
-    """Whether the kernel rounds x [..., n]."""
-    return x.shape[-1] % mx.BLOCK == 0 and x.numel() > 0 and dispatch.use_kernel("mxfp8", x)
 
 
 def mxfp8(x: torch.Tensor, rule: str = "ceil") -> torch.Tensor:
@@ -21,7 +16,7 @@ def mxfp8(x: torch.Tensor, rule: str = "ceil") -> torch.Tensor:
 
     Raises QuantizationError where `fake_quantize_mxfp8` does.
     """
-    if rule in mx.RULES and takes(x):
+    if rule in mx.RULES and limits.MXFP8.takes(x):
         from k3rl.kernels.moe import mxfp8_kernels
 
         return mxfp8_kernels.mxfp8(x, rule)

@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.kernels.moe.mxfp8 import mxfp8_reference
-from k3rl.numerics import mx
-
-
-def takes(gate_up: torch.Tensor, *more: torch.Tensor) -> bool:
-    """Whether the kernels take gate_up [..., 2n] and rows of the same dtype beside it."""
-    fits = gate_up.shape[-1] % (2 * mx.BLOCK) == 0 and gate_up.numel() > 0
-    return fits and dispatch.use_kernel("situ", gate_up, *more)
 
 
 def situ(gate_up: torch.Tensor, beta: float, linear_beta: float, rule: str | None = None) -> torch.Tensor:
     """gate_up [..., 2n], gate first -> [..., n] in its dtype, without gradient; rule: of MXFP8 rounding, if any."""
-    if takes(gate_up):
+    if limits.SITU.takes(gate_up):
         from k3rl.kernels.moe import situ_kernels
 
         return situ_kernels.situ(gate_up, beta, linear_beta, rule)
@@ -38,7 +31,7 @@ def situ_gradient(
     weight [R, 1] scales the rows of grad first, rounded to their dtype before and after; active [R, n] is what the
     unit gave. The sums [R] are float32 or wider and of grad as it comes.
     """
-    if takes(gate_up, grad, *([] if active is None else [active])):
+    if limits.SITU.takes(gate_up, grad, *([] if active is None else [active])):
         from k3rl.kernels.moe import situ_kernels
 
         return situ_kernels.situ_gradient(grad, gate_up, beta, linear_beta, weight, active)

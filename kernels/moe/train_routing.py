@@ -1,8 +1,8 @@
 """Routing of many tokens to experts, as training wants it: the choice with its gradient, and the order by expert.
 
-    choose           as `route.choose`, and the scores and the first one left out, for who balances the load
+    choose           as `decode_routing.choose`, and the scores and the first one left out, for who balances the load
     choose_gradient  the gradient of the router's logits from that of the weights
-    sort_many        as `route.sort_assignments`, for any number of assignments
+    sort_many        as `decode_routing.sort_assignments`, for any number of assignments
 
 The references in plain torch are the definitions. Nothing is read by the host and no shape depends on the ids.
 """
@@ -13,10 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from k3rl.kernels import dispatch
-from k3rl.kernels.moe.decode_routing import MOST_CHOICES, MOST_EXPERTS, choose_reference, sort_reference
-
-MOST_MANY = 1 << 20  # assignments: one program adds up an expert's counts of 128 each
+from k3rl.kernels.moe.decode_routing import choose_reference, sort_reference
 
 
 class Chosen(NamedTuple):
@@ -29,12 +26,6 @@ class Chosen(NamedTuple):
     cutoff: torch.Tensor
 
 
-def takes(x: torch.Tensor, experts: int, k: int) -> bool:
-    """Whether the kernels choose k of some experts for rows x [N, H], whose logits are float32."""
-    fits = len(x) > 0 and k < experts <= MOST_EXPERTS and k <= MOST_CHOICES
-    return fits and dispatch.use_kernel("routing", x)
-
-
 def choose(
     logits: torch.Tensor,
     bias: torch.Tensor,
@@ -43,7 +34,9 @@ def choose(
     scaling: float,
     recorded: torch.Tensor | None = None,
 ) -> Chosen:
-    """logits [N, E], bias [E] float32 of rows that `takes` takes; weights and ids have the bits of `route.choose`."""
+    """logits [N, E], bias [E] float32 of rows that `limits.TRAIN_ROUTING` takes; bits are those of
+    `decode_routing.choose`.
+    """
     from k3rl.kernels.moe import train_routing_kernels
 
     return Chosen(*train_routing_kernels.choose(logits, bias, k, renormalize, scaling, recorded))
@@ -84,21 +77,15 @@ def gradient_reference(
     return torch.zeros_like(logits).scatter_(1, ids, d * score * (1 - score)).to(dtype)
 
 
-def sorts(ids: torch.Tensor, experts: int) -> bool:
-    """Whether the kernels sort these assignments [N, k]."""
-    fits = 0 < ids.numel() <= MOST_MANY and experts <= MOST_EXPERTS
-    return fits and dispatch.use_kernel("routing", ids.new_empty(0, dtype=torch.float32))
-
-
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def sort_many(ids: torch.Tensor, experts: int, weights: torch.Tensor | None = None) -> Sorted:
-    """ids int64 [N, k] that `sorts` takes -> order, inverse and token int64 [N * k], ends int32 [E], and the weights
-    [N * k] float32 of the sorted rows where they are given, [N, k].
+    """ids int64 [N, k] that `limits.TRAIN_ROUTING` takes -> order, inverse and token int64 [N * k], ends int32 [E], and
+    the weights [N * k] float32 of the sorted rows where they are given, [N, k].
 
     order: the assignment of each sorted row, equal ones in their order; token: its token; the others as in
-    `route.Assignments`.
+    `decode_routing.Assignments`.
     """
     from k3rl.kernels.moe import train_routing_kernels
 

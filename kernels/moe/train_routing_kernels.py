@@ -1,4 +1,4 @@
-"""Triton kernels of `routing`. A program has a tile of tokens and all experts of each.
+"""Triton kernels of `train_routing`. A program has a tile of tokens and all experts of each.
 
 The order by expert is a counting sort in four launches: counts of each block of 128 assignments, their sums along the
 blocks of an expert, where experts begin, and each assignment's place. An assignment's rank in its block is the number

@@ -3,7 +3,7 @@
     mix = sum_i p_i V_i,  p = softmax_i(r_i V_i . q),  r_i = 1 / sqrt(mean(V_i^2) + eps),  q = w_norm * w_proj
 
 `mix_reference` is the definition; autograd gives its gradients. `mix`, `mix_sum` and `mix_gradient` run the Triton
-kernels and are called where `takes` says so. Source: k3 architecture section 6.
+kernels, for what `limits.ATTN_RES` takes. Source: k3 architecture section 6.
 """
 
 from __future__ import annotations
@@ -12,21 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from k3rl.kernels import dispatch
-from k3rl.kernels.gemm.skinny import Parts
-
-MOST_BANK_ROWS = 8
-WIDEST = 8192
-
-
-def takes(last: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, proj: torch.Tensor) -> bool:
-    """Whether the kernels take the running sum [N, H], block sums [N, H], w_norm [H] and w_proj [1, H].
-
-    Block sums are float32, or for a mix without gradients in the dtype of the running sum.
-    """
-    fits = 0 < len(bank) <= MOST_BANK_ROWS and last.shape[-1] <= WIDEST and last.numel() > 0
-    fits = fits and all(row.dtype in (torch.float32, last.dtype) for row in bank)
-    return fits and dispatch.use_kernel("attn_res", last, norm, proj)
+from k3rl.kernels.gemm.skinny import PartialSums
 
 
 def mix_reference(
@@ -55,7 +41,7 @@ def mix(
 
 
 def mix_sum(
-    last: torch.Tensor | None, added: torch.Tensor | Parts, bank: Sequence[torch.Tensor], norm: torch.Tensor,
+    last: torch.Tensor | None, added: torch.Tensor | PartialSums, bank: Sequence[torch.Tensor], norm: torch.Tensor,
     proj: torch.Tensor, eps: float, weight: torch.Tensor | None = None, norm_eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`mix` of the running sum last + added, rounded to their dtype, and that sum [N, H]; the bits of two calls.
@@ -64,7 +50,7 @@ def mix_sum(
     """
     from k3rl.kernels.norm import attn_res_kernels
 
-    base, sums = (added.base, added.sums) if isinstance(added, Parts) else (added, None)
+    base, sums = (added.base, added.sums) if isinstance(added, PartialSums) else (added, None)
     like = bank[0].new_empty(bank[0].shape, dtype=added.dtype) if last is None else last
     out, running = attn_res_kernels.mix(
         like, bank, norm, proj, eps, weight, norm_eps, False, base, sums, fresh=last is None

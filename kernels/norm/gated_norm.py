@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 
 
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
@@ -21,7 +21,7 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
     if gate.shape != x.shape or weight.shape != x.shape[-1:]:
         raise ValueError(f"gated_norm: gate must be {tuple(x.shape)} and weight {tuple(x.shape[-1:])} to fit x, got "
                          f"{tuple(gate.shape)} and {tuple(weight.shape)}")  # fmt: skip
-    if dispatch.use_kernel("gated_norm", x, gate) and x.shape[-1] == 128:
+    if limits.GATED_NORM.takes(x, gate):
         from k3rl.kernels.norm import gated_norm_kernels
 
         return gated_norm_kernels.gated_norm(x, gate, weight, eps)

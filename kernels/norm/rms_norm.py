@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
-
-WIDEST = 8192
-
-
-def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernels take x [..., n] and weight [n]."""
-    fits = 0 < x.shape[-1] <= WIDEST and x.numel() > 0
-    return fits and dispatch.use_kernel("rms_norm", x, weight)
+from k3rl.kernels import limits
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., n], weight [n] -> y [..., n] in x's dtype and r [..., 1] in float32 or wider, without gradient."""
-    if takes(x, weight):
+    if limits.RMS_NORM.takes(x, weight):
         from k3rl.kernels.norm import rms_norm_kernels
 
         return rms_norm_kernels.rms_norm(x, weight, eps)
@@ -28,7 +20,7 @@ def rms_norm_gradient(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient of y, x [N, n], weight [n], r [N, 1] -> gradients of x [N, n] and of the weight [n] in their dtypes."""
-    if takes(x, weight) and grad.dtype == x.dtype:
+    if limits.RMS_NORM.takes(x, weight) and grad.dtype == x.dtype:
         from k3rl.kernels.norm import rms_norm_kernels
 
         return rms_norm_kernels.rms_norm_gradient(grad, x, weight, r)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 
 TENSORS = 32  # of one launch: their addresses are its arguments
 BLOCK = 8192  # elements that one program adds
@@ -41,8 +41,7 @@ def add_many(total: torch.Tensor, parts: Sequence[torch.Tensor], table: Table) -
     if [part.numel() for part in parts] != table.sizes or total.shape != (sum(table.sizes),):
         raise ValueError(f"add_many: {len(parts)} parts of {sum(part.numel() for part in parts)} numbers do not fit a "
                          f"table of {len(table.sizes)} and a sum of shape {tuple(total.shape)}")  # fmt: skip
-    alike = len({part.dtype for part in parts}) == 1 and total.dtype == torch.float32
-    if parts and alike and dispatch.use_kernel("add_many", parts[0]):
+    if limits.ADD_MANY.takes(total, parts):
         from k3rl.kernels.optim import add_many_kernels
 
         add_many_kernels.add_many(total, [aligned(part) for part in parts], table)

@@ -14,20 +14,8 @@ import warnings
 
 import torch
 
-from k3rl.kernels import dispatch
+from k3rl.kernels import limits
 from k3rl.numerics import project
-
-MOST = 1 << 26  # numbers of one block, whose partial sums one program adds up
-
-
-def takes(blocks: torch.Tensor) -> bool:
-    """Whether the kernels take these blocks [n, r, c]; says once why they do not."""
-    return (
-        dispatch.use_kernel("muon", blocks)
-        and blocks.dtype == torch.float32
-        and blocks.is_contiguous()
-        and blocks[0].numel() <= MOST
-    )
 
 
 def start(
@@ -38,7 +26,7 @@ def start(
     nesterov: bool,
     live: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """gradient, momentum float32 [n, r, c] on a GPU that `takes` them -> X bf16 [n, r, c]; the momentum is moved.
+    """gradient, momentum float32 [n, r, c] that `limits.MUON` takes -> X bf16 [n, r, c]; the momentum is moved.
 
     factor: a float32 scalar on the device that the gradient, which stays as it is, is multiplied with (clipping).
     live int32 [n] on the device: the momentum of a block with 0 stays, and its X means nothing; None: all of them move.
@@ -106,8 +94,7 @@ def mxfp4(master: torch.Tensor) -> torch.Tensor | None:
 
     Bit for bit those of `k3rl.numerics.project`, which is tried once for each device. None where no kernel takes it.
     """
-    fits = master.dtype == torch.float32 and master.dim() > 0 and master.shape[-1] % 32 == 0
-    if not fits or not master.is_contiguous() or not dispatch.use_kernel("mxfp4", master):
+    if not limits.MUON.takes_mxfp4(master):
         return None
     from k3rl.kernels.optim import muon_kernels
 

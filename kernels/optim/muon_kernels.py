@@ -12,7 +12,7 @@ from k3rl.kernels.triton_ops import to_bf16_rne
 
 CHUNK = 4096  # numbers of a block that one program takes
 WIDE_CHUNK = 16384  # of blocks that would have more partial sums than one program adds up
-MOST_PARTS = 4096
+MOST_PARTIALS = 4096
 ROWS = 128  # blocks of 32 numbers that share a scale
 
 
@@ -118,7 +118,7 @@ def start(
 ) -> torch.Tensor:
     """See `k3rl.kernels.optim.muon.start`."""
     count, size = len(momentum), momentum[0].numel()
-    chunk = CHUNK if triton.cdiv(size, CHUNK) <= MOST_PARTS else WIDE_CHUNK
+    chunk = CHUNK if triton.cdiv(size, CHUNK) <= MOST_PARTIALS else WIDE_CHUNK
     parts = triton.cdiv(size, chunk)
     sums = torch.empty(2, count, parts, dtype=torch.float32, device=momentum.device)
     x = torch.empty(momentum.shape, dtype=torch.bfloat16, device=momentum.device)

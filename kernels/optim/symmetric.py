@@ -10,15 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
-
-MOST = 1 << 31  # numbers of one matrix, of p or of the result: places in it are 32-bit
-
-
-def takes(p: torch.Tensor) -> bool:
-    """Whether the kernel takes matrices like p [n, r, k]: bf16 on a GPU, one of the last two axes without gaps."""
-    fits = 1 in p.stride()[1:] and p.shape[1] * max(p.shape[1:]) < MOST
-    return fits and dispatch.use_kernel("symmetric", p, float32_rows=False)
+from k3rl.kernels import limits
 
 
 def symmetric(
@@ -31,7 +23,7 @@ def symmetric(
     n, r, k = p.shape
     if out.shape != (n, r, r) or not out.is_contiguous() or (beta != 0.0 and k != r):
         raise ValueError(f"symmetric: p {tuple(p.shape)} does not fit out {tuple(out.shape)} with beta = {beta}")
-    if takes(p):
+    if limits.SYMMETRIC.takes(p):
         from k3rl.kernels.optim import symmetric_kernels
 
         symmetric_kernels.symmetric(p, out, alpha, beta, gamma)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from k3rl.kernels import dispatch
-
-MOST_TOKENS = 4096  # of a vocabulary that one program holds
+from k3rl.kernels import limits
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -19,7 +17,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor)
     Temperature 0 takes the largest logit, the lowest id among equals, with its logprob at temperature 1. uniform in
     [0, 1). A row whose logits are not finite gets an id that means nothing, and is one.
     """
-    if logits.shape[1] <= MOST_TOKENS and dispatch.use_kernel("draw", logits):
+    if limits.DRAW.takes(logits):
         from k3rl.kernels.sampling import draw_kernels
 
         return draw_kernels.draw(logits, temperature, uniform)

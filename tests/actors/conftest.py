@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from k3rl.actors.cluster import ClusterConfig, cluster
+from k3rl.actors import ClusterConfig, start_ray
 
 CONFIG = ClusterConfig(cpus=4, object_store_mb=200, learner_threads=1, rollout_threads=1, placement_deadline_s=30)
 _running: list[ExitStack] = []
@@ -17,7 +17,7 @@ _running: list[ExitStack] = []
 def ray_cluster() -> ClusterConfig:
     if not _running:
         with ExitStack() as starting:
-            starting.enter_context(cluster(CONFIG))
+            starting.enter_context(start_ray(CONFIG))
             _running.append(starting.pop_all())
     return CONFIG
 

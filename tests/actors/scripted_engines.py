@@ -30,8 +30,8 @@ class ScriptedRollout:
     """Says what it is told, by sampling seed of the episode."""
 
     def __init__(self, answers: dict[int, str]) -> None:
-        self._answers = answers
-        self._tokenizer = Tokenizer.builtin()
+        self.answers = answers
+        self.tokenizer = Tokenizer.builtin()
 
     async def set_tokenizer(self, directory: str | None) -> None:
         pass
@@ -40,8 +40,8 @@ class ScriptedRollout:
         return [self._complete(params) for _, params in requests]
 
     def _complete(self, params: SamplingParams) -> Completion:
-        message = {"role": "assistant", "content": self._answers[params.seed // TURN_STRIDE]}
+        message = {"role": "assistant", "content": self.answers[params.seed // TURN_STRIDE]}
         segments = xtml.render([message], thinking=False, add_generation_prompt=False)
         prefix = xtml.render([], thinking=False, add_generation_prompt=True)
-        ids = tuple(self._tokenizer.encode_segments(segments[len(prefix) :]))
+        ids = tuple(self.tokenizer.encode_segments(segments[len(prefix) :]))
         return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)

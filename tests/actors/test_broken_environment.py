@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import ray
 
-from k3rl.actors.environment import EnvironmentActor
-from k3rl.actors.jobs import EpisodeJob, TaskRef
-from k3rl.actors.reward import RewardActor
-from k3rl.actors.rollouts import Rollouts
-from k3rl.actors.worker_pool import Crew
+from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
 from k3rl.envs.faults import EnvironmentTripped, FaultConfig
-from k3rl.pipelines.batches import TooManyFailures, check_failures
+from k3rl.pipelines import EnvConfig
+from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures
 from k3rl.types import Failed, FailureKind, SamplingParams, Scored
 from tests.actors.scripted_engines import Echo
 
@@ -45,13 +42,13 @@ class Broken(Env):
         return StepResult(done=True, answer="fine")
 
 
-class Judge(Rubric):
+class Grader(Rubric):
     def score_batch(self, items):
         return [Scored(1.0) for _ in items]
 
 
 def environment():
-    return Environment("broken", "raises", Source(), Broken, lambda **_: Judge(), lambda task: "fine")
+    return Environment("broken", "raises", Source(), Broken, lambda **_: Grader(), lambda task: "fine")
 """
 
 
@@ -72,7 +69,7 @@ class Source:
         return None
 
     def get(self, split, index, seed=0, *, level=None, family=None):
-        kind = ("dies once", "nan", "flaky", "judge dies once")[index]
+        kind = ("dies once", "nan", "flaky", "grader dies once")[index]
         return Task(f"hostile/{index}", "hostile", (Message("user", "say a"),), kind, hidden={"kind": kind})
 
 
@@ -91,16 +88,16 @@ class Hostile(Env):
         return StepResult(done=True, answer="fine")
 
 
-class Judge(Rubric):
+class Grader(Rubric):
     def score_batch(self, items):
-        if any(task.family == "judge dies once" for task, _ in items) and not DEAD.exists():
+        if any(task.family == "grader dies once" for task, _ in items) and not DEAD.exists():
             DEAD.write_text("x")
             os.kill(os.getpid(), 9)
         return [Scored(math.nan if task.family == "nan" else 1.0) for task, _ in items]
 
 
 def environment():
-    return Environment("hostile", "misbehaves", Source(), Hostile, lambda **_: Judge(), lambda task: "fine")
+    return Environment("hostile", "misbehaves", Source(), Hostile, lambda **_: Grader(), lambda task: "fine")
 """
 
 
@@ -137,15 +134,27 @@ class Worse(Env):
         return StepResult(done=True, answer="x" * 50_000_000 if self.kind == "floods" else "fine")
 
 
-class Judge(Rubric):
+class Grader(Rubric):
     def score_batch(self, items):
         worth = {"is infinite": math.inf, "is too much": 7.0, "is no number": "all"}
         return [Scored(worth.get(task.family, 1.0)) for task, _ in items]
 
 
 def environment():
-    return Environment("worse", "misbehaves", Source(), Worse, lambda **_: Judge(), lambda task: "fine")
+    return Environment("worse", "misbehaves", Source(), Worse, lambda **_: Grader(), lambda task: "fine")
 """
+
+
+def pools(env, engine) -> tuple[WorkerPool, WorkerPool]:
+    """One environment worker and one reward worker, each replaced when it is lost."""
+
+    def worker(_):
+        return ray.remote(EnvironmentWorker).options(num_cpus=0).remote(env, engine)
+
+    def grader(_):
+        return ray.remote(RewardWorker).options(num_cpus=0).remote(env)
+
+    return WorkerPool([worker(0)], worker), WorkerPool([grader(0)], grader)
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +162,17 @@ def group(ray_cluster, tmp_path_factory):
     """Five episodes of an environment whose tasks 1, 2 and 3 break in reset, in step and when drawn."""
     module = tmp_path_factory.mktemp("env") / "broken.py"
     module.write_text(BROKEN)
-    name = f"{module}:environment"
+    env = EnvConfig(name=f"{module}:environment")
     jobs = [EpisodeJob(f"e{i}", "g", TaskRef("train", i, 0), i) for i in range(5)]
     engine = ray.remote(Echo).options(num_cpus=0).remote()
-    player = ray.remote(EnvironmentActor).options(num_cpus=0).remote(name, {}, "bwrap", engine)
-    judge = ray.remote(RewardActor).options(num_cpus=0).remote(name, {}, "bwrap")
-    [played] = Rollouts(ray_cluster, [engine], [player], [judge]).play(jobs, SamplingParams())
-    for actor in (engine, player, judge):
+    worker = ray.remote(EnvironmentWorker).options(num_cpus=0).remote(env, engine)
+    grader = ray.remote(RewardWorker).options(num_cpus=0).remote(env)
+    timeout_s = ray_cluster.call_timeout_s
+    rollouts = RolloutWorkers([engine], WorkerPool([worker]), WorkerPool([grader]), timeout_s=timeout_s)
+    [graded] = rollouts.run(jobs, SamplingParams())
+    for actor in (engine, worker, grader):
         ray.kill(actor)
-    return played
+    return graded
 
 
 def test_each_failure_is_its_own_episodes_and_never_a_zero(group):
@@ -182,62 +193,54 @@ def test_a_share_of_failures_within_the_limit_lets_the_run_go_on(group):
 def test_hostile_episodes_are_typed_retried_counted_and_trip_the_breaker(ray_cluster, tmp_path):
     module = tmp_path / "hostile.py"
     module.write_text(HOSTILE)
-    name = f"{module}:environment"
     faults = FaultConfig(retries=1, call_s=0.5, blocked_s=0.4, breaker_attempts=8, breaker_share=0.6)
     engine = ray.remote(Echo).options(num_cpus=0).remote()
 
-    def player(_):
-        return ray.remote(EnvironmentActor).options(num_cpus=0).remote(name, {}, "bwrap", engine, faults)
-
-    def judge(_):
-        return ray.remote(RewardActor).options(num_cpus=0).remote(name, {}, "bwrap")
-
-    players, judges = Crew([player(0)], player), Crew([judge(0)], judge)
-    rollouts = Rollouts(ray_cluster, [engine], players, judges, faults=faults, env="hostile")
+    environments, rewards = pools(EnvConfig(name=f"{module}:environment", faults=faults), engine)
+    rollouts = RolloutWorkers(
+        [engine], environments, rewards, faults=faults, env="hostile", timeout_s=ray_cluster.call_timeout_s
+    )
     jobs = [EpisodeJob(f"e{i}", f"g{i}", TaskRef("train", i, 0), i) for i in range(4)]
-    scores = [group.episodes[0].score for group in rollouts.play(jobs, SamplingParams())]
+    scores = [group.episodes[0].score for group in rollouts.run(jobs, SamplingParams())]
     assert [score.kind if isinstance(score, Failed) else score.reward for score in scores] == [
-        1.0,  # played again in a fresh process
+        1.0,  # run again in a fresh process
         FailureKind.BAD_REWARD,
         1.0,  # the second attempt
-        1.0,  # graded again by a fresh judge
+        1.0,  # graded again by a fresh worker
     ]
     counted = {key.removeprefix("env/hostile/"): value for key, (value, _) in rollouts.take_metrics().pairs().items()}
     assert counted["retried_attempts"] == 2
     assert counted["failed_bad_reward_attempts"] == 2
     assert counted["replaced_actors"] == 2
     with pytest.raises(EnvironmentTripped, match="gave no reward"):
-        rollouts.play([EpisodeJob(f"n{i}", "n", TaskRef("train", 1, 0), i) for i in range(6)], SamplingParams())
-    for crew in (players, judges):
-        crew.end()
+        rollouts.run([EpisodeJob(f"n{i}", "n", TaskRef("train", 1, 0), i) for i in range(6)], SamplingParams())
+    for pool in (environments, rewards):
+        pool.end()
     ray.kill(engine)
 
 
 def test_what_hangs_blocks_floods_forks_or_lies_is_typed_and_the_others_are_paid(ray_cluster, tmp_path):
     module = tmp_path / "worse.py"
     module.write_text(WORSE)
-    name = f"{module}:environment"
     faults = FaultConfig(retries=0, call_s=1.0, blocked_s=1.0, breaker_attempts=1000)
     engine = ray.remote(Echo).options(num_cpus=0).remote()
 
-    def player(_):
-        return ray.remote(EnvironmentActor).options(num_cpus=0).remote(name, {}, "bwrap", engine, faults)
-
-    players = Crew([player(0)], player)
-    judge = ray.remote(RewardActor).options(num_cpus=0).remote(name, {}, "bwrap")
-    rollouts = Rollouts(ray_cluster, [engine], players, [judge], faults=faults, env="worse")
+    environments, rewards = pools(EnvConfig(name=f"{module}:environment", faults=faults), engine)
+    rollouts = RolloutWorkers(
+        [engine], environments, rewards, faults=faults, env="worse", timeout_s=ray_cluster.call_timeout_s
+    )
     jobs = [EpisodeJob(f"e{i}", f"g{i}", TaskRef("train", i, 0), i) for i in range(8)]
-    scores = [group.episodes[0].score for group in rollouts.play(jobs, SamplingParams())]
+    scores = [group.episodes[0].score for group in rollouts.run(jobs, SamplingParams())]
     assert [score.kind if isinstance(score, Failed) else score.reward for score in scores] == [
         FailureKind.HUNG,
         FailureKind.HUNG,
         FailureKind.FLOODED,
-        1.0,  # its child does not play on
+        1.0,  # its child does not go on
         FailureKind.BAD_REWARD,
         FailureKind.BAD_REWARD,
         FailureKind.BAD_REWARD,
         1.0,
     ]
-    players.end()
-    for actor in (engine, judge):
-        ray.kill(actor)
+    for pool in (environments, rewards):
+        pool.end()
+    ray.kill(engine)

@@ -5,21 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3rl.actors.cluster import ClusterConfig, RolloutConfig
-from k3rl.actors.fleet import _Parts, _roles
-from k3rl.actors.learner import LearnerActor
+from k3rl.actors import ClusterConfig, FleetConfig, LearnerActor, RolloutConfig
 from k3rl.cli import main
 from k3rl.config import MissingResource
-from k3rl.envs.faults import FaultConfig
 from k3rl.model import K3Config
 from k3rl.model.device import place_of
 from k3rl.parallel import TrainerConfig
-
-PARTS = _Parts("coding-lists", {}, "bwrap", 4, 0, FaultConfig(), None, 0.05, learner=True, rollouts=True)
+from k3rl.pipelines import EnvConfig
 
 
 def gpus(config: ClusterConfig) -> dict[str, float]:
-    return {name.split()[0]: bundle.get("GPU", 0.0) for name, bundle in _roles(config, PARTS)}
+    return {name.split()[0]: bundle.get("GPU", 0.0) for name, bundle in FleetConfig(config, EnvConfig()).roles()}
 
 
 def test_on_a_cpu_nobody_asks_for_a_gpu():

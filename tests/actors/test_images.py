@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from k3rl.actors.environment import EnvironmentActor
-from k3rl.actors.jobs import EpisodeJob, TaskRef
-from k3rl.actors.rollout import RolloutActor
+from k3rl.actors import ClusterConfig, EnvironmentWorker, EpisodeJob, RolloutActor, TaskRef
 from k3rl.checkpoint import load_checkpoint, save_checkpoint
 from k3rl.data import from_episodes
 from k3rl.data.images import ImageError, preprocess_files
 from k3rl.engine import Engine, InvalidRequest
 from k3rl.model import K3Config, K3ForCausalLM, VisionConfig
+from k3rl.pipelines import EnvConfig
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, SamplingParams, Scored
 
@@ -55,13 +54,13 @@ class Look(Env):
         return StepResult(done=True, answer="fine")
 
 
-class Judge(Rubric):
+class Grader(Rubric):
     def score_batch(self, items):
         return [Scored(1.0) for _ in items]
 
 
 def environment():
-    return Environment("colours", "shows noise", Source(), Look, lambda **_: Judge(), lambda task: "fine")
+    return Environment("colours", "shows noise", Source(), Look, lambda **_: Grader(), lambda task: "fine")
 """
 
 
@@ -96,16 +95,16 @@ def test_a_group_sends_its_image_once_and_gets_what_the_engine_gives(checkpoint,
     module = tmp_path / "colours.py"
     module.write_text(COLOURS)
 
-    async def play():
-        rollout = RolloutActor(1, 8, 0)
+    async def run():
+        rollout = RolloutActor(ClusterConfig(), max_running=8)
         await rollout.load(str(checkpoint))
         wire = Wire(rollout)
-        player = EnvironmentActor(f"{module}:environment", {}, "bwrap", wire)
-        await player.set_tokenizer(str(checkpoint))
+        worker = EnvironmentWorker(EnvConfig(name=f"{module}:environment"), wire)
+        await worker.set_tokenizer(str(checkpoint))
         jobs = [EpisodeJob(f"e{i}", "g", TaskRef("train", 0, 0), i) for i in range(4)]
-        return await player.play(jobs, SamplingParams(max_tokens=4, return_routes=True)), wire.sent
+        return await worker.run(jobs, SamplingParams(max_tokens=4, return_routes=True)), wire.sent
 
-    episodes, (message,) = asyncio.run(play())
+    episodes, (message,) = asyncio.run(run())
     turns = [episode.branches[0].turns[0] for episode in episodes]
     (image,) = turns[0].images
     assert message.count(image.data) == 1
@@ -124,7 +123,7 @@ def test_a_request_with_a_broken_image_fails_alone(checkpoint):
     good = Tokenizer.builtin().encode("hello")
 
     async def ask():
-        rollout = RolloutActor(1, 8, 0)
+        rollout = RolloutActor(ClusterConfig(), max_running=8)
         await rollout.load(str(checkpoint))
         params = SamplingParams(max_tokens=2)
         broken = EncodedImage(b"no image", 8, 8)

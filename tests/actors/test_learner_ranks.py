@@ -13,9 +13,7 @@ import pytest
 import ray
 import torch
 
-from k3rl.actors.fleet import Learner
-from k3rl.actors.learner import LearnerActor
-from k3rl.actors.worker_pool import ActorLost
+from k3rl.actors import ActorLost, LearnerActor, LearnerGroup
 from k3rl.checkpoint.train_state import TrainState
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy, LossInputs, LossOutput
@@ -55,17 +53,17 @@ def batch(seed: int) -> TrainBatch:
     return TrainBatch.pack([TrainSequence(f"s{n}", rng.integers(0, 400, 30), mask, zeros, zeros) for n in range(4)])
 
 
-def ranks() -> Learner:
-    learner = Learner([ray.remote(Rank).options(num_cpus=0.5).remote(1) for _ in range(2)], TIMEOUT_S)
+def ranks() -> LearnerGroup:
+    learner = LearnerGroup([ray.remote(Rank).options(num_cpus=0.5).remote(1) for _ in range(2)], TIMEOUT_S)
     learner.create(TINY.to_dict(), TrainerConfig(expert_parallel=2), 0, LearnerConfig())
     return learner
 
 
-def step(learner: Learner, seed: int) -> None:
+def step(learner: LearnerGroup, seed: int) -> None:
     learner.trained(learner.start_training([batch(seed)], CrossEntropy()))
 
 
-def saved(learner: Learner, directory: Path) -> dict[str, torch.Tensor]:
+def saved(learner: LearnerGroup, directory: Path) -> dict[str, torch.Tensor]:
     learner.save_state(str(directory), {})
     learner.state_saved()
     return TrainState(directory).tensors()
@@ -74,9 +72,9 @@ def saved(learner: Learner, directory: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def learners():
     """A function that makes two ranks; all are ended with the fixture, for other files share their Ray."""
-    made: list[Learner] = []
+    made: list[LearnerGroup] = []
 
-    def make() -> Learner:
+    def make() -> LearnerGroup:
         made.append(ranks())
         return made[-1]
 
@@ -122,7 +120,7 @@ def story(ray_cluster, learners, tmp_path_factory):
     return survivor.value.cause, str(run.value), took, straight, again, told, unheard(second)
 
 
-def unheard(learner: Learner) -> tuple[str, float]:
+def unheard(learner: LearnerGroup) -> tuple[str, float]:
     """What the run is told of a killed rank by one that cannot say so, as it waits for its GPU: it is stopped here."""
     stopped, victim = (ray.get(actor.process.remote()) for actor in learner.actors)
     os.kill(stopped, signal.SIGSTOP)

@@ -8,9 +8,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.fleet import fleet
-from k3rl.actors.placement import reserve, shortage
+from k3rl.actors import ClusterConfig, FleetConfig, reserve, shortage, start_fleet
 from k3rl.config import MissingResource
 
 
@@ -43,8 +41,7 @@ def test_a_busy_cluster_is_told_from_a_small_one():
 
 def test_ranks_on_gpus_ask_for_one_each_and_say_where_there_is_none(ray_cluster):
     config = ClusterConfig(learner_device="cuda", learner_actors=2, placement_deadline_s=1)
-    parts = {"env": "words", "env_args": {}, "sandbox": "auto", "max_running": 1, "seed": 0, "rollouts": False}
-    with pytest.raises(MissingResource) as error, fleet(config, **parts):
+    with pytest.raises(MissingResource) as error, start_fleet(FleetConfig(config)):
         pass
     lines = [line.split() for line in str(error.value).splitlines() if line.strip().startswith("GPU")]
     assert lines == [["GPU", "2", "0", "0"]]

@@ -1,4 +1,4 @@
-"""The environment actor plays agent programs as it plays environments: in lockstep, each through its own session."""
+"""The environment worker runs agent programs as it runs environments: in lockstep, each through its own session."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from k3rl.actors.environment import EnvironmentActor
-from k3rl.actors.jobs import EpisodeJob, TaskRef
+from k3rl.actors import EnvironmentWorker, EpisodeJob, TaskRef
 from k3rl.envs.harness import files_from
+from k3rl.pipelines import EnvConfig
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Completion, Failed, FailureKind, SamplingParams, StopReason
 
@@ -69,26 +69,26 @@ class Rollout:
     def __init__(self) -> None:
         self.batches: list[int] = []
         self.generate = self
-        self._tokenizer = Tokenizer.builtin()
+        self.tokenizer = Tokenizer.builtin()
 
     async def remote(self, requests: list[Any]) -> list[Completion]:
         self.batches.append(len(requests))
         return [self._complete(ids) for ids, _ in requests]
 
     def _complete(self, prompt: list[int]) -> Completion:
-        text = self._tokenizer.decode(prompt, skip_special=True).split('role="user"')[1].split("message")[0]
+        text = self.tokenizer.decode(prompt, skip_special=True).split('role="user"')[1].split("message")[0]
         message = {"role": "assistant", "content": text}
         whole = xtml.render([message], thinking=False, add_generation_prompt=False)
-        ids = tuple(self._tokenizer.encode_segments(whole[len(xtml.render([], thinking=False)) :]))
+        ids = tuple(self.tokenizer.encode_segments(whole[len(xtml.render([], thinking=False)) :]))
         return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)
 
 
 def test_programs_wait_for_each_other_and_one_that_fails_has_no_reward(tmp_path: Path) -> None:
     (tmp_path / "programs.py").write_text(MODULE)
     rollout = Rollout()
-    actor = EnvironmentActor(f"{tmp_path}/programs.py", {}, "bwrap", rollout)
+    worker = EnvironmentWorker(EnvConfig(name=f"{tmp_path}/programs.py"), rollout)
     jobs = [EpisodeJob(f"e{n}", "g", TaskRef("train", n, 0), n) for n in range(3)]
-    zero, one, two = asyncio.run(actor.play(jobs, SamplingParams(max_tokens=64)))
+    zero, one, two = asyncio.run(worker.run(jobs, SamplingParams(max_tokens=64)))
     assert files_from(zero.answer) == {"heard.txt": "0/0"}
     assert files_from(one.answer) == {"heard.txt": "1/0 1/1"}
     assert [len(episode.branches) for episode in (zero, one)] == [1, 2]

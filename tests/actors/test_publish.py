@@ -16,56 +16,49 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from k3rl.actors.environment import EnvironmentActor
-from k3rl.actors.jobs import EpisodeJob, TaskRef
-from k3rl.actors.learner import LearnerActor
-from k3rl.actors.rollout import RolloutActor
-from k3rl.actors.weight_sync.publisher import PublishError, WeightPublisher
+from k3rl.actors import ClusterConfig, EnvironmentWorker, EpisodeJob, LearnerActor, RolloutActor, TaskRef
+from k3rl.actors.weight_sync import BaseVersion, Canary, PublishError, WeightPublisher, WeightSource
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.envs.rollout import gradable
 from k3rl.losses import CrossEntropy
-from k3rl.model import K3Config
+from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.lora import LoraConfig
-from k3rl.parallel import TrainerConfig
+from k3rl.parallel import Trainer, TrainerConfig
+from k3rl.pipelines import EnvConfig
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Completion, Failed, FailureKind, SamplingParams, StopReason
 
 PROMPT = Tokenizer.builtin().encode("one two three")
 TRAINER = TrainerConfig(muon_lr=1e-4, adamw_lr=1e-4)
+CANARY = Canary(PROMPT)
+ONE_THREAD = ClusterConfig(rollout_threads=1, call_timeout_s=60.0)
 
 
 class Saboteur(LearnerActor):
-    """A learner whose messages lose a bucket on the way, of forms of some kinds."""
+    """A learner whose payloads lose a bucket on the way, in some encodings."""
 
-    kinds: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
 
     def publish(self, served, stream=False):
         publication = super().publish(served, stream)
-        if stream and next(iter(publication.forms.values())).kind in self.kinds:
-            key, messages = self._outgoing
-            self._outgoing = key, lambda: iter(list(messages())[:-1])
-        forms = {
-            known: dataclasses.replace(form, buckets=form.buckets[:-1]) if form.kind in self.kinds else form
-            for known, form in publication.forms.items()
+        if stream and next(iter(publication.payloads.values())).encoding in self.damaged:
+            key, buckets = self.weights.outgoing
+            self.weights.outgoing = key, lambda: iter(list(buckets())[:-1])
+        payloads = {
+            base: dataclasses.replace(each, buckets=each.buckets[:-1]) if each.encoding in self.damaged else each
+            for base, each in publication.payloads.items()
         }
-        return dataclasses.replace(publication, forms=forms)
+        return dataclasses.replace(publication, payloads=payloads)
 
-    def lose(self, *kinds):
-        self.kinds = kinds
+    def damage(self, *encodings):
+        self.damaged = encodings
 
 
 class Mortal(RolloutActor):
     """An engine whose process can end in the middle of a version."""
 
-    mortal = False
-
     async def arm(self):
-        self.mortal = True
-
-    def _take_bucket(self, kind, bucket):
-        if self.mortal:
-            os._exit(1)
-        super()._take_bucket(kind, bucket)
+        self.weights.take = lambda *_: os._exit(1)
 
 
 def batch(seed: int) -> TrainBatch:
@@ -81,26 +74,38 @@ def fleet(ray_cluster, tmp_path_factory):
     """(learner, two rollout actors, publisher, checkpoint) of one small model."""
     folder = str(tmp_path_factory.mktemp("publish") / "start")
     learner = ray.remote(Saboteur).options(num_cpus=0.5).remote(1)
-    engines = [ray.remote(Mortal).options(num_cpus=0.5).remote(1, 8, i) for i in range(2)]
+    engines = [ray.remote(Mortal).options(num_cpus=0.5).remote(ONE_THREAD, i, 8, i) for i in range(2)]
     ray.get(learner.create.remote(K3Config.named("k3-nano").to_dict(), TRAINER, 0))
     ray.get(learner.save_checkpoint.remote(folder, {}))
-    publisher = WeightPublisher([learner], engines, PROMPT, 0.05, 60.0)
+    publisher = WeightPublisher([learner], engines, CANARY, ONE_THREAD)
     yield learner, engines, publisher, folder
     for actor in (learner, *engines):
         ray.kill(actor)
 
 
 def fresh(fleet):
+    """All of them as after a start, with nothing damaged."""
     learner, engines, _, folder = fleet
+    ray.get(learner.damage.remote())
     ray.get(learner.load.remote(folder, TRAINER))
     ray.get(learner.set_version.remote(0))
     ray.get([engine.load.remote(folder) for engine in engines])
 
 
+def by_broadcast(fleet) -> WeightPublisher:
+    fresh(fleet)
+    learner, engines, _, _ = fleet
+    config = ONE_THREAD.replace(weight_transfer="broadcast", transfer_timeout_s=30.0)
+    return WeightPublisher([learner], engines, CANARY, config)
+
+
+def served(engines) -> list[BaseVersion]:
+    return ray.get([engine.served.remote() for engine in engines])
+
+
 def test_deltas_reach_engines_whose_base_is_known_and_the_whole_version_the_others(fleet):
     learner, engines, publisher, folder = fleet
     fresh(fleet)
-    ray.get(learner.lose.remote())
     first = publisher.publish()
     assert (first["deltas"], first["refused"]) == (2, 0), "the checkpoint that all loaded is a base"
     assert first["bytes"] < 0.01 * first["bytes_full"], "nothing was trained yet"
@@ -112,8 +117,8 @@ def test_deltas_reach_engines_whose_base_is_known_and_the_whole_version_the_othe
     ray.get(learner.train.remote([batch(2)], CrossEntropy()))
     third = publisher.publish()
     assert (third["deltas"], third["version"]) == (1, 3)
-    assert third["bytes"] > third["bytes_full"], "the largest form counts"
-    one, two = ray.get([engine.served.remote() for engine in engines])
+    assert third["bytes"] > third["bytes_full"], "the largest payload counts"
+    one, two = served(engines)
     assert one == two
     assert one[0] == 3
     params = SamplingParams(temperature=0, max_tokens=6)
@@ -122,24 +127,22 @@ def test_deltas_reach_engines_whose_base_is_known_and_the_whole_version_the_othe
     assert third["canary"] < 1e-4
 
 
-def test_a_delta_that_lost_a_bucket_is_sent_again_whole(fleet):
-    learner, engines, publisher, _ = fleet
+@pytest.mark.parametrize("transport", ["object_store", "broadcast"])
+@pytest.mark.parametrize("damaged", [("delta",), ("delta", "whole")], ids="+".join)
+def test_a_damaged_delta_is_sent_again_whole_and_a_damaged_version_leaves_the_old_one(fleet, transport, damaged):
+    learner, engines, by_store, _ = fleet
+    publisher = by_store if transport == "object_store" else by_broadcast(fleet)
     fresh(fleet)
-    ray.get(learner.lose.remote("delta"))
+    ray.get(learner.damage.remote(*damaged))
     ray.get(learner.train.remote([batch(1)], CrossEntropy()))
-    done = publisher.publish()
-    assert (done["refused"], done["deltas"], done["version"]) == (1, 0, 2)
-    assert [version for version, _ in ray.get([engine.served.remote() for engine in engines])] == [2, 2]
-
-
-def test_when_the_whole_version_is_damaged_too_the_old_one_is_served(fleet):
-    learner, engines, publisher, _ = fleet
-    fresh(fleet)
-    ray.get(learner.lose.remote("delta", "whole"))
-    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
-    with pytest.raises(PublishError, match="tensors are missing"):
-        publisher.publish()
-    assert [version for version, _ in ray.get([engine.served.remote() for engine in engines])] == [0, 0]
+    if "whole" in damaged:
+        with pytest.raises(PublishError, match="tensors are missing"):
+            publisher.publish()
+    else:
+        done = publisher.publish()
+        assert (done["refused"], done["deltas"], done["version"], done["fell_back"]) == (1, 0, 2, 0)
+    serves = 0 if "whole" in damaged else 2
+    assert [version for version, _ in served(engines)] == [serves, serves]
 
 
 TALK = """
@@ -186,13 +189,13 @@ class FirstWords:
         self.asked: list[int] = []
         prompt = xtml.render([], thinking=False)
         said = xtml.render([{"role": "assistant", "content": "a"}], thinking=False, add_generation_prompt=False)
-        self._said = tuple(Tokenizer.builtin().encode_segments(said[len(prompt) :]))
+        self.said = tuple(Tokenizer.builtin().encode_segments(said[len(prompt) :]))
 
     async def remote(self, requests):
         self.asked.append(len(requests))
         if len(self.asked) > 1:
             return await self._engine.generate.remote(requests)
-        first = Completion(self._said, (-0.1,) * len(self._said), StopReason.STOP, 0, 0)
+        first = Completion(self.said, (-0.1,) * len(self.said), StopReason.STOP, 0, 0)
         long = [request for request in requests if len(request[0]) > 4000]
         refused = iter(await self._engine.generate.remote(long))
         return [next(refused) if request in long else first for request in requests]
@@ -204,29 +207,18 @@ def test_a_conversation_that_outgrows_the_context_is_truncated_and_one_that_neve
     module = tmp_path / "talk.py"
     module.write_text(TALK)
     policy = FirstWords(engines[0])
-    player = EnvironmentActor(f"{module}:environment", {}, "bwrap", policy)
+    worker = EnvironmentWorker(EnvConfig(name=f"{module}:environment"), policy)
     jobs = [EpisodeJob(f"e{n}", f"g{n}", TaskRef("train", n, 0), n) for n in range(3)]
-    outgrown, fits, never = asyncio.run(player.play(jobs, SamplingParams(max_tokens=8)))
+    outgrown, fits, never = asyncio.run(worker.run(jobs, SamplingParams(max_tokens=8)))
     assert policy.asked == [3, 2]
     assert (outgrown.stop_reason, outgrown.answer) == (StopReason.CONTEXT_OVERFLOW, "what stood at context_overflow")
     assert gradable(outgrown)
-    assert [len(turn.sampled_ids) for branch in outgrown.branches for turn in branch.turns] == [len(policy._said)]
+    assert [len(turn.sampled_ids) for branch in outgrown.branches for turn in branch.turns] == [len(policy.said)]
     assert fits.stop_reason is not StopReason.CONTEXT_OVERFLOW
     assert len(fits.branches[0].turns) == 2, "the refusal of its neighbour is not its own"
     assert isinstance(never.score, Failed)
     assert never.score.kind is FailureKind.ENGINE
     assert "must fit a context of 4096" in never.score.reason
-
-
-def by_broadcast(fleet, timeout_s: float = 30.0) -> WeightPublisher:
-    fresh(fleet)
-    learner, engines, _, _ = fleet
-    ray.get(learner.lose.remote())
-    return WeightPublisher([learner], engines, PROMPT, 0.05, 60.0, "broadcast", timeout_s)
-
-
-def served(engines) -> list[tuple[int, str]]:
-    return ray.get([engine.served.remote() for engine in engines])
 
 
 def test_a_broadcast_brings_the_bytes_that_the_object_store_brings(fleet):
@@ -239,11 +231,13 @@ def test_a_broadcast_brings_the_bytes_that_the_object_store_brings(fleet):
     assert 0 < delta["transfer_seconds"] < delta["seconds"]
     ray.get(engines[1].load.remote(folder))  # it restarted, so there is no delta for both
     ray.get(learner.train.remote([batch(2)], CrossEntropy()))
-    publisher._replays = True  # as on a GPU: with the experts that engines recorded
     whole = publisher.publish()
     assert (whole["deltas"], whole["version"], whole["fell_back"]) == (0, 2, 0)
     assert whole["bytes"] > whole["bytes_full"]
     assert max(delta["canary"], whole["canary"]) < 1e-4
+    score = lambda batch: ray.get(learner.logprobs.remote(batch))  # noqa: E731
+    # as on a GPU: with the experts that engines recorded
+    assert CANARY.check(engines, score, 2, replay_routes=True, timeout_s=60.0) < 1e-4
     one, two = served(engines)
     assert one == two
     by_store.publish()  # the same weights once more
@@ -265,20 +259,6 @@ def test_an_adapter_is_broadcast_alone(fleet):
     assert served(engines)[0][0] == 1, "the weights beside it are the same"
 
 
-def test_a_delta_that_lost_a_message_of_its_broadcast_is_sent_again_whole(fleet):
-    learner, engines, _, _ = fleet
-    publisher = by_broadcast(fleet)
-    ray.get(learner.lose.remote("delta"))
-    ray.get(learner.train.remote([batch(1)], CrossEntropy()))
-    done = publisher.publish()
-    assert (done["refused"], done["deltas"], done["version"], done["fell_back"]) == (1, 0, 2, 0)
-    ray.get(learner.lose.remote("whole"))
-    ray.get(learner.set_version.remote(9))  # no engine serves that: no delta
-    with pytest.raises(PublishError, match="tensors are missing"):
-        publisher.publish()
-    assert [version for version, _ in served(engines)] == [2, 2]
-
-
 def test_a_broken_broadcast_is_left_for_the_object_store_and_that_is_said_once(fleet):
     learner, engines, _, _ = fleet
     publisher = by_broadcast(fleet)
@@ -295,12 +275,13 @@ def test_a_broken_broadcast_is_left_for_the_object_store_and_that_is_said_once(f
     assert [version for version, _ in served(engines)] == [4, 4]
 
 
-def test_a_learner_says_whether_its_canary_can_be_compared_closely():
-    for dtype in (torch.float32, torch.bfloat16):
-        learner = LearnerActor(1)
-        learner._dtype = dtype  # as on a GPU, and with DeepSpeed
-        learner.create(K3Config.named("k3-nano").to_dict(), TRAINER, 0)
-        assert learner.publish([(0, "none")], stream=True).half is (dtype == torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the second as on a GPU, and with DeepSpeed
+def test_a_publication_says_whether_its_canary_can_be_compared_closely(dtype):
+    model = K3ForCausalLM(K3Config.named("k3-nano"), dtype=dtype)
+    model.init_weights(0)
+    source = WeightSource(torch.device("cpu"))
+    source.attach(Trainer(model, TRAINER))
+    assert source.publish([BaseVersion(0, "none")], stream=True).half is (dtype == torch.bfloat16)
 
 
 def test_an_engine_that_dies_in_a_broadcast_leaves_the_others_on_the_old_version(fleet):
@@ -315,5 +296,5 @@ def test_an_engine_that_dies_in_a_broadcast_leaves_the_others_on_the_old_version
     assert "through the object store" in note
     assert [version for version, _ in served(engines[:1])] == [1]
     with pytest.raises(RayActorError):  # in the second phase too the loss comes first: fresh actors may help
-        publisher._all("commit", 9, [(9,), (9,)])
+        publisher.commit(9)
     assert [version for version, _ in served(engines[:1])] == [1]

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import ray
 
-from k3rl.actors.environment import EnvironmentActor
-from k3rl.actors.fleet import Rollouts
-from k3rl.actors.jobs import EpisodeJob, TaskRef
-from k3rl.actors.reward import RewardActor
+from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
 from k3rl.envs import make
-from k3rl.pipelines.batches import policy_batches
+from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.presets import rl
+from k3rl.pipelines.rl import policy_batches
 from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams, Scored
 from tests.actors.scripted_engines import ScriptedRollout
@@ -45,21 +43,22 @@ def good() -> str:
 
 @pytest.fixture(scope="module")
 def rollouts(ray_cluster, good):
-    """One engine, player and judge; the engine gives the good program at a place of its group."""
+    """One engine, environment worker and reward worker; the engine gives the good program at a place of its group."""
     groups = {place: [*BAD[:place], good, *BAD[place:]] for place in PLACES}
     answers = {_seed(place, i): text for place, texts in groups.items() for i, text in enumerate(texts)}
     engine = ray.remote(ScriptedRollout).options(num_cpus=0).remote(answers)
-    player = ray.remote(EnvironmentActor).options(num_cpus=0).remote(ENV, {}, "bwrap", engine)
-    judge = ray.remote(RewardActor).options(num_cpus=0).remote(ENV, {}, "bwrap")
-    yield Rollouts(ray_cluster, [engine], [player], [judge])
-    for actor in (engine, player, judge):
+    worker = ray.remote(EnvironmentWorker).options(num_cpus=0).remote(EnvConfig(name=ENV), engine)
+    grader = ray.remote(RewardWorker).options(num_cpus=0).remote(EnvConfig(name=ENV))
+    timeout_s = ray_cluster.call_timeout_s
+    yield RolloutWorkers([engine], WorkerPool([worker]), WorkerPool([grader]), timeout_s=timeout_s)
+    for actor in (engine, worker, grader):
         ray.kill(actor)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(rollouts, good, place):
     jobs = [EpisodeJob(f"g{place}-{i}", f"g{place}", TASK, _seed(place, i)) for i in range(8)]
-    [group] = rollouts.play(jobs, SamplingParams(max_tokens=48))
+    [group] = rollouts.run(jobs, SamplingParams(max_tokens=48))
 
     assert [episode.id for episode in group.episodes] == [job.episode_id for job in jobs]
     assert [episode.score for episode in group.episodes if not isinstance(episode.score, Scored)] == []

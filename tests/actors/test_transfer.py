@@ -1,4 +1,4 @@
-"""Weights that go straight from one process to others: messages, the choice of a way, sabotage on the way."""
+"""Weights that go straight from one process to others: buckets, the choice of a transport, sabotage on the way."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from k3rl.actors.cluster import ClusterConfig
-from k3rl.actors.weight_sync.messages import (
-    BytesMessage,
-    MessageDamaged,
+from k3rl.actors import ClusterConfig
+from k3rl.actors.weight_sync import (
+    BucketDamaged,
+    BytesBucket,
+    Location,
+    Receiver,
+    Sender,
+    TransferBroken,
     checksum,
+    choose_transport,
     content_of,
-    tensor_messages,
+    tensor_buckets,
     tensors_in,
 )
-from k3rl.actors.weight_sync.transfer import Place, Receiver, Sender, TransferBroken, choose
 from k3rl.config import ConfigError
 
 CPU = torch.device("cpu")
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 
 
-def written(message) -> torch.Tensor:
-    buffer = torch.full((message.size,), 255, dtype=torch.uint8)
-    message.write(buffer)
+def written(bucket) -> torch.Tensor:
+    buffer = torch.full((bucket.size,), 255, dtype=torch.uint8)
+    bucket.write(buffer)
     return buffer
 
 
@@ -42,7 +46,7 @@ def some_tensors(sizes, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- messages
+# ---- buckets
 
 
 @settings(max_examples=30)
@@ -50,8 +54,8 @@ def some_tensors(sizes, seed: int = 0) -> dict[str, torch.Tensor]:
 def test_messages_are_safetensors_files_and_hold_every_tensor_once(sizes, limit):
     tensors = some_tensors(sizes)
     found: dict[str, torch.Tensor] = {}
-    for message in tensor_messages(tensors.items(), limit):
-        buffer = written(message)
+    for bucket in tensor_buckets(tensors.items(), limit):
+        buffer = written(bucket)
         read = safetensors.torch.load(content_of(buffer))
         views = dict(tensors_in(buffer))
         assert read.keys() == views.keys()
@@ -81,54 +85,54 @@ def test_a_checksum_is_the_weighted_sum_of_words_and_sees_every_single_change(co
 
 def test_a_message_without_a_header_is_refused():
     for content in (b"", b"12345", (500).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"):
-        with pytest.raises(MessageDamaged):
+        with pytest.raises(BucketDamaged):
             tensors_in(torch.frombuffer(bytearray(content + b" "), dtype=torch.uint8))
 
 
 # ---- the choice
 
 
-def gpu(name: str, *visible: str, host: str = "a", direct: bool = True) -> Place:
-    return Place(host, name, visible or (name,), direct)
+def gpu(name: str, *visible: str, host: str = "a", direct: bool = True) -> Location:
+    return Location(host, name, visible or (name,), direct)
 
 
 @pytest.mark.parametrize(
     ("learner", "engines", "expected"),
     [
-        (Place("a"), [Place("a"), Place("b")], "object_store"),
+        (Location("a"), [Location("a"), Location("b")], "object_store"),
         (gpu("0"), [gpu("0"), gpu("0")], "ipc"),
         (gpu("0"), [gpu("1", "0", "1")], "ipc"),
         (gpu("0"), [gpu("1"), gpu("2")], "broadcast"),
         (gpu("0"), [gpu("1"), gpu("2", host="b")], "broadcast"),
         (gpu("0"), [gpu("1"), gpu("1")], "object_store"),
         (gpu("0"), [gpu("0", host="b")], "object_store"),
-        (gpu("0"), [Place("a")], "object_store"),
-        (Place("a"), [gpu("0")], "object_store"),
-        (gpu("0"), [Place("a", direct=False)], "object_store"),
+        (gpu("0"), [Location("a")], "object_store"),
+        (Location("a"), [gpu("0")], "object_store"),
+        (gpu("0"), [Location("a", direct=False)], "object_store"),
     ],
 )
 def test_auto_takes_shared_memory_on_one_gpu_and_a_broadcast_between_gpus(learner, engines, expected):
-    assert choose("auto", learner, engines) == expected
-    assert choose("object_store", learner, engines) == "object_store"
+    assert choose_transport("auto", learner, engines) == expected
+    assert choose_transport("object_store", learner, engines) == "object_store"
 
 
 @pytest.mark.parametrize(
     ("setting", "learner", "engines", "reason"),
     [
-        ("ipc", Place("a"), [Place("a")], "first rank is on no GPU"),
-        ("ipc", gpu("0"), [gpu("0"), Place("a")], "rollout actor 1 keeps no weights on a GPU"),
+        ("ipc", Location("a"), [Location("a")], "first rank is on no GPU"),
+        ("ipc", gpu("0"), [gpu("0"), Location("a")], "rollout actor 1 keeps no weights on a GPU"),
         ("ipc", gpu("0"), [gpu("1")], "does not see the learner's GPU"),
         ("broadcast", gpu("0"), [gpu("0")], "no two processes on one GPU"),
-        ("broadcast", Place("a"), [Place("a", direct=False)], "stands before a server"),
+        ("broadcast", Location("a"), [Location("a", direct=False)], "stands before a server"),
     ],
 )
-def test_a_way_that_cannot_work_is_refused_with_the_reason(setting, learner, engines, reason):
+def test_a_transport_that_cannot_work_is_refused_with_the_reason(setting, learner, engines, reason):
     with pytest.raises(ConfigError, match=reason):
-        choose(setting, learner, engines)
+        choose_transport(setting, learner, engines)
 
 
 def test_between_cpus_a_broadcast_may_be_asked_for():
-    assert choose("broadcast", Place("a"), [Place("a"), gpu("0")]) == "broadcast"
+    assert choose_transport("broadcast", Location("a"), [Location("a"), gpu("0")]) == "broadcast"
 
 
 @pytest.mark.parametrize(
@@ -170,32 +174,32 @@ class OwnMemory:
 
 
 class Flipping(Receiver):
-    """A receiver one of whose messages changes on the way."""
+    """A receiver one of whose buckets changes on the way."""
 
-    def _move(self, note, opened):
-        message = super()._move(note, opened)
-        message[-1] ^= 1
-        return message
+    def fetch(self, note, opened):
+        bucket = super().fetch(note, opened)
+        bucket[-1] ^= 1
+        return bucket
 
 
 class Peers:
     """A sender and receivers, each in a thread of its own as in processes, over real stores and groups."""
 
-    def __init__(self, route: str, kinds: list[type[Receiver]], timeout_s: float = 20.0) -> None:
+    def __init__(self, transport: str, kinds: list[type[Receiver]], timeout_s: float = 20.0) -> None:
         memory = OwnMemory()
         self.memory = memory
-        self.sender = Sender(route, len(kinds), CPU, timeout_s, share=memory.share)
+        self.sender = Sender(transport, len(kinds), CPU, timeout_s, share=memory.share)
         self.receivers = [kind(self.sender.link, i, CPU, open_shared=memory.open) for i, kind in enumerate(kinds)]
         self.pool = ThreadPoolExecutor(len(kinds) + 1)
         joins = [self.pool.submit(peer.join) for peer in (self.sender, *self.receivers)]
         for join in joins:
             join.result(40)
 
-    def send(self, key: str, messages, takes=None):
+    def send(self, key: str, buckets, takes=None):
         """(what the sender returned or raised, the same of each receiver, what each took)"""
         taken: list[list[torch.Tensor]] = [[] for _ in self.receivers]
         takes = takes or [own.append for own in taken]
-        calls = [self.pool.submit(self.sender.send, key, messages)]
+        calls = [self.pool.submit(self.sender.send, key, buckets)]
         for receiver, take in zip(self.receivers, takes, strict=True):
             calls.append(self.pool.submit(lambda r=receiver, t=take: asyncio.run(r.receive(key, t))))
         sent, *received = [call.exception(40) or call.result() for call in calls]
@@ -224,7 +228,7 @@ def test_every_receiver_gets_every_message_in_order_with_two_in_memory(peers):
     both = peers(Receiver, Receiver)
     contents = [bytes([i]) * (40 - i) for i in range(7)]
     for key in ("1", "2"):
-        sent, received, taken = both.send(key, map(BytesMessage, contents))
+        sent, received, taken = both.send(key, map(BytesBucket, contents))
         assert sent == sum(map(len, contents))
         assert received == [None, None]
         assert [[content_of(m) for m in own] for own in taken] == [contents, contents]
@@ -234,23 +238,23 @@ def test_every_receiver_gets_every_message_in_order_with_two_in_memory(peers):
 
 def test_a_byte_that_flips_is_refused_by_its_receiver_and_holds_up_nobody(peers):
     both = peers(Flipping, Receiver)
-    sent, (one, two), taken = both.send("1", [BytesMessage(b"abcdefgh"), BytesMessage(b"xyz")])
-    assert isinstance(one, MessageDamaged)
-    assert "message 0 of version 1 arrived altered" in str(one)
+    sent, (one, two), taken = both.send("1", [BytesBucket(b"abcdefgh"), BytesBucket(b"xyz")])
+    assert isinstance(one, BucketDamaged)
+    assert "bucket 0 of version 1 arrived altered" in str(one)
     assert (sent, two) == (11, None)
     assert (taken[0], len(taken[1])) == ([], 2)
-    assert both.send("2", [BytesMessage(b"again")])[1][1] is None, "the way itself is whole"
+    assert both.send("2", [BytesBucket(b"again")])[1][1] is None, "the transport itself is whole"
 
 
 def test_a_receiver_that_refuses_a_version_lets_the_others_have_it(peers):
     both = peers(Receiver, Receiver)
 
-    def refuse(message):
+    def refuse(bucket):
         raise ConfigError("another base")
 
     taken: list[bytes] = []
     sent, (one, two), _ = both.send(
-        "1", [BytesMessage(b"ab")] * 3, [refuse, lambda message: taken.append(content_of(message))]
+        "1", [BytesBucket(b"ab")] * 3, [refuse, lambda bucket: taken.append(content_of(bucket))]
     )
     assert isinstance(one, ConfigError)
     assert (sent, two, taken) == (6, None, [b"ab"] * 3)
@@ -258,7 +262,7 @@ def test_a_receiver_that_refuses_a_version_lets_the_others_have_it(peers):
 
 def test_messages_that_cannot_be_packed_are_not_waited_for(peers):
     def failing():
-        yield BytesMessage(b"ab")
+        yield BytesBucket(b"ab")
         raise OSError("disk full")
 
     both = peers(Receiver, Receiver)
@@ -270,18 +274,17 @@ def test_messages_that_cannot_be_packed_are_not_waited_for(peers):
 class Gone(Receiver):
     """A receiver that ends in the middle of a version, as one that is killed does: it closes its connections."""
 
-    def _move(self, note, opened):
+    def fetch(self, note, opened):
         if getattr(self, "moved", 0) == 2:
             self.close()
             raise SystemExit
         self.moved = getattr(self, "moved", 0) + 1
-        return super()._move(note, opened)
+        return super().fetch(note, opened)
 
 
-def test_a_receiver_that_is_gone_breaks_the_way_within_the_timeout(peers):
-    both = peers(Receiver, Gone)
-    both.sender._post._timeout_s = 1.0
-    sent, (one, two), _ = both.send("1", [BytesMessage(bytes(20_000))] * 6)
+def test_a_receiver_that_is_gone_breaks_the_transport_within_the_timeout(peers):
+    both = peers(Receiver, Gone, timeout_s=3.0)
+    sent, (one, two), _ = both.send("1", [BytesBucket(bytes(20_000))] * 6)
     assert isinstance(sent, TransferBroken)
     assert isinstance(one, TransferBroken)
     assert isinstance(two, SystemExit)

@@ -14,9 +14,8 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save
 
-from k3rl.actors.cluster import ClusterConfig, RolloutConfig
-from k3rl.actors.rollout import RolloutActor
-from k3rl.actors.weight_sync.publication import Form
+from k3rl.actors import ClusterConfig, RolloutActor, RolloutConfig
+from k3rl.actors.weight_sync import Payload
 from k3rl.checkpoint import load_checkpoint, save_checkpoint
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, InvalidRequest, WeightUpdateError
@@ -52,13 +51,16 @@ def test_an_actor_gives_its_server_weights_in_two_phases(tmp_path) -> None:
     prompt = Tokenizer.builtin().encode("hello")
     greedy = SamplingParams(temperature=0.0, max_tokens=4)
 
-    def whole() -> Form:
+    def whole() -> Payload:
         bucket: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         bucket.set_result(message)
-        return Form("whole", b"", (bucket,), len(message))
+        return Payload("whole", b"", (bucket,), len(message))
+
+    def server(url: str) -> RolloutConfig:
+        return RolloutConfig(backend="vllm", url=(url,))
 
     async def work(url: str) -> list[Any]:
-        actor = RolloutActor(1, 4, 0, server=(RolloutConfig(backend="vllm", url=(url,)), url))
+        actor = RolloutActor(ClusterConfig(rollout_actors=1, rollout=server(url)), max_running=4)
         seen: list[Any] = [await actor.load(str(first))]
         seen += await actor.generate([(prompt, greedy), ([10**6], greedy)])
         seen.append(await actor.served())
@@ -74,7 +76,7 @@ def test_an_actor_gives_its_server_weights_in_two_phases(tmp_path) -> None:
         seen.append(await actor.load(str(first)))
         seen += await actor.generate([(prompt, greedy)])
         with pytest.raises(WeightUpdateError, match="takes whole versions"):
-            await actor.prepare(1, {}, Form("delta", b"", (), 0))
+            await actor.prepare(1, {}, Payload("delta", b"", (), 0))
         actor.engine.close()
         return seen
 

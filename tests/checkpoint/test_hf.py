@@ -26,11 +26,10 @@ from k3rl.checkpoint import (
     official_tensors,
     read_card,
     save_checkpoint,
-    stored_dtype,
 )
-from k3rl.checkpoint.replace import BusyDirectory, alone
+from k3rl.checkpoint.replace import BusyDirectory, locked
 from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.numerics import mx, project
+from k3rl.numerics import mx, project, stored_dtype
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.tokens import TOKENIZER_FILES, Tokenizer
 
@@ -323,7 +322,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(nano, tmp_pat
 def test_a_checkpoint_that_another_process_writes_is_left_to_it(nano, tmp_path) -> None:
     path = tmp_path / "ck"
     save_checkpoint(nano(0), path)
-    with alone(path), pytest.raises(BusyDirectory, match="ck now"):
+    with locked(path), pytest.raises(BusyDirectory, match="ck now"):
         save_checkpoint(nano(1), path)
     assert equal(stored(load_checkpoint(path, dtype=torch.float32)), stored(nano(0)))
 

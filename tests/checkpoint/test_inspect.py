@@ -8,14 +8,13 @@ import shutil
 import pytest
 import torch
 
-from k3rl.checkpoint import CheckpointError, save_checkpoint
-from k3rl.checkpoint.inspect import inspect
+from k3rl.checkpoint import CheckpointError, inspect_model, save_checkpoint
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.model.table import tensor_table
 
 
 def test_k3_has_exactly_the_released_totals() -> None:
-    found = inspect("k3")
+    found = inspect_model("k3")
     assert found["parameters"] == 2_779_931_834_976
     assert found["bytes"] == 1_560_860_324_864
     assert found["tensors"] == 497_220
@@ -38,7 +37,7 @@ def test_the_table_lists_the_parameters_that_the_model_has(name) -> None:
 
 
 def test_named_sizes_are_as_large_as_they_say() -> None:
-    sizes = {name: inspect(name)["parameters"] for name in ("k3-nano", "k3-mini", "k3-small")}
+    sizes = {name: inspect_model(name)["parameters"] for name in ("k3-nano", "k3-mini", "k3-small")}
     assert 1.0e6 < sizes["k3-nano"] < 1.3e6
     assert 10e6 < sizes["k3-mini"] < 30e6
     assert 0.35e9 < sizes["k3-small"] < 0.45e9
@@ -49,7 +48,7 @@ def test_a_directory_is_counted_as_its_files_are(golden_dir, case) -> None:
     from safetensors.torch import load_file
 
     tensors = load_file(golden_dir(case) / "model.safetensors")
-    found = inspect(golden_dir(case))
+    found = inspect_model(golden_dir(case))
     assert found["bytes"] == sum(t.numel() * t.element_size() for t in tensors.values())
     assert found["tensors"] == len(tensors)
     padding = sum(t.numel() - 2 for n, t in tensors.items() if n.endswith("A_log"))
@@ -62,7 +61,7 @@ def test_differences_to_the_nearest_named_size_are_listed(tmp_path) -> None:
     model = K3ForCausalLM(K3Config.named("k3-nano").replace(num_experts=4), dtype=torch.float32)
     model.init_weights(0)
     save_checkpoint(model, tmp_path / "ck")
-    found = inspect(tmp_path / "ck")
+    found = inspect_model(tmp_path / "ck")
     assert found["model"] == "k3-nano"
     assert found["differences"] == {"text_config.num_experts": [4, 16]}
 
@@ -71,12 +70,12 @@ def test_files_that_disagree_with_the_configuration_are_refused(golden_dir, tmp_
     shutil.copytree(golden_dir("a"), tmp_path / "ck")
     shutil.copy(golden_dir("v") / "config.json", tmp_path / "ck")
     with pytest.raises(CheckpointError, match="disagree"):
-        inspect(tmp_path / "ck")
+        inspect_model(tmp_path / "ck")
 
 
 def test_something_else_is_refused() -> None:
     with pytest.raises(CheckpointError, match="neither a checkpoint directory nor one of k3-nano"):
-        inspect("k3-giant")
+        inspect_model("k3-giant")
 
 
 def index_only(directory, config: K3Config, total: int | None = None) -> None:
@@ -96,7 +95,7 @@ def index_only(directory, config: K3Config, total: int | None = None) -> None:
 
 def test_an_index_without_weights_arrives_at_the_released_totals(tmp_path) -> None:
     index_only(tmp_path, K3Config.named("k3"))
-    found = inspect(tmp_path)
+    found = inspect_model(tmp_path)
     assert (found["tensors"], found["parameters"]) == (497_220, 2_779_931_834_976)
     assert found["bytes"] == 1_560_860_324_864
     assert (found["model"], found["differences"]) == ("k3", {})
@@ -105,11 +104,11 @@ def test_an_index_without_weights_arrives_at_the_released_totals(tmp_path) -> No
 def test_an_index_that_does_not_fit_its_configuration_is_refused(tmp_path) -> None:
     index_only(tmp_path, K3Config.named("k3-nano"), total=1)
     with pytest.raises(CheckpointError, match="the index says 1 bytes"):
-        inspect(tmp_path)
+        inspect_model(tmp_path)
     index_only(tmp_path, K3Config.named("k3-nano"))
     (tmp_path / "config.json").write_text(json.dumps(K3Config.named("k3-mini").to_dict()))
     with pytest.raises(CheckpointError, match=r"is not stored|belongs to no parameter"):
-        inspect(tmp_path)
+        inspect_model(tmp_path)
 
 
 def test_a_tensor_of_another_size_is_named(tmp_path) -> None:
@@ -119,19 +118,19 @@ def test_a_tensor_of_another_size_is_named(tmp_path) -> None:
     changed = model.config.replace(intermediate_size=256)
     (tmp_path / "ck" / "config.json").write_text(json.dumps(changed.to_dict()))
     with pytest.raises(CheckpointError, match=r"mlp\.\w+_proj.weight has 16384 bytes, wanted 32768"):
-        inspect(tmp_path / "ck")
+        inspect_model(tmp_path / "ck")
 
 
 def test_formats_are_counted_by_part_as_they_are_stored(golden_dir, tmp_path) -> None:
-    parts = inspect("k3")["parts"]
+    parts = inspect_model("k3")["parts"]
     assert set(parts["routed_experts"]["dtypes"]) == {"mxfp4"}
     assert set(parts["kda"]["dtypes"]) == {"bf16", "fp32"}
-    assert inspect("k3")["quantized"] == ["routed_experts"]
+    assert inspect_model("k3")["quantized"] == ["routed_experts"]
     for part in parts.values():
         assert sum(part["dtypes"].values()) == part["parameters"]
     plain = json.loads((golden_dir("a") / "config.json").read_text())
     del plain["text_config"]["quantization_config"]  # what is stored decides, not what the configuration says
     shutil.copytree(golden_dir("a"), tmp_path / "ck")
     (tmp_path / "ck" / "config.json").write_text(json.dumps(plain))
-    assert inspect(tmp_path / "ck")["quantized"] == ["routed_experts"]
-    assert inspect(tmp_path / "ck")["bytes"] == inspect(golden_dir("a"))["bytes"]
+    assert inspect_model(tmp_path / "ck")["quantized"] == ["routed_experts"]
+    assert inspect_model(tmp_path / "ck")["bytes"] == inspect_model(golden_dir("a"))["bytes"]

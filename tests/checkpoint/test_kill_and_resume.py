@@ -27,7 +27,7 @@ from k3rl.checkpoint.train_state import TrainState, clear_unfinished, latest_tra
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.parallel import Mesh, Trainer, TrainerConfig, World, deal
+from k3rl.parallel import Mesh, Trainer, TrainerConfig, World, balanced_shares
 
 STEPS, SAVE_EVERY, KILLS = 40, 2, 10
 FILE_CALLS = 16  # of one save: flushes, renames and the shard itself
@@ -84,7 +84,7 @@ def train(rank: int, order: dict) -> None:
     killer = Killer(*order["kill"]) if order["kill"] else None
     for step in range(done, order["steps"]):
         whole = batch_of(step)
-        members = deal(whole.lengths.tolist(), order["ranks"])[rank]
+        members = balanced_shares(whole.lengths.tolist(), order["ranks"])[rank]
         trainer.train(whole.select(members) if members else None, CrossEntropy())
         if killer:
             killer.happens("step")

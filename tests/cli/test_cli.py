@@ -20,7 +20,7 @@ from k3rl.run import RunDirectory
 
 
 def command(*words: object, **options) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-P", "-m", "k3rl.cli", *map(str, words)]
+    line = [sys.executable, "-P", "-m", "k3rl", *map(str, words)]
     return subprocess.run(line, capture_output=True, text=True, timeout=60, **options)
 
 
@@ -39,6 +39,12 @@ def test_help_names_every_command_and_takes_less_than_a_second():
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
     # Processor time: what passes on the clock also depends on who shares the cores.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_the_module_is_the_command_of_the_console():
+    script = Path(sys.executable).with_name("k3rl")
+    said = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    assert command("--help").stdout == said.stdout
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

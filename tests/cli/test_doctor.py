@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from k3rl import cli_doctor
-from k3rl.cli import main
+from k3rl.cli import doctor, main
 from k3rl.cli.doctor import Check, run_checks
 
 
@@ -70,15 +69,15 @@ def test_ray_without_authentication_is_said(monkeypatch, mode, ok):
 
 
 def test_too_little_memory_is_said(monkeypatch):
-    monkeypatch.setattr(cli_doctor, "_memory_gib", lambda: 1.5)
+    monkeypatch.setattr(doctor, "memory_gib", lambda: 1.5)
     check = by_name()["memory"]
     assert not check.ok
     assert check.found == "1.5 GiB (a run wants 6)"
 
 
 def test_a_package_of_another_version_is_said(monkeypatch):
-    real = cli_doctor.metadata.version
-    monkeypatch.setattr(cli_doctor.metadata, "version", lambda name: "1.0" if name == "torch" else real(name))
+    real = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.0" if name == "torch" else real(name))
     check = by_name()["torch"]
     assert (check.ok, check.found) == (False, "1.0")
     assert "torch" in check.fix

@@ -168,7 +168,7 @@ def written(tmp_path, capsys) -> str:
 def checked_apart(*words: str, **variables: str) -> str:
     """What `k3rl env check` prints in a process of its own: descriptors that other tests' threads open are not its."""
     run = subprocess.run(
-        [sys.executable, "-m", "k3rl.cli", "env", "check", *words],
+        [sys.executable, "-m", "k3rl", "env", "check", *words],
         env={**os.environ, **variables}, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
@@ -275,7 +275,7 @@ def half_played(tmp_path):
     """The file of an episode whose player was killed after the repair, before it was handed in."""
     state = tmp_path / "episode"
     player = subprocess.Popen(
-        [sys.executable, "-m", "k3rl.cli", *REPAIR, "--state", str(state)],
+        [sys.executable, "-m", "k3rl", *REPAIR, "--state", str(state)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -336,7 +336,7 @@ def test_a_file_that_does_not_fit_is_refused(capsys, tmp_path, words, content, s
     assert state.exists()
 
 
-def test_an_episode_that_cannot_be_put_aside_says_so(capsys, monkeypatch, tmp_path):
+def test_an_episode_that_cannot_be_paused_says_so(capsys, monkeypatch, tmp_path):
     probe = next(t for t in make("coding-lists").tasks("heldout") if t.family == "probe")
     monkeypatch.setattr("sys.stdin", io.StringIO('/run {"code": ""}\nx\n.\n'))
     index = probe.id.rpartition("/")[2]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from k3rl.actors.learner import LearnerActor
 from k3rl.checkpoint import load_checkpoint
-from k3rl.checkpoint.train_state import TrainState
+from k3rl.checkpoint.train_state import TrainState, commit, write_shard
 from k3rl.cli import main
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
@@ -69,9 +69,12 @@ def test_masters_that_were_rounded_before_they_were_stored_are_exported_so(tmp_p
     learner = LearnerActor(1)
     learner.create(TINY.to_dict(), TrainerConfig(micro_batch_tokens=64), seed=5)
     learner.train([_batch(0)], CrossEntropy())
-    learner._computes = "bfloat16"
-    learner.save_state(str(tmp_path / "step_1"), {"step": 1}, "a")
+    learner.save_state(str(tmp_path / "plain" / "step_1"), {"step": 1}, "a")
     learner.state_saved()
+    state = TrainState(tmp_path / "plain" / "step_1")
+    extra = {**state.extra, "learner": {**state.extra["learner"], "rounded_to": "bfloat16"}}
+    write_shard(tmp_path / "step_1", 0, state.tensors(), extra, save_id="b")
+    commit(tmp_path / "step_1", 1, save_id="b", timeout_s=5)
     assert main(["export", str(tmp_path / "step_1"), str(tmp_path / "out")]) == 0
     masters = TrainState(tmp_path / "step_1")
     stored = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}

@@ -10,7 +10,7 @@ import torch
 from k3rl import pipelines
 from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.cli import main
-from k3rl.cli.model import find_checkpoint
+from k3rl.cli.export import find_checkpoint
 from k3rl.config import ConfigError, MissingResource
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.tokens import Tokenizer

@@ -33,7 +33,7 @@ def served(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "k3rl.cli", "serve", str(folder), "--port", str(port), *tiers],
+        [sys.executable, "-m", "k3rl", "serve", str(folder), "--port", str(port), *tiers],
         env={**os.environ, "K3RL_SERVE_TOKEN": "secret", "OMP_NUM_THREADS": "1"},
     )
     address = f"http://127.0.0.1:{port}"

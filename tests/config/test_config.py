@@ -59,7 +59,7 @@ class Trainer(Config):
     limit_s: float = math.inf
 
 
-class Run(Config):
+class RunConfig(Config):
     trainer: Trainer = Trainer()
     envs: tuple[Env, ...] = (Env(name="list"), Env(name="probe"))
     others: list[Optim] = []
@@ -77,17 +77,17 @@ class Run(Config):
         return self
 
 
-def loaded(line: str, base: Run | None = None) -> Run:
+def loaded(line: str, base: RunConfig | None = None) -> RunConfig:
     files, flags = split_words(line.split())
-    return load(base or Run(), files=files, flags=flags)
+    return load(base or RunConfig(), files=files, flags=flags)
 
 
-def from_file(folder: Path, text: str, line: str = "", base: Run | None = None) -> Run:
+def from_file(folder: Path, text: str, line: str = "", base: RunConfig | None = None) -> RunConfig:
     """The config of a file with this text, and of the words after it."""
-    return load(base or Run(), files=[toml(folder, text)], flags=split_words(line.split())[1])
+    return load(base or RunConfig(), files=[toml(folder, text)], flags=split_words(line.split())[1])
 
 
-def error_of(line: str, base: Run | None = None) -> ConfigError:
+def error_of(line: str, base: RunConfig | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         loaded(line, base)
     return caught.value
@@ -103,14 +103,16 @@ def toml(folder: Path, text: str, name: str = "a.toml") -> Path:
 
 
 def test_without_words_a_preset_comes_back_equal():
-    preset = Run(trainer=Trainer(optim=Muon(mu=0.5)), teacher=Path("a/b"), extra=Env(name="x", args={"k": [1, None]}))
+    preset = RunConfig(
+        trainer=Trainer(optim=Muon(mu=0.5)), teacher=Path("a/b"), extra=Env(name="x", args={"k": [1, None]})
+    )
     assert loaded("", preset) == preset
 
 
 def test_files_win_over_the_preset_later_files_over_earlier_and_flags_over_all(tmp_path):
     first = toml(tmp_path, "group_size = 2\nbatch_size = 64\n[trainer]\nlearning_rate = 1\n", "first.toml")
     second = toml(tmp_path, "batch_size = 128\n", "second.toml")
-    config = loaded(f"@ {first} --trainer.learning-rate 3e-6 @ {second}", Run(group_size=4, mode="async"))
+    config = loaded(f"@ {first} --trainer.learning-rate 3e-6 @ {second}", RunConfig(group_size=4, mode="async"))
     assert (config.mode, config.group_size, config.batch_size) == ("async", 2, 128)
     assert config.trainer.learning_rate == 3e-6
 
@@ -145,7 +147,7 @@ def test_a_negative_number_is_a_value():
 
 
 def test_none_clears_an_optional_value():
-    assert loaded("--teacher none", Run(teacher=Path("x"))).teacher is None
+    assert loaded("--teacher none", RunConfig(teacher=Path("x"))).teacher is None
 
 
 def test_a_list_entry_is_changed_by_its_index():
@@ -168,7 +170,7 @@ def test_a_list_can_be_written_as_json():
 
 
 def test_naming_another_variant_drops_the_fields_of_the_old_one():
-    config = loaded("--trainer.optim.type adam", Run(trainer=Trainer(optim=Muon(lr=7.0, mu=0.1))))
+    config = loaded("--trainer.optim.type adam", RunConfig(trainer=Trainer(optim=Muon(lr=7.0, mu=0.1))))
     assert config.trainer.optim == Adam()
 
 
@@ -181,11 +183,11 @@ def test_the_order_of_a_variant_and_its_fields_does_not_matter(line):
 
 
 def test_naming_the_same_variant_keeps_its_fields():
-    assert loaded("--trainer.optim.type adam", Run(trainer=Trainer(optim=Adam(lr=7.0)))).trainer.optim.lr == 7.0
+    assert loaded("--trainer.optim.type adam", RunConfig(trainer=Trainer(optim=Adam(lr=7.0)))).trainer.optim.lr == 7.0
 
 
 def test_a_variant_is_switched_by_a_file_too(tmp_path):
-    base = Run(trainer=Trainer(optim=Adam(lr=7.0)))
+    base = RunConfig(trainer=Trainer(optim=Adam(lr=7.0)))
     assert from_file(tmp_path, "[trainer.optim]\ntype = 'muon'\n", base=base).trainer.optim == Muon()
 
 
@@ -302,8 +304,8 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 
 def test_a_validation_error_raised_in_python_becomes_a_config_error():
     with pytest.raises(ValidationError) as caught:
-        Run(group_siz=3)
-    error = as_config_error(caught.value, Run)
+        RunConfig(group_siz=3)
+    error = as_config_error(caught.value, RunConfig)
     assert (error.key, error.nearest) == ("group_siz", "group_size")
 
 
@@ -315,7 +317,7 @@ def test_a_union_of_configs_without_a_discriminator_is_refused_when_it_is_writte
 
 
 def test_configs_are_frozen_and_replace_validates():
-    config = Run()
+    config = RunConfig()
     with pytest.raises(ValidationError):
         config.group_size = 4
     assert config.replace(group_size=4).group_size == 4
@@ -326,7 +328,7 @@ def test_configs_are_frozen_and_replace_validates():
 # --- round trip, hash, difference ---------------------------------------------------------------------------
 
 configs = st.builds(
-    Run,
+    RunConfig,
     trainer=st.builds(
         Trainer,
         learning_rate=st.floats(allow_nan=False),
@@ -346,12 +348,12 @@ configs = st.builds(
 
 @given(configs)
 def test_a_config_survives_json(config):
-    assert from_tree(Run, json.loads(json.dumps(to_tree(config)))) == config
+    assert from_tree(RunConfig, json.loads(json.dumps(to_tree(config)))) == config
     assert load(config) == config
 
 
 @given(configs, configs)
-@example(Run(trainer=Trainer(learning_rate=0.0)), Run(trainer=Trainer(learning_rate=-0.0)))
+@example(RunConfig(trainer=Trainer(learning_rate=0.0)), RunConfig(trainer=Trainer(learning_rate=-0.0)))
 def test_equal_hash_means_equal_but_for_the_unhashed_fields(a, b):
     same = a.replace(name="") == b.replace(name="")
     assert (config_hash(a) == config_hash(b)) == same
@@ -372,7 +374,7 @@ def test_the_hash_is_stable_across_processes_and_ignores_marked_fields():
 
 
 def test_diff_names_changed_and_missing_keys():
-    assert diff(Run(), Run(group_size=4, trainer=Trainer(optim=Muon()))) == {
+    assert diff(RunConfig(), RunConfig(group_size=4, trainer=Trainer(optim=Muon()))) == {
         "group_size": (8, 4),
         "trainer.optim.betas.0": (0.9, ABSENT),
         "trainer.optim.betas.1": (0.95, ABSENT),
@@ -391,12 +393,12 @@ def test_flatten_keeps_empty_tables_and_lists():
 
 
 def test_the_schema_walk_reaches_lists_unions_and_optionals():
-    names = set(dotted_names(Run))
+    names = set(dotted_names(RunConfig))
     assert {"envs.N.ratio", "others.N.mu", "trainer.optim.mu", "trainer.optim.betas", "extra.args"} <= names
 
 
 def test_attribute_docstrings_are_the_help_of_the_json_schema():
-    schema = Run.model_json_schema()
+    schema = RunConfig.model_json_schema()
     assert schema["$defs"]["Adam"]["properties"]["lr"]["description"] == "Learning rate."
     assert schema["additionalProperties"] is False
 
@@ -404,10 +406,10 @@ def test_attribute_docstrings_are_the_help_of_the_json_schema():
 words = st.lists(st.text(st.characters(codec="ascii", categories=("L", "N", "P")), max_size=12), max_size=6)
 
 
-def outcome(line: list[str]) -> Run | ConfigError:
+def outcome(line: list[str]) -> RunConfig | ConfigError:
     """What a line gives; any other exception than ConfigError fails the test."""
     try:
-        return load(Run(), flags=split_words(line)[1])
+        return load(RunConfig(), flags=split_words(line)[1])
     except ConfigError as error:
         return error
 
@@ -415,14 +417,16 @@ def outcome(line: list[str]) -> Run | ConfigError:
 @given(words)
 def test_whatever_is_typed_gives_a_config_or_a_config_error(line):
     result = outcome([word for word in line if word != "@"])
-    assert isinstance(result, Run) or str(result)
+    assert isinstance(result, RunConfig) or str(result)
 
 
-dotted = st.sampled_from([*dotted_names(Run), "envs.0.ratio", "envs.1.args.x", "trainer.optim.x", "others.0.type", "x"])
+dotted = st.sampled_from(
+    [*dotted_names(RunConfig), "envs.0.ratio", "envs.1.args.x", "trainer.optim.x", "others.0.type", "x"]
+)
 texts = st.sampled_from(["", "1", "-1", "true", "none", "abc", "[]", "{}", "[1]", '{"type":"muon"}', "muon", "1e400"])
 
 
 @given(st.lists(st.tuples(dotted, texts), max_size=4))
 def test_any_text_for_any_key_gives_a_config_or_a_config_error(pairs):
     result = outcome([f"--{name}={text}" for name, text in pairs])
-    assert isinstance(result, Run) or str(result)
+    assert isinstance(result, RunConfig) or str(result)

@@ -12,7 +12,6 @@ from k3rl.data import (
     SequenceTooLong,
     TrainBatch,
     TrainSequence,
-    from_branches,
     from_episodes,
     token_weights,
 )
@@ -27,6 +26,11 @@ def turn(prompt, sampled, *, routes=None, version=0):
 
 def episode(name, *branches):
     return Episode(name, "task", "env", "family", 1, tuple(branches), StopReason.ENV_DONE, Scored(1.0))
+
+
+def batch_of(branches, advantages, **options):
+    """The batch of episodes of one branch each, of the branch's id."""
+    return from_episodes([episode(branch.id, branch) for branch in branches], advantages, **options)
 
 
 def sequence(name, length, targets, seed=0):
@@ -115,18 +119,13 @@ def test_a_branch_gives_the_sets_of_its_own_turns_alone():
 
 
 def test_exactly_the_sampled_tokens_of_every_turn_are_targets():
-    batch = from_branches([TWO, ONE], {"b": 2.0, "a": -1.0})
+    batch = batch_of([TWO, ONE], {"b": 2.0, "a": -1.0})
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6]
     assert batch.cu_seqlens.tolist() == [0, 8, 14]
     assert batch.loss_mask.nonzero()[0].tolist() == [3, 4, 7, 10, 11, 12, 13]
     assert batch.advantages.tolist() == [0, 0, 0, -1, -1, 0, 0, -1, 0, 0, 2, 2, 2, 2]
     np.testing.assert_allclose(batch.sampler_logprobs[[3, 4, 7]], [-0.504, -0.505, -0.508], rtol=1e-6)
-    assert batch.sequence_ids == ("a", "b")
-
-
-def test_advantages_per_token_are_joined_by_id_and_masked():
-    batch = from_branches([ONE, TWO], {"a": np.arange(8.0), "b": 1.0})
-    assert batch.advantages.tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 3, 4, 0, 0, 7]
+    assert batch.sequence_ids == ("a/a", "b/b")
 
 
 @pytest.mark.parametrize(
@@ -134,29 +133,28 @@ def test_advantages_per_token_are_joined_by_id_and_masked():
     [
         ({"a": 1.0}, r"missing for \['b'\]"),
         ({"a": 1.0, "b": 1.0, "c": 1.0}, r"unknown \['c'\]"),
-        ({"a": np.zeros(7), "b": 1.0}, r"sequence a has 8 tokens and advantages of shape \(7,\)"),
         ({"a": float("nan"), "b": 1.0}, "advantages holds NaN or infinity in sequence a"),
     ],
 )
 def test_advantages_that_do_not_fit_are_refused(advantages, message):
     with pytest.raises(BatchError, match=message):
-        from_branches([TWO, ONE], advantages)
+        batch_of([TWO, ONE], advantages)
 
 
-def test_two_branches_of_one_id_are_refused():
+def test_two_episodes_of_one_id_are_refused():
     with pytest.raises(BatchError, match="the id a occurs twice"):
-        from_branches([TWO, TWO], {"a": 1.0})
+        batch_of([TWO, TWO], {"a": 1.0})
 
 
 def test_a_branch_that_was_rendered_again_is_refused():
     with pytest.raises(BatchError, match="does not extend"):
-        from_branches([Branch("x", (turn([1], [2]), turn([1, 9], [3])))], {"x": 1.0})
+        batch_of([Branch("x", (turn([1], [2]), turn([1, 9], [3])))], {"x": 1.0})
 
 
 def test_a_completion_without_a_logprob_for_each_token_is_refused():
     short = dataclasses.replace(turn([1], [2, 3]), logprobs=(-0.5,))
     with pytest.raises(BatchError, match="3 tokens and 2 logprobs"):
-        from_branches([Branch("x", (short,))], {"x": 1.0})
+        batch_of([Branch("x", (short,))], {"x": 1.0})
 
 
 def test_turns_shared_with_the_parent_branch_are_trained_once():
@@ -238,25 +236,7 @@ def test_the_weighted_sum_over_micro_batches_does_not_depend_on_the_split(batch,
 
 def test_a_sequence_longer_than_the_budget_is_refused():
     with pytest.raises(SequenceTooLong):
-        from_branches([TWO], {"a": 1.0}).split(7)
-
-
-def test_reweighting_a_selection_sums_to_one_again():
-    batch = TrainBatch.pack([sequence(f"s{i}", 6, 3, i) for i in range(4)])
-    half = batch.select([2, 0])
-    assert half.sequence_ids == ("s2", "s0")
-    assert abs(half.weights.sum() - 0.5) < 1e-12
-    assert abs(half.reweighted("token").weights.sum() - 1) < 1e-12
-
-
-def test_teacher_logprobs_join_by_id_and_are_masked():
-    batch = from_branches([TWO, ONE], {"a": 1.0, "b": 1.0})
-    scored = batch.with_teacher({"b": np.full(6, -2.0), "a": np.full(8, -1.0)})
-    assert scored.teacher_logprobs.tolist() == [0, 0, 0, -1, -1, 0, 0, -1, 0, 0, -2, -2, -2, -2]
-    with pytest.raises(BatchError, match="teacher logprobs are missing"):
-        batch.with_teacher({"a": np.zeros(8)})
-    with pytest.raises(BatchError, match="sequence b has 6 tokens"):
-        batch.with_teacher({"a": np.zeros(8), "b": np.zeros(5)})
+        batch_of([TWO], {"a": 1.0}).split(7)
 
 
 def test_routes_of_a_token_are_those_it_was_first_computed_with():
@@ -268,16 +248,16 @@ def test_routes_of_a_token_are_those_it_was_first_computed_with():
     assert routes.dtype == np.int16
     assert routes[:, 0, 0].tolist() == [5, 5, 5, 5, 9, 9, 9, 0]
     assert routes[-1].tolist() == [[0, 1, 2], [0, 1, 2]]
-    batch = from_branches([branch], {"a": 1.0}, routes=True)
+    batch = batch_of([branch], {"a": 1.0}, routes=True)
     np.testing.assert_array_equal(batch.routes, routes)
 
 
 def test_missing_or_short_routes_are_refused():
     with pytest.raises(BatchError, match="turn 0: routes are none, wanted 5 rows"):
-        from_branches([ONE], {"b": 1.0}, routes=True)
+        batch_of([ONE], {"b": 1.0}, routes=True)
     short = Branch("b", (turn([1, 2], [3, 4, 5, 6], routes=np.zeros((4, 1, 1), np.int16)),))
     with pytest.raises(BatchError, match="routes are 4 rows, wanted 5 rows"):
-        from_branches([short], {"b": 1.0}, routes=True)
+        batch_of([short], {"b": 1.0}, routes=True)
     some = [sequence("a", 4, 2), dataclasses.replace(sequence("b", 4, 2), routes=None)]
     with pytest.raises(BatchError, match="sequence b has no routes"):
         TrainBatch.pack(some)

@@ -15,9 +15,9 @@ from k3rl.data.images import (
     ImageConfig,
     ImageError,
     conversation_images,
-    expand_placeholders,
     image_rows,
     preprocess,
+    rows_per_token,
     stack,
     target_size,
 )
@@ -196,11 +196,11 @@ def test_a_conversation_becomes_ids_with_one_placeholder_and_its_original_size()
     pad = TOKENIZER.special("media_pad")
     assert (ids == pad).sum() == 1
     assert not mask[ids == pad].any()
-    expanded = expand_placeholders(ids.tolist(), images, pad)
-    assert expanded.count(pad) == images[0].rows == 6
-    assert [i for i in expanded if i != pad] == [i for i in ids.tolist() if i != pad]
+    rows = rows_per_token(ids, images, pad)
+    assert rows[ids == pad].tolist() == [images[0].rows] == [6]
+    assert (rows[ids != pad] == 1).all()
     with pytest.raises(ImageError, match="1 placeholder ids stand for 0 images"):
-        expand_placeholders(ids.tolist(), (), pad)
+        rows_per_token(ids, (), pad)
     with pytest.raises(xtml.XTMLError, match="more images"):
         encode_example(messages, None, TOKENIZER, False, images=())
 

@@ -99,31 +99,29 @@ def writer(folder, actor="rollout-0"):
 
 def test_groups_come_back_as_they_were_written(tmp_path):
     entry = writer(tmp_path).write(GROUPS, generation=3, seed=11)
-    assert trajectories.manifest(tmp_path) == [entry]
-    assert trajectories.read(tmp_path, entry) == without_routes(GROUPS)
+    assert trajectories.read_manifest(tmp_path) == [entry]
+    assert trajectories.read_groups(tmp_path, entry) == without_routes(GROUPS)
     assert (entry.episodes, entry.rows, entry.generation, entry.schema_version) == (3, 5, 3, 3)
 
 
-def test_recorded_experts_are_in_a_file_of_their_own_until_dropped(tmp_path):
-    out = writer(tmp_path)
-    entry = out.write(GROUPS, generation=0)
-    first = trajectories.read(tmp_path, entry, routes=True)[0].episodes[0].branches[0].turns
+def test_recorded_experts_are_in_a_file_of_their_own_until_it_is_deleted(tmp_path):
+    entry = writer(tmp_path).write(GROUPS, generation=0)
+    first = trajectories.read_groups(tmp_path, entry, routes=True)[0].episodes[0].branches[0].turns
     np.testing.assert_array_equal(first[0].routes, ROUTES)
     assert first[0].routes.dtype == np.int16
     assert first[1].routes is None
     assert "routes" not in pq.read_schema(tmp_path / entry.file).names
-    out.drop_routes(entry)
-    out.drop_routes(entry)
-    assert trajectories.read(tmp_path, entry) == without_routes(GROUPS)
-    with pytest.raises(TrajectoryError, match="are dropped"):
-        trajectories.read(tmp_path, entry, routes=True)
+    (tmp_path / entry.routes_file).unlink()
+    assert trajectories.read_groups(tmp_path, entry) == without_routes(GROUPS)
+    with pytest.raises(TrajectoryError, match="are deleted"):
+        trajectories.read_groups(tmp_path, entry, routes=True)
 
 
 def test_experts_that_were_not_recorded_are_not_invented(tmp_path):
     entry = writer(tmp_path).write(without_routes(GROUPS), generation=0)
     assert entry.routes_file is None
     with pytest.raises(TrajectoryError, match="were not recorded"):
-        trajectories.read(tmp_path, entry, routes=True)
+        trajectories.read_groups(tmp_path, entry, routes=True)
 
 
 def shown(*images):
@@ -150,7 +148,7 @@ def test_images_are_stored_once_and_come_back_in_turns_and_messages(tmp_path):
         for g in groups
     ]
     entry = writer(tmp_path).write([*groups, *GROUPS], generation=0)
-    assert trajectories.read(tmp_path, entry) == [*groups, *without_routes(GROUPS)]
+    assert trajectories.read_groups(tmp_path, entry) == [*groups, *without_routes(GROUPS)]
     stored = pq.read_table(tmp_path / entry.images_file).to_pylist()
     assert [(row["data"], row["width"]) for row in sorted(stored, key=lambda row: row["width"])] == [
         (one.data, 4),
@@ -162,7 +160,7 @@ def test_images_are_stored_once_and_come_back_in_turns_and_messages(tmp_path):
     assert base64.b64encode(one.data[:30]).decode() not in row["messages"]
     (tmp_path / entry.images_file).write_bytes(b"")
     with pytest.raises(TrajectoryError, match="restore the file"):
-        trajectories.read(tmp_path, entry)
+        trajectories.read_groups(tmp_path, entry)
 
 
 def test_turns_whose_images_do_not_extend_those_before_are_refused(tmp_path):
@@ -206,7 +204,7 @@ def test_row_groups_are_bounded_and_lose_nothing(tmp_path_factory, episodes, lim
         entry = writer(folder).write(groups, generation=0)
     finally:
         trajectories.ROW_GROUP_TOKENS = before
-    assert trajectories.read(folder, entry) == without_routes(groups)
+    assert trajectories.read_groups(folder, entry) == without_routes(groups)
     file = pq.ParquetFile(folder / entry.file)
     for index in range(file.num_row_groups):
         sizes = [len(tokens) for tokens in file.read_row_group(index)["token_ids"].to_pylist()]
@@ -219,7 +217,7 @@ def test_a_truncated_file_fails_loudly(tmp_path, keep):
     path = tmp_path / entry.file
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(TrajectoryError, match="restore the file"):
-        trajectories.read(tmp_path, entry)
+        trajectories.read_groups(tmp_path, entry)
 
 
 def test_one_flipped_bit_fails_loudly(tmp_path):
@@ -229,7 +227,7 @@ def test_one_flipped_bit_fails_loudly(tmp_path):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(TrajectoryError, match="restore the file"):
-        trajectories.read(tmp_path, entry)
+        trajectories.read_groups(tmp_path, entry)
 
 
 def test_a_truncated_experts_file_fails_loudly(tmp_path):
@@ -237,7 +235,7 @@ def test_a_truncated_experts_file_fails_loudly(tmp_path):
     path = tmp_path / entry.routes_file
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(TrajectoryError, match="restore the file"):
-        trajectories.read(tmp_path, entry, routes=True)
+        trajectories.read_groups(tmp_path, entry, routes=True)
 
 
 def test_a_file_that_is_gone_or_of_another_schema_is_refused(tmp_path):
@@ -245,14 +243,14 @@ def test_a_file_that_is_gone_or_of_another_schema_is_refused(tmp_path):
     gone, other = out.write(GROUPS, generation=0), out.write(GROUPS, generation=1)
     (tmp_path / gone.file).unlink()
     with pytest.raises(TrajectoryError, match="not in the folder"):
-        trajectories.read(tmp_path, gone)
+        trajectories.read_groups(tmp_path, gone)
     path = tmp_path / other.file
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({"schema_version": "1"}), path)
     data = path.read_bytes()
     other = dataclasses.replace(other, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     with pytest.raises(TrajectoryError, match="schema version 1; this program reads version 3"):
-        trajectories.read(tmp_path, other)
+        trajectories.read_groups(tmp_path, other)
 
 
 def test_a_restarted_writer_continues_and_cuts_off_a_torn_line(tmp_path):
@@ -260,10 +258,10 @@ def test_a_restarted_writer_continues_and_cuts_off_a_torn_line(tmp_path):
     path = tmp_path / "rollout-0.manifest.jsonl"
     with path.open("a") as file:
         file.write('{"file": "rollout-0-000001')
-    assert trajectories.manifest(tmp_path) == [first]
+    assert trajectories.read_manifest(tmp_path) == [first]
     second = writer(tmp_path).write(GROUPS, generation=1)
     assert second.file == "rollout-0-000001-000001.parquet"
-    assert trajectories.manifest(tmp_path) == [first, second]
+    assert trajectories.read_manifest(tmp_path) == [first, second]
 
 
 def test_a_damaged_manifest_line_is_refused_by_number(tmp_path):
@@ -271,14 +269,15 @@ def test_a_damaged_manifest_line_is_refused_by_number(tmp_path):
     path = tmp_path / "rollout-0.manifest.jsonl"
     path.write_text(path.read_text() + '{"file": 3}\n')
     with pytest.raises(TrajectoryError, match="line 2"):
-        trajectories.manifest(tmp_path)
+        trajectories.read_manifest(tmp_path)
 
 
 def test_files_of_two_actors_are_read_together(tmp_path):
     for actor in ("b", "a"):
         writer(tmp_path, actor).write(GROUPS[1:], generation=0)
-    assert [entry.file[0] for entry in trajectories.manifest(tmp_path)] == ["a", "b"]
-    assert list(trajectories.read_all(tmp_path)) == GROUPS[1:] * 2
+    entries = trajectories.read_manifest(tmp_path)
+    assert [entry.file[0] for entry in entries] == ["a", "b"]
+    assert [group for entry in entries for group in trajectories.read_groups(tmp_path, entry)] == GROUPS[1:] * 2
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path):
@@ -294,13 +293,13 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code, str(folder), str(tmp_path / "groups.pkl")])
     try:
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and (not folder.exists() or len(trajectories.manifest(folder)) < 3):
+        while time.monotonic() < deadline and (not folder.exists() or len(trajectories.read_manifest(folder)) < 3):
             time.sleep(0.01)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    entries = trajectories.manifest(folder)
+    entries = trajectories.read_manifest(folder)
     assert len(entries) >= 3
     for entry in entries:
-        assert trajectories.read(folder, entry) == without_routes(GROUPS)
+        assert trajectories.read_groups(folder, entry) == without_routes(GROUPS)
     assert json.loads((folder / "x.manifest.jsonl").read_text().splitlines()[0])["file"] == entries[0].file

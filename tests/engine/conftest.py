@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from k3rl.engine import Engine
 from k3rl.engine.sampling import sampler
 from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.types import SamplingParams
+from k3rl.types import Completion, SamplingParams, StopReason
 
 VOCAB = 40
+TOLERANCE = 1e-9  # float64: only the order of summation differs
+Asked = tuple[Sequence[int], Sequence[Any], SamplingParams]  # prompt, images, parameters
 
 
 def tiny_config(**changes) -> K3Config:
@@ -101,3 +107,96 @@ def run_alone() -> Callable:
 @pytest.fixture(scope="session")
 def run_teacher_forced() -> Callable:
     return teacher_forced
+
+
+# ---- contracts
+
+
+def played(engine: Engine, schedule: Sequence[tuple], after_step: Callable[[Engine], None]) -> tuple[dict, dict, set]:
+    """(asked, outcomes, aborted) by number, of a schedule and of the steps that end everything behind it."""
+    asked: dict[int, Asked] = {}
+    outcomes: dict[int, Any] = {}
+    aborted: set[int] = set()
+
+    def step() -> None:
+        for number, outcome in engine.step():
+            assert number not in outcomes, "a request comes out once"
+            outcomes[number] = outcome
+        after_step(engine)
+
+    for action, what in schedule:
+        if action == "submit":
+            prompt, images, params = what
+            asked[engine.submit(prompt, params, images)] = what
+        elif action == "step":
+            for _ in range(what):
+                step()
+        elif live := sorted(asked.keys() - outcomes.keys() - aborted):
+            aborted.add(live[what % len(live)])
+            engine.abort(live[what % len(live)])
+    for _ in range(2000):
+        if outcomes.keys() == asked.keys():
+            break
+        step()
+    return asked, outcomes, aborted
+
+
+def schedules_of(requests: st.SearchStrategy[Asked], most_steps: int) -> st.SearchStrategy[list[tuple]]:
+    submit, abort = st.tuples(st.just("submit"), requests), st.tuples(st.just("abort"), st.integers(0, 20))
+    return st.lists(st.one_of(submit, st.tuples(st.just("step"), st.integers(1, most_steps)), abort), min_size=3,
+                    max_size=16)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def any_schedule() -> Callable[..., None]:
+    """The contract of every kind of engine: whatever is submitted, stepped and aborted in whatever order, each request
+    ends once and gets what it gets alone.
+
+    engine_of(**drawn): the engine, from what `given` draws. requests: (prompt, images, parameters) that are submitted.
+    alone(asked): what they get alone, each for its own request, of which an aborted one has the beginning.
+    """
+
+    def hold(
+        engine_of: Callable[..., Engine],
+        requests: st.SearchStrategy[Asked],
+        alone: Callable[[list[Asked]], Sequence[Completion]],
+        *,
+        examples: int,
+        drawn: Mapping[str, st.SearchStrategy[Any]],
+        check: Callable[[Asked, Completion], None] = lambda asked, got: None,
+        after_step: Callable[[Engine], None] = lambda engine: None,
+        tolerance: float = TOLERANCE,
+        most_steps: int = 4,
+    ) -> None:
+        @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(schedule=schedules_of(requests, most_steps), options=st.fixed_dictionaries(dict(drawn)))
+        def one_schedule(schedule: Sequence[tuple], options: dict[str, Any]) -> None:
+            asked, outcomes, aborted = played(engine_of(**options), schedule, after_step)
+            assert outcomes.keys() == asked.keys(), "every request ends"
+            for number, expected in zip(asked, alone(list(asked.values())), strict=True):
+                got = outcomes[number]
+                assert number in aborted if got.stop_reason is StopReason.ABORTED else whole(got, expected)
+                same_beginning(asked[number], got, expected, tolerance)
+                check(asked[number], got)
+
+        one_schedule()
+
+    return hold
+
+
+def whole(got: Completion, expected: Completion) -> bool:
+    return (len(got.token_ids), got.stop_reason) == (len(expected.token_ids), expected.stop_reason)
+
+
+def same_beginning(asked: Asked, got: Completion, expected: Completion, tolerance: float) -> None:
+    """What `got` has is what `expected` begins with: tokens, logprobs, sampling masks and routes."""
+    count = len(got.token_ids)
+    assert got.token_ids == expected.token_ids[:count]
+    np.testing.assert_allclose(got.logprobs, expected.logprobs[:count], atol=tolerance, rtol=0)
+    if expected.sampling_mask is not None and count:
+        masks = zip(got.sampling_mask, expected.sampling_mask[:count], strict=True)
+        assert all(np.array_equal(mine, others) for mine, others in masks)
+    if asked[2].return_routes and count:
+        prompt_rows = len(expected.routes) - len(expected.token_ids) + 1  # an image counts its rows
+        wanted = expected.routes[: prompt_rows + count - 1]
+        assert np.array_equal(np.sort(got.routes, -1), np.sort(wanted, -1))  # order within k is free

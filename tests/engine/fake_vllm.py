@@ -3,7 +3,7 @@
 Follows vllm/entrypoints of 0.33.0: `/inference/v1/generate` (streamed), the RL routes with their order
 start -> update* -> finish, 503 for new requests in the pauses abort and wait, the version set by finish alone, aborts
 by the engine's request id, sleep and wake, OpenAI error objects. The weights go through the staging that runs in
-vLLM's workers (`k3rl.engine.vllm.worker`). Faults to order: `fail_next`, `corrupt`, `raw` and `hold`.
+vLLM's workers (`k3rl.engine.vllm.vllm_worker`). Faults to order: `fail_next`, `corrupt`, `raw` and `hold`.
 
     python fake_vllm.py FILE    # a server in a process of its own, which writes its URL into FILE
 """
@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from k3rl.engine import Engine, InvalidRequest
-from k3rl.engine.vllm.worker import BACKEND, StagedUpdate, UpdateInfo
+from k3rl.engine.vllm.vllm_worker import BACKEND, StagedUpdate, UpdateInfo
 from k3rl.serve.driver import EngineDriver, Stream
 from k3rl.types import Completion, SamplingParams, StopReason
 
@@ -52,7 +52,7 @@ class FakeVLLM:
     """The state behind the routes. `config` and `version` may be changed before a client's handshake."""
 
     def __init__(self, load: Callable[[], Engine]) -> None:
-        self.driver = EngineDriver(load)
+        self.driver = EngineDriver(lambda: self.held(load()))
         self.config: dict[str, Any] = json.loads(json.dumps(CONFIG))
         self.version = "0.33.0"
         self.scale_out = True
@@ -72,10 +72,20 @@ class FakeVLLM:
         self.free = threading.Event()  # the engine steps
         self.free.set()
 
+    def held(self, engine: Engine) -> Engine:
+        """The engine, whose steps wait between `hold` and `release`."""
+        step = engine.step
+
+        def held_step() -> list[tuple[int, Any]]:
+            self.free.wait(20)
+            return step()
+
+        engine.step = held_step  # type: ignore[method-assign]
+        return engine
+
     def hold(self) -> None:
         """The engine hangs before its next step until `release`."""
         self.free.clear()
-        self.driver._send(lambda: bool(self.free.wait(20)))
 
     def release(self) -> None:
         self.free.set()

@@ -106,7 +106,7 @@ def real_subject(url: str) -> Subject:
     engine = VLLMEngine(url, vocab_size=vocabulary, require=("weights",))
     engine.load_weights(stored)
     tolerance = float(os.environ.get("K3RL_VLLM_TOLERANCE", "1e-3"))
-    return Subject(engine, logits, changed, tolerance, None, engine.served.sampling_mask)
+    return Subject(engine, logits, changed, tolerance, None, engine.server.sampling_mask)
 
 
 @pytest.fixture(params=["engine", "vllm"])

@@ -1,20 +1,20 @@
-"""The decode program of fixed shapes against the ordinary path; sampling where the logits are."""
+"""The decode step of fixed shapes against the ordinary path; sampling where the logits are."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache
-from k3rl.engine.compute.decode_graph import BATCHES, DecodeProgram, padded_batch
+from k3rl.engine.compute.decode_graph import BATCHES, CapturedDecode, padded_batch
 from k3rl.engine.sampling.device_sampler import sample_uncut
 from k3rl.engine.sampling.sampler import sample
 from k3rl.engine.weights import manifest_of
-from k3rl.types import SamplingParams, StopReason
+from k3rl.types import SamplingParams
 
 TOLERANCE = 1e-9  # float64: only the order of summation differs
 PROMPTS = [[1], [5, 9, 2], [7, 7, 7, 7, 3, 30, 11, 2, 18], list(range(1, 24))]
@@ -25,11 +25,11 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 6, "seed": 1, **changes})
 
 
-def program_engine(model, rows: int, **options) -> Engine:
-    """An engine that decodes by the program, with pages for every row."""
+def fixed_engine(model, rows: int, **options) -> Engine:
+    """An engine that decodes in steps of fixed shapes, with pages for every row."""
     options = {"max_context": CONTEXT, "page_tokens": PAGE, "poison": True, **options}
     engine = Engine(model, max_running=rows, static_decode=True, **options)
-    assert engine.program is not None
+    assert engine.captured_decode is not None
     return engine
 
 
@@ -46,57 +46,33 @@ request_params = st.builds(
     seed=st.sampled_from([0, 1, 2]),
     return_routes=st.booleans(),
 )
-actions = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), request_params),
-    st.tuples(st.just("step"), st.integers(1, 4), st.none()),
-    st.tuples(st.just("abort"), st.integers(0, 20), st.none()),
-)
+asked = st.tuples(st.sampled_from(PROMPTS), st.just(()), request_params)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    rows=st.integers(1, 5),
-    bounded=st.booleans(),
-    prefill=st.integers(3, 40),
-    prefix=st.booleans(),
-    schedule=st.lists(actions, min_size=4, max_size=14),
-)
-def test_any_schedule_gives_what_the_ordinary_path_gives(model, rows, bounded, prefill, prefix, schedule):
+def test_any_schedule_gives_what_the_ordinary_path_gives(model, any_schedule):
     """Preempted, forked, cached and freed states (NaN there) included; a prefix cache and little memory on and off."""
-    options = {"prefill_tokens": prefill}
-    if bounded:
-        options["memory_bytes"] = memory_of(model, rows, CONTEXT // PAGE + 3)
-    if prefix:
-        options["prefix_cache"] = PrefixCache.of_bytes(30_000, block=4)
-    engine = program_engine(model, rows, **options)
-    asked, outcomes, aborted = {}, {}, set()
-    for action, a, b in schedule:
-        if action == "submit":
-            asked[engine.submit(PROMPTS[a], b)] = (PROMPTS[a], b)
-        elif action == "step":
-            for _ in range(a):
-                outcomes.update(engine.step())
-        else:
-            live = sorted(asked.keys() - aborted - outcomes.keys())
-            if live:
-                aborted.add(live[a % len(live)])
-                engine.abort(live[a % len(live)])
-    outcomes.update(engine.drain())
-    assert outcomes.keys() == asked.keys()
-    ordinary = Engine(model).generate(*zip(*asked.values(), strict=True)) if asked else []
-    for number, expected in zip(asked, ordinary, strict=True):
-        got = outcomes[number]
-        count = len(got.token_ids)
-        assert number in aborted if got.stop_reason is StopReason.ABORTED else count == len(expected.token_ids)
-        assert got.token_ids == expected.token_ids[:count]
-        np.testing.assert_allclose(got.logprobs, expected.logprobs[:count], atol=TOLERANCE, rtol=0)
-        if got.routes is not None and count:
-            wanted = expected.routes[: len(got.routes)]
-            assert np.array_equal(np.sort(got.routes, -1), np.sort(wanted, -1))
+
+    def engine_of(rows, bounded, prefill, prefix) -> Engine:
+        memory = {"memory_bytes": memory_of(model, rows, CONTEXT // PAGE + 3)} if bounded else {}
+        cache = PrefixCache.of_bytes(30_000, block=4) if prefix else None
+        return fixed_engine(model, rows, prefill_tokens=prefill, prefix_cache=cache, **memory)
+
+    any_schedule(
+        engine_of,
+        asked,
+        lambda given: Engine(model).generate([prompt for prompt, _, _ in given], [own for _, _, own in given]),
+        examples=20,
+        drawn={
+            "rows": st.integers(1, 5),
+            "bounded": st.booleans(),
+            "prefill": st.integers(3, 40),
+            "prefix": st.booleans(),
+        },
+    )
 
 
 def memory_of(model, rows: int, pages: int) -> int:
-    """Bytes of `rows` rows, the spare and `pages` pages."""
+    """Bytes of `rows` rows, the parked state and `pages` pages."""
     cache = model.new_cache(1)
     cache.reserve(1)
     slot = sum(cache.recurrent(n).nbytes + cache.conv(n).nbytes for n in model.config.kda_layers)
@@ -108,50 +84,51 @@ def memory_of(model, rows: int, pages: int) -> int:
 def test_one_step_equals_the_ordinary_one_at_every_precision(build_model, dtype, changes):
     """Logits relative to the largest. bf16: the path rounds in other places, 2^-9 each, over three layers."""
     model = build_model(dtype=dtype, **changes)
-    engines = [program_engine(model, 3), Engine(model, max_running=3, max_context=CONTEXT)]
+    engines = [fixed_engine(model, 3), Engine(model, max_running=3, max_context=CONTEXT)]
     for engine in engines:
         for prompt in PROMPTS[1:]:
             engine.submit(prompt, params(temperature=0.0, max_tokens=20))
         engine.step()
     rows, tokens = [0, 1, 2], np.array([3, 4, 5])
     for engine in engines:
-        engine._pool.claim(rows, [1, 1, 1])
+        engine.batch.pool.claim(rows, [1, 1, 1])
     with torch.inference_mode():
-        ours, _ = engines[0].program.run(model, rows, tokens)
-        out = model.hidden(torch.from_numpy(tokens)[:, None], cache=engines[1]._pool.view(rows))
+        ours, _ = engines[0].captured_decode.run(model, rows, tokens)
+        out = model.hidden(torch.from_numpy(tokens)[:, None], cache=engines[1].batch.pool.view(rows))
         wanted = model.logits(out.hidden[:, 0])
     bound = {torch.float32: 2e-4, torch.bfloat16: 4e-2}[dtype]  # MXFP8 values may round the other way, in float32 too
     assert float((ours - wanted).abs().max()) <= bound * float(wanted.abs().max())
-    states = [(engine._pool.view(rows).recurrent(1), engine._pool.view(rows).conv(1)) for engine in engines]
+    states = [(engine.batch.pool.view(rows).recurrent(1), engine.batch.pool.view(rows).conv(1)) for engine in engines]
     for got, expected in zip(*states, strict=True):
         assert float((got - expected).abs().max()) <= bound * float(expected.abs().max())
 
 
 def test_padding_rows_write_nothing_and_disturb_nobody(model):
-    engine = program_engine(model, 6)
+    engine = fixed_engine(model, 6)
     for prompt in PROMPTS[1:]:
         engine.submit(prompt, params(max_tokens=20))
     engine.step()
-    store = engine._pool.paged._store
-    before = {n: (store.recurrent[n].clone(), store.conv[n].clone()) for n in store.recurrent}
-    pages = {n: latent.clone() for n, latent in store.latent.items()}
+    cache = engine.batch.pool.paged
+    before = {n: (cache.recurrent[n].clone(), cache.conv[n].clone()) for n in cache.recurrent}
+    pages = {n: latent.clone() for n, latent in cache.latent.items()}
     for rows in ([2], [0, 1, 2]):  # batches of 1 and of 4
-        engine._pool.claim(rows, [1] * len(rows))
-        logits, _ = engine.program.run(model, rows, np.full(len(rows), 7))
+        engine.batch.pool.claim(rows, [1] * len(rows))
+        logits, _ = engine.captured_decode.run(model, rows, np.full(len(rows), 7))
         assert logits.isfinite().all()
-    for n, (recurrent, conv) in before.items():  # rows 3.. are nobody's and NaN, row 6 is the spare
-        assert torch.equal(store.recurrent[n][3:].nan_to_num(0.5), recurrent[3:].nan_to_num(0.5))
-        assert torch.equal(store.conv[n][3:].nan_to_num(0.5), conv[3:].nan_to_num(0.5))
-    mine = {page for row in range(3) for page in store.table[row, : store.owned[row]].tolist()}
-    others = [page for page in range(store.pages + 1) if page not in mine]
+    for n, (recurrent, conv) in before.items():  # rows 3.. are nobody's and NaN, row 6 is the parked one
+        assert torch.equal(cache.recurrent[n][3:].nan_to_num(0.5), recurrent[3:].nan_to_num(0.5))
+        assert torch.equal(cache.conv[n][3:].nan_to_num(0.5), conv[3:].nan_to_num(0.5))
+    table = cache.table
+    mine = {page for row in range(3) for page in table.table[row, : table.held[row]].tolist()}
+    others = [page for page in range(table.pages + 1) if page not in mine]
     for n, latent in pages.items():
-        assert torch.equal(store.latent[n][others].nan_to_num(0.5), latent[others].nan_to_num(0.5))
-        assert not store.latent[n][0].any(), "page 0 stays zero"
+        assert torch.equal(cache.latent[n][others].nan_to_num(0.5), latent[others].nan_to_num(0.5))
+        assert not cache.latent[n][0].any(), "page 0 stays zero"
 
 
 def test_weights_that_change_in_place_and_new_versions_are_seen_by_the_next_step(build_model):
     model = build_model(seed=3)
-    engine = program_engine(model, 2)
+    engine = fixed_engine(model, 2)
     first = engine.generate(PROMPTS[2:], params(seed=5))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -176,7 +153,7 @@ def test_more_rows_than_the_largest_batch_run_in_pieces(model, monkeypatch):
     monkeypatch.setattr("k3rl.engine.compute.decode_graph.BATCHES", (1, 2))
     own = [params(seed=seed, max_tokens=4) for seed in range(5)]
     for got, expected in zip(
-        program_engine(model, 5).generate([PROMPTS[1]] * 5, own), Engine(model).generate([PROMPTS[1]] * 5, own),
+        fixed_engine(model, 5).generate([PROMPTS[1]] * 5, own), Engine(model).generate([PROMPTS[1]] * 5, own),
         strict=True,
     ):  # fmt: skip
         same(got, expected)
@@ -188,36 +165,38 @@ def test_rows_of_like_length_run_together_where_padding_would_be_too_much(model,
     ordinary = Engine(model).generate(given, own)
     for tokens in (4 * PAGE, 16 * PAGE):  # one row of 8 pages is more than the first, and runs alone
         monkeypatch.setattr("k3rl.engine.compute.decode_graph._TOKENS", tokens)
-        engine = program_engine(model, 5, max_context=64)
+        engine = fixed_engine(model, 5, max_context=64)
         for got, expected in zip(engine.generate(given, own), ordinary, strict=True):
             same(got, expected)
-        assert all(batch * blocks * PAGE <= max(tokens, blocks * PAGE) for batch, blocks in engine.program._shapes)
+        assert all(
+            batch * blocks * PAGE <= max(tokens, blocks * PAGE) for batch, blocks in engine.captured_decode.shapes
+        )
 
 
 def test_shapes_are_few_whatever_the_lengths(model):
-    engine = program_engine(model, 5, max_context=200)
+    engine = fixed_engine(model, 5, max_context=200)
     engine.generate([PROMPTS[3]] * 5, [params(seed=seed, max_tokens=20 + 30 * seed) for seed in range(5)])
-    shapes = engine.program._shapes
+    shapes = engine.captured_decode.shapes
     assert all(batch in BATCHES and blocks & (blocks - 1) == 0 for batch, blocks in shapes)
     assert len(shapes) <= 4 * 4  # batches 1 to 8, pages 8 to 64
 
 
 def test_a_row_without_room_is_refused(model):
-    engine = program_engine(model, 2)
+    engine = fixed_engine(model, 2)
     engine.submit([3] * PAGE, params(max_tokens=20))
     engine.step()
     with pytest.raises(EngineError, match="claim it before"):
-        engine.program.run(model, [0], np.array([3]))
+        engine.captured_decode.run(model, [0], np.array([3]))
 
 
 def test_batches_hold_their_rows_and_a_cpu_captures_nothing(model):
     assert [padded_batch(n) for n in (1, 3, 17, 256)] == [1, 4, 32, 256]
-    engine = program_engine(model, 2)
+    engine = fixed_engine(model, 2)
     engine.generate(PROMPTS[:2], params())
-    assert not engine.program.capture
-    assert engine.program.captured == 0
-    assert isinstance(engine.program, DecodeProgram)
-    assert Engine(model).program is None, "a CPU decodes by the ordinary path unless it is told otherwise"
+    assert isinstance(engine.captured_decode, CapturedDecode)
+    assert not engine.captured_decode.buckets.capture
+    assert engine.captured_decode.buckets.captured == 0
+    assert Engine(model).captured_decode is None, "a CPU decodes by the ordinary path unless it is told otherwise"
 
 
 @settings(max_examples=30)

@@ -1,4 +1,4 @@
-"""Steps that are started before the last one's tokens are read, against an engine that waits for every token."""
+"""Steps that are launched before the last one's tokens are read, against an engine that waits for every token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine_of(model, deferred: bool = False, **options) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("k3rl.engine.cache.defers", lambda *_: deferred)
         engine = Engine(model, static_decode=True, **options)
-    assert (engine._pool.paged._store.late is not None) == deferred
+    assert (engine.batch.pool.paged.deferred is not None) == deferred
     return engine
 
 
@@ -45,7 +45,7 @@ def played(engine: Engine, schedule, others) -> tuple[list, list]:
     """What every action gave, and what `sampled` said of the live requests behind it."""
     outcomes, seen, asked = [], [], []
     for action, a, b in schedule:
-        live = [number for number in asked if number in engine._requests]
+        live = [number for number in asked if number in engine.batch.requests]
         if action == "submit":
             asked.append(engine.submit(PROMPTS[a], b))
         elif action == "step":
@@ -54,7 +54,7 @@ def played(engine: Engine, schedule, others) -> tuple[list, list]:
             update(engine, others[engine.version % 2], engine.version + 1)
         elif live:
             engine.abort(live[a % len(live)])
-        seen.append([engine.sampled(number)[0] for number in asked if number in engine._requests])
+        seen.append([engine.sampled(number)[0] for number in asked if number in engine.batch.requests])
     return [*outcomes, engine.drain()], seen
 
 
@@ -77,7 +77,7 @@ actions = st.one_of(
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(schedule=st.lists(actions, min_size=4, max_size=12), bounded=st.booleans(), deferred=st.booleans())
-def test_an_engine_that_runs_ahead_gives_what_one_that_waits_gives(build_model, schedule, bounded, deferred):
+def test_an_engine_that_overlaps_steps_gives_what_one_that_waits_gives(build_model, schedule, bounded, deferred):
     """At the same steps: tokens, logprobs, routes, reasons and versions; with little memory, cancels and updates; and
     with states that are written now and then against states that are written at every token."""
     model, others = build_model(), [build_model(seed=8), build_model(seed=9)]
@@ -85,8 +85,8 @@ def test_an_engine_that_runs_ahead_gives_what_one_that_waits_gives(build_model, 
     for overlap, late in ((True, deferred), (False, False)):
         bound = {"memory_bytes": memory_of(model, 4, CONTEXT // PAGE + 2, late)} if bounded else {}
         engines.append(engine_of(model, late, overlap=overlap, **bound))
-    ahead, waiting = engines
-    (got, got_seen), (expected, expected_seen) = (played(engine, schedule, others) for engine in (ahead, waiting))
+    overlapping, waiting = engines
+    (got, got_seen), (expected, expected_seen) = (played(engine, schedule, others) for engine in (overlapping, waiting))
     assert got_seen == expected_seen
     for one, other in zip(got, expected, strict=True):
         assert [number for number, _ in one] == [number for number, _ in other]
@@ -96,37 +96,37 @@ def test_an_engine_that_runs_ahead_gives_what_one_that_waits_gives(build_model, 
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE, rtol=0)
             assert (a.routes is None) == (b.routes is None)
             assert a.routes is None or np.array_equal(np.sort(a.routes, -1), np.sort(b.routes, -1))
-    assert ahead.counters.sampled_tokens == waiting.counters.sampled_tokens
+    assert overlapping.counters.sampled_tokens == waiting.counters.sampled_tokens
 
 
 def launches(engine: Engine) -> list[int]:
-    """Rows of every step that the engine starts from now on."""
-    started, program = [], engine.program
-    start = program.start
+    """Rows of every step that the engine launches from now on."""
+    launched, captured = [], engine.captured_decode
+    launch = captured.launch
 
     def counted(model, rows, *given):
-        started.append(len(rows))
-        return start(model, rows, *given)
+        launched.append(len(rows))
+        return launch(model, rows, *given)
 
-    program.start = counted
-    return started
+    captured.launch = counted
+    return launched
 
 
-def test_the_next_step_is_started_before_this_one_is_read(model):
+def test_the_next_step_is_launched_before_this_one_is_read(model):
     engine = engine_of(model)
-    started = launches(engine)
+    launched = launches(engine)
     for seed in range(3):
         engine.submit(PROMPTS[1], SamplingParams(max_tokens=10, seed=seed))
     engine.step()  # the prompts
     for steps in range(1, 9):
         engine.step()
-        assert len(started) == min(steps + 1, 9)
+        assert len(launched) == min(steps + 1, 9)
     engine.drain()
-    assert len(started) == 9, "no step is started for rows that all end by their limit"
+    assert len(launched) == 9, "no step is launched for rows that all end by their limit"
 
 
 def test_what_waits_beside_a_state_goes_where_the_state_goes(model):
-    """Groups forked off a spare row, prefix-cache checkpoints and their restoration, rows that close holes."""
+    """Groups forked off a parked state, cached prefix states and their restoration, rows that close holes."""
     given = [PROMPTS[2]] * 5 + [PROMPTS[1], PROMPTS[2] + [3, 4]]
     own = [SamplingParams(max_tokens=3 + 4 * seed % 19, seed=seed) for seed in range(len(given))]
     results = []
@@ -147,10 +147,10 @@ def test_what_waits_beside_a_state_goes_where_the_state_goes(model):
 def test_the_memory_of_a_row_is_what_its_tensors_take(model):
     for deferred in (False, True):
         engine = engine_of(model, deferred)
-        store = engine._pool.paged._store
-        tensors = [*store.recurrent.values(), *store.conv.values()]
+        cache = engine.batch.pool.paged
+        tensors = [*cache.recurrent.values(), *cache.conv.values()]
         if deferred:
-            for pending in store.late.pending.values():
+            for pending in cache.deferred.pending.values():
                 tensors += [pending.keys, pending.updates, pending.decay, pending.span]
         assert sum(tensor.nbytes for tensor in tensors) == 5 * state_bytes(model, deferred)[0]
 
@@ -158,34 +158,34 @@ def test_the_memory_of_a_row_is_what_its_tensors_take(model):
 @pytest.mark.parametrize("asked", [{"top_p": 0.9}, {"logit_bias": ((3, 1.0),)}, {"top_k": 3}])
 def test_rows_that_need_their_logits_wait_for_their_tokens(model, asked):
     engine = engine_of(model)
-    started = launches(engine)
+    launched = launches(engine)
     engine.generate(PROMPTS, SamplingParams(max_tokens=5, seed=0, **asked))
-    assert not started
+    assert not launched
 
 
 @pytest.mark.parametrize("options", [{"in_flight": "carry"}, {"prefix_cache": True}, {"overlap": False}])
-def test_no_step_is_started_early_where_states_must_stand_as_the_tokens_do(model, options):
+def test_no_step_is_launched_early_where_states_must_stand_as_the_tokens_do(model, options):
     if "prefix_cache" in options:
         options = {"prefix_cache": PrefixCache.of_bytes(100_000)}
     engine = engine_of(model, **options)
-    started = launches(engine)
+    launched = launches(engine)
     engine.submit(PROMPTS[1], SamplingParams(max_tokens=5, seed=0))
     engine.step()
     for step in range(1, 4):
         engine.step()
-        assert len(started) == step
+        assert len(launched) == step
 
 
-def test_a_row_with_broken_logits_ends_alone_while_others_run_ahead(build_model):
+def test_a_row_with_broken_logits_ends_alone_while_steps_overlap(build_model):
     model = build_model()
     engine = engine_of(model)
     numbers = [engine.submit(prompt, SamplingParams(max_tokens=12, seed=4)) for prompt in PROMPTS]
     for _ in range(4):
         engine.step()
-    row = engine._scheduler.row_of[numbers[1]]
+    row = engine.batch.requests[numbers[1]].row
     with torch.inference_mode():
         for layer in model.config.kda_layers:
-            engine._pool.paged._store.recurrent[layer][row] = float("nan")
+            engine.batch.pool.paged.recurrent[layer][row] = float("nan")
     outcomes = dict(engine.drain())
     assert type(outcomes[numbers[1]]).__name__ == "NonFiniteLogits"
     expected = engine_of(model, overlap=False).generate(PROMPTS, SamplingParams(max_tokens=12, seed=4))

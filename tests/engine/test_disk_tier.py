@@ -20,7 +20,7 @@ from k3rl.types import SamplingParams
 
 TOLERANCE = 1e-9  # float64: only the order of summation differs between a cached and a computed prefix
 LARGE = 1 << 30
-SMALL = 8000  # bytes: one or two checkpoints of the tiny model
+SMALL = 8000  # bytes: one or two states of the tiny model
 PROMPTS = [[start, *range(1, 14)] for start in range(1, 8)]
 
 
@@ -86,9 +86,9 @@ def test_any_conversation_gives_what_it_gives_without_a_cache(model, tmp_path, p
         (got,) = engine.generate([prompt], own)
         assert_alike([got], plain.generate([prompt], own))
         histories.append([*prompt, *got.token_ids])
-    held = sum(file.size for file in tier._files.values())
+    held = sum(file.size for file in tier.files.values())
     assert held == tier.bytes <= tier.budget_bytes
-    assert {file.path for file in tier._files.values()} == set(tier._folder.iterdir())
+    assert {file.path for file in tier.files.values()} == set(tier.folder.iterdir())
 
 
 def test_a_full_disk_is_a_counted_drop_and_nobody_gets_an_error(model, tmp_path):
@@ -135,14 +135,14 @@ def test_the_least_recently_used_file_leaves_first_and_the_folder_goes_with_the_
     tier = DiskTier(tmp_path, LARGE)
     engine = tiered(model, tier)
     engine.generate(PROMPTS[:4], params())
-    oldest, second = list(tier._files)[:2]
-    tier._files.move_to_end(oldest)
+    oldest, second = list(tier.files)[:2]
+    tier.files.move_to_end(oldest)
     tier.budget_bytes = tier.bytes
     engine.generate(PROMPTS[4:], params())
-    assert second not in tier._files
-    assert oldest in tier._files
-    folder = tier._folder
-    tier._clean()
+    assert second not in tier.files
+    assert oldest in tier.files
+    folder = tier.folder
+    tier.close()
     assert not folder.exists()
     with pytest.raises(ValueError, match="room for something"):
         DiskTier(tmp_path, 0)

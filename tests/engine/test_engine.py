@@ -7,7 +7,6 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k3rl.checkpoint import official_tensors
@@ -41,52 +40,29 @@ request_params = st.builds(
     seed=st.sampled_from([0, 1, 2]),
     return_routes=st.booleans(),
 )
-actions = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), request_params),
-    st.tuples(st.just("step"), st.integers(1, 3), st.none()),
-    st.tuples(st.just("abort"), st.integers(0, 20), st.none()),
-)
+asked = st.tuples(st.sampled_from(PROMPTS), st.just(()), request_params)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(rows=st.integers(1, 4), budget=st.integers(2, 30), schedule=st.lists(actions, min_size=3, max_size=16))
-def test_any_schedule_gives_each_request_what_it_gets_alone(model, run_alone, alone_cache, rows, budget, schedule):
-    engine = Engine(model, max_running=rows, prefill_tokens=budget, poison=True)
-    asked, outcomes, aborted = {}, [], set()
-    for action, a, b in schedule:
-        if action == "submit":
-            asked[engine.submit(PROMPTS[a], b)] = (a, b)
-        elif action == "step":
-            for _ in range(a):
-                outcomes += engine.step()
-        else:
-            live = sorted(asked.keys() - aborted - {number for number, _ in outcomes})
-            if live:
-                aborted.add(live[a % len(live)])
-                engine.abort(live[a % len(live)])
-    outcomes = by_number(outcomes + engine.drain())
-    assert outcomes.keys() == asked.keys()
-    for number, (prompt, own) in asked.items():
-        key = (prompt, own.temperature, own.top_p, own.top_k, own.max_tokens, own.stop_ids, own.seed)
-        if key not in alone_cache:
-            alone_cache[key] = run_alone(model, PROMPTS[prompt], own)
-        ids, logprobs = alone_cache[key]
-        got = outcomes[number]
-        count = len(got.token_ids)
-        if got.stop_reason is StopReason.ABORTED:
-            assert number in aborted
-        else:
-            assert count == len(ids)
-            assert got.stop_reason == (StopReason.STOP if ids[-1] in own.stop_ids else StopReason.LENGTH)
-        assert list(got.token_ids) == ids[:count]
-        np.testing.assert_allclose(got.logprobs, logprobs[:count], atol=TOLERANCE, rtol=0)
-        if own.return_routes and count:
-            assert got.routes.shape[0] == len(PROMPTS[prompt]) + count - 1
+def test_any_schedule_gives_each_request_what_it_gets_alone(model, run_alone, run_teacher_forced, any_schedule):
+    known = {}
 
+    def alone(prompt, own) -> Completion:
+        """By whole passes over all tokens, without an engine."""
+        key = (*prompt, own)
+        if key not in known:
+            ids, logprobs = run_alone(model, prompt, own)
+            routes = run_teacher_forced(model, [*prompt, *ids[:-1]])[1]
+            reason = StopReason.STOP if ids[-1] in own.stop_ids else StopReason.LENGTH
+            known[key] = Completion(tuple(ids), tuple(logprobs), reason, 0, 0, routes)
+        return known[key]
 
-@pytest.fixture(scope="module")
-def alone_cache():
-    return {}
+    any_schedule(
+        lambda **options: Engine(model, poison=True, **options),
+        asked,
+        lambda given: [alone(prompt, own) for prompt, _, own in given],
+        examples=50,
+        drawn={"max_running": st.integers(1, 4), "prefill_tokens": st.integers(2, 30)},
+    )
 
 
 def test_logprobs_equal_a_teacher_forced_pass_of_the_learner(model, run_teacher_forced):
@@ -336,7 +312,7 @@ def test_a_corrupted_state_is_told_from_broken_weights(model):
     bad, good = engine.submit([1, 4, 2], params()), engine.submit([1, 2], params())
     engine.step()
     with torch.inference_mode():
-        engine._pool.cache.recurrent(1)[engine._scheduler.row_of[bad]] = float("nan")
+        engine.batch.pool.cache.recurrent(1)[engine.batch.requests[bad].row] = float("nan")
     outcomes = by_number(engine.drain())
     assert isinstance(outcomes[good], Completion)
     assert isinstance(outcomes[bad], NonFiniteLogits)
@@ -347,7 +323,7 @@ def test_a_corrupted_state_is_told_from_broken_weights(model):
 def test_poisoned_slots_are_seen_when_a_row_is_not_reset(model, monkeypatch):
     engine = Engine(model, max_running=1, poison=True)
     engine.generate([PROMPTS[1]], params())
-    monkeypatch.setattr(type(engine._pool), "reset", lambda self, rows: None)
+    monkeypatch.setattr(type(engine.batch.pool), "reset", lambda self, rows: None)
     with pytest.raises(NonFiniteLogits):
         engine.generate([PROMPTS[1]], params())
 
@@ -357,9 +333,10 @@ def test_the_latent_cache_grows_with_the_longest_request_and_not_with_their_numb
     sizes = []
     for _ in range(3):
         engine.generate([PROMPTS[1]] * 4, params(max_tokens=34))
-        sizes.append(sum(tensor.numel() for tensor in engine._pool.cache._pool.latent.values()))
-        assert int(engine._pool.cache.lengths.max()) == 0, "a row is reset when its request leaves"
-    assert len(set(sizes)) == 1
+        cache = engine.batch.pool.cache
+        sizes.append([cache.latent(layer, 1 << 20).shape for layer in model.config.mla_layers])  # as long as there is
+        assert int(cache.lengths.max()) == 0, "a row is reset when its request leaves"
+    assert sizes[0] == sizes[1] == sizes[2]
 
 
 def test_more_requests_than_a_small_pool_can_hold_all_end(model):

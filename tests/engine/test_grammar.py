@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from k3rl.config import MissingResource
 from k3rl.engine import Engine, InvalidRequest
-from k3rl.engine.rows import Request
 from k3rl.engine.sampling.grammar import DeadEnd, Grammars
 from k3rl.engine.sampling.json_schema import SchemaError, enforceable
 from k3rl.tokens import Tokenizer, xtml
@@ -89,7 +88,7 @@ schemas = st.recursive(leaves, containers, max_leaves=4)
 def test_whatever_is_sampled_from_the_allowed_tokens_is_json_that_the_schema_accepts(schema, seed):
     whole = {**schema, "$defs": {"pair": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}}
     params = constrained("json_schema", json.dumps(whole))
-    matcher = GRAMMARS.matcher(Request(0, np.zeros(1, np.int64), params, 0))
+    matcher = GRAMMARS.matcher(params)
     rng, ids = np.random.default_rng(seed), []
     for _ in range(400):
         allowed = np.flatnonzero(matcher.allowed())
@@ -183,7 +182,7 @@ def test_a_turn_may_call_a_tool_instead_of_answering():
     ids = whole[len(TOKENIZER.encode_segments(call)) :]
     for calls in (True, False):
         params = SamplingParams(stop_ids=(STOP,), constraint=Constraint("regex", "[0-9]{3}", "response", calls))
-        matcher = GRAMMARS.matcher(Request(0, np.zeros(1, np.int64), params, 0))
+        matcher = GRAMMARS.matcher(params)
         accepted = 0
         for token in ids:
             if not matcher.allowed()[token]:
@@ -234,7 +233,7 @@ def test_a_preempted_request_goes_on_in_its_grammar(model):
     number = engine.submit(PROMPT, own)
     for _ in range(5):
         engine.step()
-    engine._preempt([number])
+    engine.batch.preempt([engine.batch.requests[number]])
     ((_, got),) = engine.drain()
     assert re.fullmatch("([a-z]{3} ){12}", text_of(got))
     assert got.token_ids == Engine(model, tokenizer=TOKENIZER).generate([PROMPT], own)[0].token_ids

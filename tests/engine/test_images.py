@@ -7,16 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k3rl.checkpoint import official_tensors
-from k3rl.data.images import ImagePatches, expand_placeholders, stack
+from k3rl.data.images import ImagePatches, rows_per_token, stack
 from k3rl.engine import Engine, InvalidRequest, NonFiniteLogits, PrefixCache
 from k3rl.engine.weights import manifest_of
 from k3rl.model import VisionConfig
 from k3rl.model.flat_step import FlatStep
-from k3rl.types import SamplingParams, StopReason
+from k3rl.types import SamplingParams
 
 TOLERANCE = 1e-9  # float64: only the order of summation differs
 PAD = 39
@@ -58,7 +57,7 @@ def learned(seeing):
     """(logits [rows, V], routes) of a learner's pass over a prompt, its images and what was sampled behind them."""
 
     def run(prompt, images, sampled=()):
-        ids = expand_placeholders(prompt, images, PAD)
+        ids = np.repeat(prompt, rows_per_token(np.asarray(prompt), images, PAD)).tolist()
         shown = None
         with torch.no_grad():
             if images:
@@ -81,48 +80,40 @@ def check(learned, prompt, images, got) -> None:
     assert np.array_equal(np.sort(got.routes, -1), np.sort(routes[:-1], -1))
 
 
-actions = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), st.integers(0, 2)),
-    st.tuples(st.just("step"), st.integers(1, 3), st.just(0)),
-    st.tuples(st.just("abort"), st.integers(0, 9), st.just(0)),
-)
+asked = st.builds(lambda shown, seed: (*shown, params(seed=seed)), st.sampled_from(PROMPTS), st.integers(0, 2))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    rows=st.integers(1, 3),
-    budget=st.integers(2, 9),
-    paged=st.booleans(),
-    cached=st.booleans(),
-    schedule=st.lists(actions, min_size=3, max_size=10),
-)
-def test_any_schedule_samples_what_the_learner_recomputes(seeing, learned, rows, budget, paged, cached, schedule):
-    engine = Engine(
-        seeing,
-        max_running=rows,
-        max_context=24,
-        prefill_tokens=budget,
-        poison=True,
-        memory_bytes=40_000 if paged else None,
-        page_tokens=4,
-        prefix_cache=PrefixCache.of_bytes(1 << 20, block=4) if cached else None,
+def test_any_schedule_samples_what_the_learner_recomputes(seeing, learned, any_schedule):
+    def engine_of(rows, prefill, paged, cached) -> Engine:
+        return Engine(
+            seeing,
+            max_running=rows,
+            max_context=24,
+            prefill_tokens=prefill,
+            poison=True,
+            memory_bytes=40_000 if paged else None,
+            page_tokens=4,
+            prefix_cache=PrefixCache.of_bytes(1 << 20, block=4) if cached else None,
+        )
+
+    def alone(given):
+        each = [[one[part] for one in given] for part in range(3)]
+        return Engine(seeing).generate(each[0], each[2], each[1])
+
+    any_schedule(
+        engine_of,
+        asked,
+        alone,
+        examples=20,
+        drawn={
+            "rows": st.integers(1, 3),
+            "prefill": st.integers(2, 9),
+            "paged": st.booleans(),
+            "cached": st.booleans(),
+        },
+        check=lambda given, got: check(learned, given[0], given[1], got),
+        most_steps=3,
     )
-    asked, outcomes = {}, []
-    for action, a, b in schedule:
-        if action == "submit":
-            prompt, images = PROMPTS[a]
-            asked[engine.submit(prompt, params(seed=b), images)] = PROMPTS[a]
-        elif action == "step":
-            for _ in range(a):
-                outcomes += engine.step()
-        elif live := sorted(asked.keys() - {number for number, _ in outcomes}):
-            engine.abort(live[a % len(live)])
-            outcomes += engine.step()
-    outcomes += engine.drain()
-    assert sorted(number for number, _ in outcomes) == sorted(asked)
-    for number, got in outcomes:
-        check(learned, *asked[number], got)
-        assert got.stop_reason is StopReason.ABORTED or len(got.token_ids) == 4
 
 
 @pytest.fixture

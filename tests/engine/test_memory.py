@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
@@ -25,7 +24,7 @@ def params(**changes) -> SamplingParams:
 
 
 def bounded(model, rows: int, pages: int, **options) -> Engine:
-    """An engine whose memory holds `rows` rows, the spare and `pages` pages."""
+    """An engine whose memory holds `rows` rows, the parked state and `pages` pages."""
     cache = model.new_cache(1)
     cache.reserve(1)
     slot = sum(cache.recurrent(n).nbytes + cache.conv(n).nbytes for n in model.config.kda_layers)
@@ -39,18 +38,26 @@ def bounded(model, rows: int, pages: int, **options) -> Engine:
         poison=True,
         **options,
     )
-    assert (engine._scheduler.rows, engine._scheduler.pages) == (rows, pages)
+    assert (engine.batch.scheduler.rows, engine.batch.scheduler.pages) == (rows, pages)
     return engine
 
 
+def rows_of(model, memory_bytes: int) -> int:
+    return Engine(model, memory_bytes=memory_bytes).batch.scheduler.rows
+
+
 def consistent(engine: Engine) -> None:
-    """Every page has one owner or none."""
-    store = engine._pool.paged._store
-    owned = [page for row, count in enumerate(store.owned) for page in store.table[row, :count].tolist()]
-    assert sorted(owned + store.free) == list(range(1, engine._scheduler.pages + 1))
-    assert all(not latent[0].any() for latent in store.latent.values())
-    free = range(engine.num_running, engine._scheduler.rows)
-    assert all(store.owned[row] == 0 for row in free), "a row that nobody has owns nothing"
+    """A page is free, once, or has as many users as there are rows that list it."""
+    cache = engine.batch.pool.paged
+    held, table = cache.table.held, cache.table.table
+    owned = [page for row, count in enumerate(held) for page in table[row, :count].tolist()]
+    assert sorted({*owned, 0} | set(cache.table.free)) == list(range(engine.batch.scheduler.pages + 1))
+    assert not set(owned) & set(cache.table.free)
+    assert len(cache.table.free) == len(set(cache.table.free))
+    assert np.array_equal(np.bincount(owned, minlength=len(cache.table.users)), cache.table.users)
+    assert all(not latent[0].any() for latent in cache.latent.values())
+    free = range(engine.num_running, engine.batch.scheduler.rows)
+    assert not any(held[row] for row in free), "a row that nobody has owns nothing"
 
 
 request_params = st.builds(
@@ -61,60 +68,27 @@ request_params = st.builds(
     seed=st.sampled_from([0, 1, 2]),
     return_routes=st.booleans(),
 )
-actions = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, len(PROMPTS) - 1), request_params),
-    st.tuples(st.just("step"), st.integers(1, 4), st.none()),
-    st.tuples(st.just("abort"), st.integers(0, 20), st.none()),
-)
+asked = st.tuples(st.sampled_from(PROMPTS), st.just(()), request_params)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    rows=st.integers(1, 5),
-    pages=st.integers(CONTEXT // PAGE, 20),
-    prefill=st.integers(3, 40),
-    prefix=st.booleans(),
-    schedule=st.lists(actions, min_size=4, max_size=16),
-)
-def test_any_schedule_in_little_memory_gives_what_there_is_in_much(model, rows, pages, prefill, prefix, schedule):
-    cache = PrefixCache.of_bytes(30_000, block=4) if prefix else None
-    engine = bounded(model, rows, pages, prefill_tokens=prefill, prefix_cache=cache)
-    asked, outcomes, aborted = {}, {}, set()
+def test_any_schedule_in_little_memory_gives_what_there_is_in_much(model, any_schedule):
+    def engine_of(rows, pages, prefill, prefix) -> Engine:
+        cache = PrefixCache.of_bytes(30_000, block=4) if prefix else None
+        return bounded(model, rows, pages, prefill_tokens=prefill, prefix_cache=cache)
 
-    def step() -> None:
-        outcomes.update(engine.step())
-        consistent(engine)
-
-    for action, a, b in schedule:
-        if action == "submit":
-            asked[engine.submit(PROMPTS[a], b)] = (PROMPTS[a], b)
-        elif action == "step":
-            for _ in range(a):
-                step()
-        else:
-            live = sorted(asked.keys() - aborted - outcomes.keys())
-            if live:
-                aborted.add(live[a % len(live)])
-                engine.abort(live[a % len(live)])
-    for _ in range(2000):
-        if outcomes.keys() == asked.keys():
-            break
-        step()
-    assert outcomes.keys() == asked.keys(), "every request ends"
-    free = Engine(model).generate(*zip(*asked.values(), strict=True)) if asked else []
-    for (number, (prompt, own)), expected in zip(asked.items(), free, strict=True):
-        got = outcomes[number]
-        count = len(got.token_ids)
-        assert number in aborted if got.stop_reason is StopReason.ABORTED else count == len(expected.token_ids)
-        assert got.token_ids == expected.token_ids[:count]
-        np.testing.assert_allclose(got.logprobs, expected.logprobs[:count], atol=TOLERANCE, rtol=0)
-        if expected.sampling_mask is not None and count:
-            assert all(
-                np.array_equal(a, b) for a, b in zip(got.sampling_mask, expected.sampling_mask[:count], strict=True)
-            )
-        if own.return_routes and count:
-            wanted = expected.routes[: len(prompt) + count - 1]
-            assert np.array_equal(np.sort(got.routes, -1), np.sort(wanted, -1))
+    any_schedule(
+        engine_of,
+        asked,
+        lambda given: Engine(model).generate([prompt for prompt, _, _ in given], [own for _, _, own in given]),
+        examples=30,
+        drawn={
+            "rows": st.integers(1, 5),
+            "pages": st.integers(CONTEXT // PAGE, 20),
+            "prefill": st.integers(3, 40),
+            "prefix": st.booleans(),
+        },
+        after_step=consistent,
+    )
 
 
 def test_running_requests_that_outgrow_the_memory_are_preempted_and_go_on(model):
@@ -163,30 +137,30 @@ def test_a_request_preempted_under_old_weights_goes_on_under_the_new_ones(model,
 
 def test_many_requests_in_little_memory_all_end_and_nothing_is_allocated(model):
     engine = bounded(model, rows=6, pages=CONTEXT // PAGE)
-    before = engine._pool.paged._store.latent[2].data_ptr()
+    before = engine.batch.pool.paged.latent[2].data_ptr()
     completions = engine.generate([[1 + i % 30] * (1 + i % 9) for i in range(200)], params(max_tokens=4, seed=None))
     assert len(completions) == 200
-    assert engine._pool.paged._store.latent[2].data_ptr() == before
+    assert engine.batch.pool.paged.latent[2].data_ptr() == before
     consistent(engine)
 
 
 def test_memory_that_cannot_hold_one_request_is_refused_and_less_memory_means_fewer_rows(model):
     with pytest.raises(ValueError, match="give more, or a smaller max_context"):
         Engine(model, memory_bytes=1000)
-    assert Engine(model, memory_bytes=100_000)._scheduler.rows < Engine(model, memory_bytes=400_000)._scheduler.rows
-    assert Engine(model, memory_bytes=1 << 30)._scheduler.rows == 64
+    assert rows_of(model, 100_000) < rows_of(model, 400_000)
+    assert rows_of(model, 1 << 30) == 64
 
 
-def test_a_scheduler_prefers_dropping_the_spare_prompt_to_preempting():
+def test_a_scheduler_prefers_dropping_the_parked_prompt_to_preempting():
     scheduler = Scheduler(rows=2, prefill_tokens=100, pages=30)
     for request in range(3):
         scheduler.submit(request, "p", 9)
-    assert scheduler.plan().segments[0].hold, "20 pages for two rows, 9 for the spare"
+    assert scheduler.plan().segments[0].parks, "20 pages for two rows, 9 for the parked state"
     assert scheduler.overcommitted() == []
     scheduler.plan()
-    assert scheduler.spare is not None
+    assert scheduler.parked is not None
     assert scheduler.overcommitted() == []
-    assert scheduler.spare is None, "the rows need 22 pages now"
+    assert scheduler.parked is None, "the rows need 22 pages now"
     assert scheduler.num_waiting == 1
 
 
@@ -204,8 +178,9 @@ def test_a_paged_cache_gives_the_model_what_its_own_cache_gives(model):
         assert paged.lengths.tolist() == [0, int(own.lengths[0]), int(own.lengths[0])]
         for row in (1, 2):
             length = int(own.lengths[0])
-            assert torch.equal(paged.latent(2, length)[row], own.latent(2, length)[0])
-            assert torch.equal(paged.recurrent(0)[row], own.recurrent(0)[0])
+            view = paged.select(torch.tensor([row]))
+            assert torch.equal(view.latent(2, length)[0], own.latent(2, length)[0])
+            assert torch.equal(view.recurrent(0)[0], own.recurrent(0)[0])
         with pytest.raises(EngineError, match="free"):
             paged.claim([0], [1000])
         with pytest.raises(EngineError, match="claim"):
@@ -225,7 +200,7 @@ def test_copies_of_a_row_share_its_whole_pages_and_go_on_alone(model):
     with torch.inference_mode():
         read(0, ids)
         cache.copy_rows(torch.tensor([0, 0]), torch.tensor([1, 2]))
-        assert len(cache._store.free) == 12 - 3 - 2, "two whole pages for all of them, and one that goes on for each"
+        assert len(cache.table.free) == 12 - 3 - 2, "two whole pages for all of them, and one that goes on for each"
         for row in (1, 2):
             read(row, torch.tensor([[row, 30, 31]]))
         for row in (0, 1, 2):
@@ -238,5 +213,5 @@ def test_copies_of_a_row_share_its_whole_pages_and_go_on_alone(model):
         cache.poison(torch.tensor([0, 1]))
         assert torch.equal(cache.select(torch.tensor([2])).latent(min(model.config.mla_layers)), before)
         cache.reset(torch.tensor([2]))
-    assert sorted(cache._store.free) == list(range(1, 13))
-    assert not cache._store.users.any()
+    assert sorted(cache.table.free) == list(range(1, 13))
+    assert not cache.table.users.any()

@@ -15,6 +15,7 @@ from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import encode
 from k3rl.engine import Engine, WeightUpdateError
 from k3rl.engine.weights import manifest_of
+from k3rl.kernels import limits
 from k3rl.kernels.gemm import w4_grouped_skinny
 from k3rl.model import LoraConfig
 from k3rl.model.lora import Adapter
@@ -41,7 +42,7 @@ def served(monkeypatch):
         monkeypatch.setattr(f"{place}.serves_packed", lambda *_: True)
     for name in ("product", "activated"):
         monkeypatch.setattr(w4_grouped_skinny, name, counting(getattr(w4_grouped_skinny, f"{name}_reference")))
-    monkeypatch.setattr(w4_grouped_skinny, "takes", lambda rows, count, codes: 0 < count <= 40)
+    monkeypatch.setattr(limits.W4GroupedSkinnyLimits, "takes", lambda self, rows, count, codes: 0 < count <= 40)
     return counted
 
 
@@ -87,12 +88,11 @@ def test_more_rows_than_the_kernel_takes_are_multiplied_with_decoded_experts(wid
     assert max(served) <= 40
 
 
-def test_every_form_of_an_update_arrives_packed(wide, stored, later, served, tmp_path):
+def test_whole_updates_and_deltas_arrive_packed(wide, stored, later, served):
     expected = Engine(wide, packed=False)
     expected.start_weight_update(1, manifest_of(later.items()))
     expected.update_weights(later.items())
     expected.finish_weight_update(1)
-    save_checkpoint(expected.model, tmp_path / "v1")
     wanted = expected.generate(PROMPTS, PARAMS)
     manifests = manifest_of(stored.items()), manifest_of(later.items())
     header, buckets = encode(stored, later, manifests, (0, 1), 1 << 16)
@@ -107,7 +107,7 @@ def test_every_form_of_an_update_arrives_packed(wide, stored, later, served, tmp
             engine.update_weights_by_delta(bucket)
 
     sent = list(buckets)
-    for receive in (whole, delta, lambda engine: engine.load_weight_update(1, tmp_path / "v1", manifests[1])):
+    for receive in (whole, delta):
         engine = Engine(wide, static_decode=True)
         before = engine.generate(PROMPTS, PARAMS)
         receive(engine)
@@ -148,9 +148,9 @@ def test_scales_beyond_the_kernels_are_decoded(wide, served):
     bank = next(iter(model.packed_banks.values()))
     assert bank.in_range
     packed, scale = bank.stored(1, "w2")
-    bank.fill(1, "w2", (packed, torch.full_like(scale, w4_grouped_skinny.MOST_SCALE + 1)))
+    bank.fill(1, "w2", (packed, torch.full_like(scale, limits.W4_GROUPED_SKINNY.scale + 1)))
     assert not bank.in_range
-    assert not bank.multiplies(torch.zeros(1, 256), 1)
+    assert not bank.takes(torch.zeros(1, 256), 1)
     assert torch.equal(bank.down()[1], bank.value(1, "w2", torch.float64))
 
 
@@ -169,18 +169,18 @@ def test_a_run_of_experts_is_read_and_written_as_one_by_one(wide, later, served)
         (number, leaf): tuple(later[f"{prefix}{number}.{leaf}.weight_{part}"] for part in ("packed", "scale"))
         for number, leaf in [(2, "w1"), (0, "w3"), (3, "w2"), (0, "w2"), (0, "w1")]
     }
-    bank.fill_many(given)
+    bank.fill_packed(given)
     for (number, leaf), parts in given.items():
         other.fill(number, leaf, parts)
-    for left, right in ((bank._gate_up, other._gate_up), (bank._down, other._down)):
-        assert torch.equal(left.packed, right.packed)
-        assert torch.equal(left.scale, right.scale)
+    for expert, leaf in [(number, leaf) for number in range(wide.config.num_experts) for leaf in ("w1", "w2", "w3")]:
+        for left, right in zip(bank.stored(expert, leaf), other.stored(expert, leaf), strict=True):
+            assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("run_bytes", [1, 8 << 20])
 def test_a_delta_of_every_expert_turns_tiles_a_run_at_a_time(wide, stored, later, served, monkeypatch, run_bytes):
-    for place in ("k3rl.model.packed", "k3rl.checkpoint.partial", "k3rl.checkpoint.hf"):
-        monkeypatch.setattr(f"{place}.RUN_BYTES", run_bytes)
+    for place in ("k3rl.model.packed", "k3rl.checkpoint.official"):
+        monkeypatch.setattr(f"{place}.PACKED_RUN_BYTES", run_bytes)
     only_codes = {name: later[name] if name.endswith("_packed") else stored[name] for name in stored}
     manifests = manifest_of(stored.items()), manifest_of(only_codes.items())
     header, buckets = encode(stored, only_codes, manifests, (0, 1))

@@ -1,4 +1,4 @@
-"""The prefill program of fixed shapes against the ordinary path."""
+"""The prefill step of fixed shapes against the ordinary path."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache
 from k3rl.engine.cache import MemoryPlan, StatePool
-from k3rl.engine.compute.decode_graph import DecodeProgram
-from k3rl.engine.compute.prefill_graph import RUNS, SEGMENTS, TOKENS, PrefillProgram
+from k3rl.engine.compute.decode_graph import CapturedDecode
+from k3rl.engine.compute.prefill_graph import RUNS, SEGMENTS, TOKENS, CapturedPrefill
 from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams
 
@@ -25,15 +25,14 @@ def paged(model, deferred: bool = False) -> StatePool:
     """A pool of empty rows, everything else in it NaN."""
     pool = StatePool(model, ROWS, True, MemoryPlan(ROWS, ROWS * CONTEXT // PAGE, PAGE, deferred))
     pool.free(range(ROWS + 1))
-    store = pool.paged._store
-    store.every_latent[:, 1:].fill_(float("nan"))
+    pool.paged.every_latent[:, 1:].fill_(float("nan"))
     return pool
 
 
-def started(model, deferred: bool = False) -> tuple[StatePool, PrefillProgram]:
+def started(model, deferred: bool = False) -> tuple[StatePool, CapturedPrefill]:
     pool = paged(model, deferred)
     pool.reset([0, 1, 2])
-    return pool, PrefillProgram(model, pool.paged, CONTEXT // PAGE, capture=False)
+    return pool, CapturedPrefill(model, pool.paged, CONTEXT // PAGE, capture=False)
 
 
 def close(got, wanted) -> None:
@@ -49,14 +48,14 @@ def close(got, wanted) -> None:
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_split_over_any_rows_gives_what_whole_passes_give(model, steps, seed):
-    pool, program = started(model)
+    pool, captured = started(model)
     rng = np.random.default_rng(seed)
     told = {row: np.zeros(0, np.int64) for row in range(3)}
     for chunks in steps:
         rows, counts = zip(*chunks, strict=True)
         fresh = [rng.integers(0, 38, count) for count in counts]
         pool.claim(rows, counts)
-        last, routes = program.run(model, rows, np.concatenate(fresh), counts)
+        last, routes = captured.run(model, rows, np.concatenate(fresh), counts)
         pieces = np.split(routes.numpy(), np.cumsum(counts)[:-1])
         for row, ids, hidden, chosen in zip(rows, fresh, last, pieces, strict=True):
             told[row] = np.append(told[row], ids)
@@ -78,67 +77,68 @@ def test_any_split_over_any_rows_gives_what_whole_passes_give(model, steps, seed
 
 
 def test_padding_and_segments_that_are_not_there_write_nothing(model):
-    pool, program = started(model)
+    pool, captured = started(model)
     pool.claim([0, 1, 2], [5, 6, 7])
-    program.run(model, [0, 1, 2], np.arange(18), [5, 6, 7])
-    store = pool.paged._store
-    before = [tensor.clone() for tensor in (store.every_recurrent, store.every_conv, store.every_latent)]
+    captured.run(model, [0, 1, 2], np.arange(18), [5, 6, 7])
+    cache = pool.paged
+    before = [tensor.clone() for tensor in (cache.every_recurrent, cache.every_conv, cache.every_latent)]
     pool.claim([1], [2])
-    last, _ = program.run(model, [1], np.array([3, 4]), [2])
+    last, _ = captured.run(model, [1], np.array([3, 4]), [2])
     pool.claim([2, 0], [1, 1])
-    program.run(model, [2, 0], np.array([3, 4]), [1, 1])  # one of three shapes has five segments that are not there
+    captured.run(model, [2, 0], np.array([3, 4]), [1, 1])  # one of three shapes has five segments that are not there
     assert last[0].isfinite().all()
     mine = set(range(3))
     others = [row for row in range(ROWS + 1) if row not in mine]
-    for now, then in zip((store.every_recurrent, store.every_conv), before, strict=False):
+    for now, then in zip((cache.every_recurrent, cache.every_conv), before, strict=False):
         assert now[:, others].isnan().all()
         assert not torch.equal(now[:, 1], then[:, 1])
-    pages = {page for row in mine for page in store.table[row, : store.owned[row]].tolist()}
-    free = [page for page in range(1, store.pages + 1) if page not in pages]
-    assert store.every_latent[:, free].isnan().all()
-    assert not store.every_latent[:, 0].any(), "page 0 stays zero"
-    first = store.table[0, 0]
-    assert torch.equal(store.every_latent[:, first], before[2][:, first]), "what was there is not touched"
+    table = cache.table
+    pages = {page for row in mine for page in table.table[row, : table.held[row]].tolist()}
+    free = [page for page in range(1, table.pages + 1) if page not in pages]
+    assert cache.every_latent[:, free].isnan().all()
+    assert not cache.every_latent[:, 0].any(), "page 0 stays zero"
+    first = table.table[0, 0]
+    assert torch.equal(cache.every_latent[:, first], before[2][:, first]), "what was there is not touched"
 
 
 def test_a_shape_of_padding_alone_changes_no_state(model):
     """As shapes warm up before a capture."""
-    pool, program = started(model)
+    pool, captured = started(model)
     pool.claim([0], [5])
-    program.run(model, [0], np.arange(5), [5])
-    store = pool.paged._store
+    captured.run(model, [0], np.arange(5), [5])
+    cache = pool.paged
     for slot in (0, 3):  # a live row, and one that is nobody's
-        before = [tensor.clone() for tensor in (store.every_recurrent, store.every_conv, store.every_latent[:, :-1])]
-        shape = program._shape(9, 2)
-        shape.clear(slot, pool.paged.scratch_place)
+        before = [tensor.clone() for tensor in (cache.every_recurrent, cache.every_conv, cache.every_latent[:, :-1])]
+        bucket = captured.bucket(9, 2)
+        bucket.inputs.clear(slot, cache.scratch_place)
         with torch.inference_mode():
-            program._compute(shape)
+            bucket.step()
         for now, then in zip(
-            (store.every_recurrent, store.every_conv, store.every_latent[:, :-1]), before, strict=True
+            (cache.every_recurrent, cache.every_conv, cache.every_latent[:, :-1]), before, strict=True
         ):
             assert torch.equal(now.nan_to_num(0.5), then.nan_to_num(0.5))
 
 
-def test_a_chunk_goes_on_from_tokens_that_steps_put_off(build_model):
+def test_a_chunk_goes_on_from_tokens_that_steps_deferred(build_model):
     """Decoded ones that the recurrent states have not taken in."""
     model = build_model(dtype=torch.float32)
-    pool, program = started(model, deferred=True)
+    pool, captured = started(model, deferred=True)
     ids = np.arange(1, 12)
     pool.claim([0], [len(ids)])
-    program.run(model, [0], ids[:3], [3])
+    captured.run(model, [0], ids[:3], [3])
     for token in ids[3:6]:
-        DecodeProgram(model, pool.paged).run(model, [0], np.array([token]))
-    assert pool.paged._store.late._is_late[0]
-    last, _ = program.run(model, [0], ids[6:], [5])
+        CapturedDecode(model, pool.paged).run(model, [0], np.array([token]))
+    assert pool.paged.deferred.defers[0]
+    last, _ = captured.run(model, [0], ids[6:], [5])
     whole = model.hidden(torch.from_numpy(ids)[None]).hidden[0, -1:].detach()
     assert float((last[0] - whole).abs().max()) < 2e-4 * float(whole.abs().max())  # float32; MXFP8 may round otherwise
 
 
 def test_a_row_without_room_is_refused(model):
-    pool, program = started(model)
+    pool, captured = started(model)
     pool.claim([0], [PAGE])
     with pytest.raises(EngineError, match="claim it before"):
-        program.run(model, [0], np.arange(PAGE + 1), [PAGE + 1])
+        captured.run(model, [0], np.arange(PAGE + 1), [PAGE + 1])
 
 
 def params(**changes) -> SamplingParams:
@@ -149,7 +149,7 @@ def fixed_engine(model, **options) -> Engine:
     engine = Engine(
         model, max_running=3, max_context=CONTEXT, page_tokens=PAGE, poison=True, static_decode=True, **options
     )
-    assert engine.prefill is not None
+    assert engine.captured_prefill is not None
     return engine
 
 
@@ -179,7 +179,7 @@ def test_more_than_a_shape_holds_runs_in_turn_and_longer_chunks_take_the_ordinar
             ids, logprobs = run_alone(model, prompt, params())
             assert list(got.token_ids) == ids
             close(got.logprobs, logprobs)
-        assert bool(engine.prefill._shapes) == (name != "longer")
+        assert bool(engine.captured_prefill.shapes) == (name != "longer")
 
 
 def test_a_new_version_of_the_weights_is_what_the_next_chunk_is_computed_by(build_model, run_alone):
@@ -199,18 +199,20 @@ def test_a_new_version_of_the_weights_is_what_the_next_chunk_is_computed_by(buil
 def test_shapes_hold_what_they_are_for_and_a_cpu_captures_nothing(model):
     engine = fixed_engine(model)
     engine.generate([[1] * 20, [2] * 3], params())
-    assert engine.prefill.captured == 0
-    assert all(tokens in TOKENS and segments in SEGMENTS for tokens, segments in engine.prefill._shapes)
-    assert Engine(model).prefill is None, "a CPU computes prompts by the ordinary path unless it is told otherwise"
+    assert engine.captured_prefill.buckets.captured == 0
+    assert all(tokens in TOKENS and segments in SEGMENTS for tokens, segments in engine.captured_prefill.shapes)
+    assert Engine(model).captured_prefill is None, (
+        "a CPU computes prompts by the ordinary path unless it is told otherwise"
+    )
 
 
-def test_images_adapters_and_long_chunks_are_not_for_the_program(model, monkeypatch):
-    program = started(model)[1]
-    assert program.takes(model, np.array([1, 2]), [2])
-    assert not program.takes(model, np.array([1, -2]), [2]), "a row of an image"
-    assert not program.takes(model, np.ones(TOKENS[-1] + 1, np.int64), [TOKENS[-1] + 1])
+def test_images_adapters_and_long_chunks_take_the_ordinary_path(model, monkeypatch):
+    captured = started(model)[1]
+    assert captured.takes(model, np.array([1, 2]), [2])
+    assert not captured.takes(model, np.array([1, -2]), [2]), "a row of an image"
+    assert not captured.takes(model, np.ones(TOKENS[-1] + 1, np.int64), [TOKENS[-1] + 1])
     many = RUNS * SEGMENTS[-1]
-    assert program.takes(model, np.ones(many, np.int64), [1] * many)
-    assert not program.takes(model, np.ones(many + 1, np.int64), [1] * (many + 1))
+    assert captured.takes(model, np.ones(many, np.int64), [1] * many)
+    assert not captured.takes(model, np.ones(many + 1, np.int64), [1] * (many + 1))
     monkeypatch.setattr(model, "adapter", object())
-    assert not program.takes(model, np.array([1, 2]), [2])
+    assert not captured.takes(model, np.array([1, 2]), [2])

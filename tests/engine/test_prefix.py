@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, PrefixCache
-from k3rl.engine.prefix.cache import Chain, FixedState, MemoryTier, Part, Pieces
+from k3rl.engine.prefix.cache import Chain, FixedState, MemoryTier, RoutePieces, TokenStates
 from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams, StopReason
 
@@ -99,17 +99,17 @@ def test_any_conversation_gives_what_it_gives_without_the_cache(model, rows, pre
 
 
 def held_bytes(tier: MemoryTier) -> int:
-    blocks = sum(block.part.latent.nbytes + _routes(block.part) for block in tier._blocks.values())
-    checkpoints = 0
-    for held in tier._checkpoints.values():
+    blocks = sum(block.tokens.latent.nbytes + _routes(block.tokens) for block in tier.blocks.values())
+    states = 0
+    for held in tier.states.values():
         tensors = [held.fixed.recurrent, held.fixed.conv, held.rest.latent]
         tensors += [held.fixed.hidden] if held.fixed.hidden is not None else []
-        checkpoints += sum(tensor.nbytes for tensor in tensors) + _routes(held.rest) + held.chain.ids.nbytes
-    return blocks + checkpoints
+        states += sum(tensor.nbytes for tensor in tensors) + _routes(held.rest) + held.chain.ids.nbytes
+    return blocks + states
 
 
-def _routes(part: Part) -> int:
-    return 0 if part.routes is None else part.routes.nbytes
+def _routes(tokens: TokenStates) -> int:
+    return 0 if tokens.routes is None else tokens.routes.nbytes
 
 
 def test_the_same_prompt_again_computes_nothing(model):
@@ -124,16 +124,14 @@ def test_the_same_prompt_again_computes_nothing(model):
         expect(got, list(first.token_ids), list(first.logprobs))
 
 
-def test_a_shared_checkpoint_is_never_written_to(model):
+def test_a_shared_state_is_never_written_to(model):
     engine = cached_engine(model)
     prompt = list(range(1, 14))
     (first,) = engine.generate([prompt], params())
     tier = engine.prefix_cache.tiers[0]
     tensors = [
-        tensor
-        for held in tier._checkpoints.values()
-        for tensor in (held.fixed.recurrent, held.fixed.conv, held.rest.latent)
-    ] + [block.part.latent for block in tier._blocks.values()]
+        tensor for held in tier.states.values() for tensor in (held.fixed.recurrent, held.fixed.conv, held.rest.latent)
+    ] + [block.tokens.latent for block in tier.blocks.values()]
     copies = [tensor.clone() for tensor in tensors]
     engine.generate([[*prompt, *first.token_ids, extra] for extra in range(5)] + [prompt] * 2, params(max_tokens=9))
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
@@ -171,7 +169,7 @@ def test_salts_do_not_share(model):
     assert cached == [0, 0, 0, 13, 13, 0]
 
 
-def test_a_checkpoint_without_routes_is_no_hit_for_who_needs_them_and_gains_them(model):
+def test_a_cached_state_without_routes_is_no_hit_for_who_needs_them_and_gains_them(model):
     engine = cached_engine(model)
     prompt = list(range(1, 14))
     (first,) = engine.generate([prompt], params())
@@ -195,7 +193,7 @@ def test_what_leaves_the_first_tier_comes_back_from_the_host(model):
         expect(got, list(expected.token_ids), list(expected.logprobs))
 
 
-def test_a_tier_that_lost_half_of_a_checkpoint_gives_no_hit(model):
+def test_a_tier_that_lost_half_of_a_state_gives_no_hit(model):
     class Forgetful(MemoryTier):
         def read(self, chain, length):
             return None
@@ -217,8 +215,8 @@ class Plain:
     def fixed(self):
         return FixedState(torch.full((1, 8), self.mark), torch.zeros(1), torch.zeros(1, 2))
 
-    def part(self, start, stop):
-        return Part(torch.arange(start, stop).view(1, -1, 1) + 1000 * self.mark, None)
+    def tokens(self, start, stop):
+        return TokenStates(torch.arange(start, stop).view(1, -1, 1) + 1000 * self.mark, None)
 
 
 def test_the_least_recently_used_leaves_first_and_shared_blocks_stay_while_used():
@@ -227,7 +225,7 @@ def test_the_least_recently_used_leaves_first_and_shared_blocks_stay_while_used(
     chains = [Chain.of(np.append(shared, 50 + i), root, 4) for i in range(3)]
     for i, chain in enumerate(chains):
         tier.put(chain, Plain(i))
-    assert len(tier._blocks) == 2
+    assert len(tier.blocks) == 2
     assert tier.read(chains[0], 9).latent[0, :, 0].tolist() == list(range(9))
     tier.budget_bytes = tier.bytes
     tier.put(Chain.of(np.append(shared, 60), root, 4), Plain(3))
@@ -236,7 +234,7 @@ def test_the_least_recently_used_leaves_first_and_shared_blocks_stay_while_used(
     tier.put(Chain.of(np.arange(100, 1000), root, 4), Plain(4))
     assert len(tier) == 3, "one that can never fit drives nobody out"
     tier.clear()
-    assert (len(tier), len(tier._blocks), tier.bytes) == (0, 0, 0)
+    assert (len(tier), len(tier.blocks), tier.bytes) == (0, 0, 0)
     with pytest.raises(ValueError, match="budget"):
         MemoryTier(0)
 
@@ -269,7 +267,7 @@ def test_a_known_chain_saves_hashing_and_changes_no_name():
 def test_routes_in_pieces_are_those_of_one(sizes, ends):
     bounds = np.cumsum([0, *sizes])
     whole = np.arange(bounds[-1], dtype=np.int16)
-    pieces = Pieces([whole[start:stop] for start, stop in pairwise(bounds)])
+    pieces = RoutePieces([whole[start:stop] for start, stop in pairwise(bounds)])
     start, stop = sorted(end % (len(whole) + 1) for end in ends)
     got = pieces.between(start, stop)
     assert got.tolist() == whole[start:stop].tolist()

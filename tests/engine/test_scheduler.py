@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from k3rl.engine.scheduler import Scheduler, Segment, portions
 
-SPARE = "spare"
+PARKED = "parked"
 
 
 class Shadow:
@@ -31,13 +31,13 @@ class Shadow:
         running = set(self.scheduler.row_of)
         plan = self.scheduler.plan(admit)
         assert {self.scheduler.occupants[row] for row in plan.decode} == running
-        assert admit or not plan.from_spare
-        for request, row in plan.from_spare:
-            self.state[row] = self.state[SPARE]
+        assert admit or not plan.from_parked
+        for request, row in plan.from_parked:
+            self.state[row] = self.state[PARKED]
             self._start(request, row)
         assert sum(segment.stop - segment.start for segment in plan.segments) <= self.budget
         for segment in plan.segments:
-            key, length = self.prompt[segment.request]
+            key, length = self.prompt[segment.leader]
             if segment.start == 0:
                 self.state[segment.row] = (key, 0)
                 self.prefills.append(key)
@@ -47,8 +47,8 @@ class Shadow:
             for request, row in segment.starts:
                 self.state[row] = self.state[segment.row]
                 self._start(request, row)
-            if segment.hold:
-                self.state[SPARE] = self.state[segment.row]
+            if segment.parks:
+                self.state[PARKED] = self.state[segment.row]
 
     def remove(self, requests: list[int]) -> None:
         for source, target in self.scheduler.remove(requests):
@@ -65,7 +65,7 @@ class Shadow:
         scheduler = self.scheduler
         assert len(scheduler.occupants) <= scheduler.rows
         assert all(scheduler.occupants[row] == request for request, row in scheduler.row_of.items())
-        groups = [*scheduler.waiting.values(), *scheduler.prefilling, *([scheduler.spare] if scheduler.spare else [])]
+        groups = [*scheduler.waiting.values(), *scheduler.prefilling, *([scheduler.parked] if scheduler.parked else [])]
         members = [request for group in groups for request in group.members] + list(scheduler.row_of)
         assert sorted(members) == sorted(self.prompt), "every request is in exactly one place"
         for group in scheduler.prefilling:
@@ -157,7 +157,7 @@ def test_a_long_prompt_is_cut_by_the_budget_and_a_short_one_behind_it_waits_its_
     scheduler = Scheduler(rows=2, prefill_tokens=4)
     scheduler.submit(0, "long", 9)
     scheduler.submit(1, "short", 2)
-    cuts = [[(s.request, s.start, s.stop) for s in scheduler.plan().segments] for _ in range(3)]
+    cuts = [[(s.leader, s.start, s.stop) for s in scheduler.plan().segments] for _ in range(3)]
     assert cuts == [[(0, 0, 4)], [(0, 4, 8)], [(0, 8, 9), (1, 0, 2)]]
 
 
@@ -172,7 +172,7 @@ def test_a_started_group_that_lacks_rows_gets_the_next_free_one_before_a_new_gro
     assert scheduler.plan().segments[0].stop == 8
     (segment,) = scheduler.plan().segments
     assert [request for request, _ in segment.starts] == [1, 2]
-    assert not segment.hold
+    assert not segment.parks
 
 
 def test_removing_the_prefilling_leader_hands_its_row_to_the_next_member():
@@ -182,8 +182,8 @@ def test_removing_the_prefilling_leader_hands_its_row_to_the_next_member():
     scheduler.plan()
     assert scheduler.remove([0]) == []
     (segment,) = scheduler.plan().segments
-    assert (segment.request, segment.row, segment.start, segment.starts, segment.hold) == (
-        1,
+    assert (segment.members, segment.row, segment.start, segment.starts, segment.parks) == (
+        (1, 2),
         0,
         4,
         ((1, 0), (2, 1)),
@@ -204,7 +204,7 @@ def test_impossible_sizes_are_refused(rows, tokens):
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 12))
 def test_portions_keep_the_order_and_hold_more_than_they_may_only_in_one_segment(lengths, tokens):
-    segments = [Segment(number, number, 0, length) for number, length in enumerate(lengths)]
+    segments = [Segment((number,), number, 0, length) for number, length in enumerate(lengths)]
     runs = portions(segments, tokens)
     assert [segment for run in runs for segment in run] == segments
     assert all(len(run) == 1 or sum(segment.stop for segment in run) <= tokens for run in runs)

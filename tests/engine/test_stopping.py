@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.engine import Engine, InvalidRequest
+from k3rl.engine.sampling.sampler import request_samples
 from k3rl.engine.sampling.stopping import StopStrings
 from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams, StopReason
@@ -91,12 +92,12 @@ def test_min_p_and_biases_leave_a_logprob_that_the_learner_can_recompute(model, 
         for place, value in bias:
             row[place] += value
         row /= temperature or 1.0
-        kept = torch.from_numpy(completion.sampling_mask[step]).long()
-        assert token in kept
-        assert 7 not in kept
+        mask = torch.from_numpy(completion.sampling_mask[step]).long()
+        assert token in mask
+        assert 7 not in mask
         if temperature:
-            assert (row[kept] >= row.max() + math.log(0.05) - 1e-9).all()
-        expected = row[token] - torch.logsumexp(row[kept], 0)
+            assert (row[mask] >= row.max() + math.log(0.05) - 1e-9).all()
+        expected = row[token] - torch.logsumexp(row[mask], 0)
         assert completion.logprobs[step] == pytest.approx(float(expected), abs=1e-9)
 
 
@@ -112,11 +113,11 @@ def test_top_logprobs_are_the_likeliest_of_what_a_token_was_drawn_from(model, ru
     for place, token in enumerate(completion.token_ids):
         z = logits[len(PROMPT) - 1 + place].clone()
         z[7] += 1.5
-        kept = torch.zeros(len(z), dtype=torch.bool)
-        kept[torch.from_numpy(completion.sampling_mask[place]).long()] = True
-        want = (z / (temperature or 1.0)).masked_fill(~kept, -math.inf).log_softmax(0)
+        mask = torch.zeros(len(z), dtype=torch.bool)
+        mask[torch.from_numpy(completion.sampling_mask[place]).long()] = True
+        want = (z / (temperature or 1.0)).masked_fill(~mask, -math.inf).log_softmax(0)
         found = completion.top_logprobs[place]
-        assert len(found) == min(4, int(kept.sum()))
+        assert len(found) == min(4, int(mask.sum()))
         assert [i for i, _ in found] == want.argsort(descending=True)[: len(found)].tolist()
         np.testing.assert_allclose(
             [value for _, value in found], want.sort(descending=True)[0][: len(found)], atol=1e-9
@@ -127,7 +128,7 @@ def test_top_logprobs_are_the_likeliest_of_what_a_token_was_drawn_from(model, ru
 def test_n_samples_share_one_prefill_and_equal_themselves_alone(model):
     engine = Engine(model, max_running=3)
     own = SamplingParams(max_tokens=6, seed=1)
-    completions = engine.samples(PROMPT, own, 5)
+    completions = engine.generate([PROMPT] * 5, request_samples(own, 5))
     assert engine.counters.prefilled_tokens == len(PROMPT)
     assert completions[0].token_ids == Engine(model).generate([PROMPT], own)[0].token_ids
     assert len({completion.token_ids for completion in completions}) > 1

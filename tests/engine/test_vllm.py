@@ -20,8 +20,8 @@ from k3rl.checkpoint.hf import official_tensors
 from k3rl.config import MissingResource
 from k3rl.engine import Engine, EngineError, EngineLost, IncompatibleServer, InvalidRequest, VLLMEngine
 from k3rl.engine.vllm.client import Deadlines, Unreachable
+from k3rl.engine.vllm.vllm_worker import StagedUpdate, UpdateInfo, check_names, digest
 from k3rl.engine.vllm.weights import BACKEND
-from k3rl.engine.vllm.worker import StagedUpdate, UpdateInfo, check_names, digest
 from k3rl.engine.weights import digest as engine_digest
 from k3rl.engine.weights import manifest_of
 from k3rl.types import Completion, Constraint, SamplingParams, StopReason
@@ -325,7 +325,7 @@ def test_a_sleeping_engine_holds_requests_and_dropped_weights_must_come_again(en
 
 def test_an_engine_that_wakes_with_other_weights_is_lost(server, engine, build_model) -> None:
     engine.sleep(1)
-    server[1].driver.engine.model = build_model(7)
+    server[1].driver.engine.weights.model = build_model(7)
     with pytest.raises(EngineLost, match="woke with other weights"):
         engine.wake()
 

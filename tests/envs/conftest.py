@@ -1,4 +1,4 @@
-"""Shared parts: one program runner and one judge in real bubblewrap, started once."""
+"""Shared parts: one program runner and one rubric in real bubblewrap, started once."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def runner() -> Iterator[ProgramRunner]:
 
 @pytest.fixture(scope="session")
 def rubric() -> Iterator[ProgramRubric]:
-    judge = ProgramRubric("bwrap", workers=2, limits=LIMITS)
-    yield judge
-    judge.close()
+    programs = ProgramRubric("bwrap", workers=2, limits=LIMITS)
+    yield programs
+    programs.close()

@@ -1,4 +1,4 @@
-"""Known ways to cheat a judge of programs, each beside an honest program that must still be paid.
+"""Known ways to cheat a grader of programs, each beside an honest program that must still be paid.
 
 The numbers are those of the project's list of hacks (coding tasks, class A).
 """

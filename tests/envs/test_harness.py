@@ -32,6 +32,7 @@ from k3rl.envs.harness import (
 from k3rl.envs.harness.budget import span
 from k3rl.envs.harness.context import REMOVED
 from k3rl.envs.harness.tools import shortened
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import provider_named
 from k3rl.tokens import Tokenizer, xtml
@@ -73,7 +74,7 @@ class Script:
         stop = StopReason.STOP if len(ids) < params.max_tokens else StopReason.LENGTH
         drawn = tuple(np.array([token, token + 1], np.int32) for token in ids)
         logprobs = (-float(len(self.prompts)),) * len(ids)
-        return Completion(ids, logprobs, stop, weight_version=1, first_version=1, kept=drawn)
+        return Completion(ids, logprobs, stop, weight_version=1, first_version=1, sampling_mask=drawn)
 
 
 def harness(config: HarnessConfig = PLAIN, spec: WorkspaceSpec = SPEC, **options: Any) -> HarnessEnv:
@@ -82,10 +83,8 @@ def harness(config: HarnessConfig = PLAIN, spec: WorkspaceSpec = SPEC, **options
 
 def play(env: Env, policy: Script, task: Task = TASK, budgets: Budgets | None = None, **options: Any) -> Episode:
     context = EpisodeContext(budgets=budgets or Budgets(), sandboxes=provider_named("bwrap"))
-    sampling = SamplingParams(max_tokens=4000)
-    return asyncio.run(
-        run_episode(env, task, policy, TOKENIZER, episode_id="e", sampling=sampling, context=context, **options)
-    )
+    settings = TurnSettings(TOKENIZER, SamplingParams(max_tokens=4000))
+    return asyncio.run(run_episode(env, task, policy, settings, episode_id="e", context=context, **options))
 
 
 def said(episode: Episode) -> list[str]:
@@ -261,7 +260,7 @@ def test_what_is_left_is_said_from_the_first_message_on_both_clocks_and_of_sub_a
     ]  # fmt: skip
 
 
-def test_real_time_goes_on_where_it_stood_when_an_episode_is_taken_up_again() -> None:
+def test_real_time_goes_on_where_it_stood_when_an_episode_is_resumed() -> None:
     context = EpisodeContext(budgets=Budgets(wall_s=7200.0), sandboxes=provider_named("bwrap"))
     first, second = harness(), harness()
 
@@ -400,12 +399,12 @@ def test_a_paused_episode_goes_on_as_if_nothing_had_been(pause: int, context: An
     whole = play(harness(config), Script(*turns))
     states: list[EpisodeState] = []
 
-    def keep(state: EpisodeState) -> bool:
+    def pause_here(state: EpisodeState) -> bool:
         states.append(state)
         return len(states) == pause
 
     first = Script(*turns)
-    paused = play(harness(config), first, keep=keep)
+    paused = play(harness(config), first, before_turn=pause_here)
     assert (paused.stop_reason, paused.budgets_used["turns"]) == (StopReason.PAUSED, pause)
     state = EpisodeState.from_bytes(states[-1].to_bytes())
     assert state == states[-1]
@@ -420,11 +419,11 @@ def test_a_paused_episode_goes_on_as_if_nothing_had_been(pause: int, context: An
     assert resumed.metrics["cuts"] == whole.metrics["cuts"]
 
 
-def test_what_cannot_be_taken_up_again_is_refused() -> None:
+def test_what_cannot_be_resumed_is_refused() -> None:
     with pytest.raises(BrokenState, match="no episode"):
         EpisodeState.from_bytes(b"nonsense")
     states: list[EpisodeState] = []
-    play(harness(), Script(bash("true"), SUBMIT), keep=lambda state: bool(states.append(state)))
+    play(harness(), Script(bash("true"), SUBMIT), before_turn=lambda state: bool(states.append(state)))
     other = dataclasses.replace(TASK, id="t/1")
     episode = play(harness(), Script(SUBMIT), other, resume=states[0])
     assert episode.stop_reason is StopReason.INFRA_ERROR
@@ -435,8 +434,8 @@ def test_an_environment_without_snapshots_says_so() -> None:
     class Talk(HarnessEnv):
         snapshot = Env.snapshot
 
-    with pytest.raises(RuntimeError, match="Talk cannot be put aside"):
-        play(Talk(Agentic(lambda task: SPEC), PLAIN), Script(bash("true")), keep=lambda state: False)
+    with pytest.raises(RuntimeError, match="Talk cannot be paused"):
+        play(Talk(Agentic(lambda task: SPEC), PLAIN), Script(bash("true")), before_turn=lambda state: False)
 
 
 # --------------------------------------------------------------------------------------------------- sub-agents
@@ -492,12 +491,12 @@ def test_an_episode_can_be_paused_inside_a_sub_agent(pause: int) -> None:
     whole = play(harness(DELEGATING), Script(*WORK))
     states: list[EpisodeState] = []
 
-    def keep(state: EpisodeState) -> bool:
+    def pause_here(state: EpisodeState) -> bool:
         states.append(state)
         return len(states) == pause
 
     first, second = Script(*WORK), Script(*WORK)
-    play(harness(DELEGATING), first, keep=keep)
+    play(harness(DELEGATING), first, before_turn=pause_here)
     second.prompts = list(first.prompts)
     resumed = play(harness(DELEGATING), second, resume=EpisodeState.from_bytes(states[-1].to_bytes()))
     assert [branch.tokens()[0].tolist() for branch in resumed.branches] == [

@@ -25,6 +25,7 @@ from k3rl.envs.harness import (
     harness_of,
     read_skills,
 )
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import provider_named
 from k3rl.pipelines.configs import RLConfig
@@ -56,10 +57,8 @@ class Script:
 def play(config: Any, policy: Script, group: str = "", **options: Any) -> Episode:
     context = EpisodeContext(sandboxes=provider_named("bwrap"), group=group)
     env = HarnessEnv(Agentic(lambda task: SPEC), config)
-    sampling = SamplingParams(max_tokens=4000)
-    return asyncio.run(
-        run_episode(env, TASK, policy, TOKENIZER, episode_id="e", sampling=sampling, context=context, **options)
-    )
+    settings = TurnSettings(TOKENIZER, SamplingParams(max_tokens=4000))
+    return asyncio.run(run_episode(env, TASK, policy, settings, episode_id="e", context=context, **options))
 
 
 def told(episode: Episode) -> list[str]:
@@ -70,7 +69,7 @@ def test_a_memory_outlives_the_conversation_and_a_pause() -> None:
     config = HarnessConfig(declare_tools=False, show_budget=False, memory=2, context=Discard(at_tokens=1))
     first = Script(call("memory_write", key="plan", text="do it twice"))
     states: list[bytes] = []
-    play(config, first, keep=lambda state: states.append(state.to_bytes()) or True)
+    play(config, first, before_turn=lambda state: states.append(state.to_bytes()) or True)
     second = Script(
         call("memory_read"),
         call("memory_read", key="plan"),

@@ -1,4 +1,4 @@
-"""One episode through the loop door: exact tokens, typed ends, budgets, and environments that misbehave."""
+"""One episode through the loop: exact tokens, typed ends, budgets, and environments that misbehave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.envs import Action, Env, EpisodeContext, Observation, StepResult, make
-from k3rl.envs.rollout import NOT_GRADED, ContextOutgrown, gradable, run_episode, tighter
+from k3rl.envs.base import tighter
+from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, TurnSettings
+from k3rl.envs.rollout import gradable, run_episode
 from k3rl.envs.sandbox import ProgramRunner
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import (
@@ -73,19 +75,9 @@ def play(
     policy: Script, task: Task = LIST, env: Env | None = None, budgets: Budgets | None = None, **options: Any
 ) -> Episode:
     context = EpisodeContext(budgets=budgets or Budgets(), programs=options.pop("programs", None))
-    sampling = options.pop("sampling", SamplingParams(max_tokens=200))
-    return asyncio.run(
-        run_episode(
-            env or ENVIRONMENT.make_env(),
-            task,
-            policy,
-            TOKENIZER,
-            episode_id="e1",
-            sampling=sampling,
-            context=context,
-            **options,
-        )
-    )
+    settings = TurnSettings(TOKENIZER, options.pop("sampling", SamplingParams(max_tokens=200)))
+    made = env or ENVIRONMENT.make_env()
+    return asyncio.run(run_episode(made, task, policy, settings, episode_id="e1", context=context, **options))
 
 
 def program(task: Task) -> str:
@@ -355,14 +347,10 @@ def test_sixty_four_episodes_at_once_keep_their_own_answers(runner: ProgramRunne
     async def one(number: int, task: Task) -> Episode:
         turns = [call(program(task))] if task.family == "probe" else []
         policy = Script(*turns, answer(f"{program(task)}\n#{number}"))
-        sampling = SamplingParams(max_tokens=300)
-        free = dataclasses.replace(task, budgets=Budgets())
-        return await run_episode(
-            *(ENVIRONMENT.make_env(), free, policy, TOKENIZER),
-            episode_id=str(number),
-            sampling=sampling,
-            context=EpisodeContext(programs=runner),
-        )
+        settings = TurnSettings(TOKENIZER, SamplingParams(max_tokens=300))
+        free, context = dataclasses.replace(task, budgets=Budgets()), EpisodeContext(programs=runner)
+        env = ENVIRONMENT.make_env()
+        return await run_episode(env, free, policy, settings, episode_id=str(number), context=context)
 
     async def every() -> list[Episode]:
         return await asyncio.gather(*[one(number, task) for number, task in enumerate(tasks)])

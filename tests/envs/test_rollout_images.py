@@ -11,6 +11,7 @@ from PIL import Image
 
 from k3rl.envs import Env, Observation, StepResult
 from k3rl.envs.episode_state import EpisodeState
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.tokens.images import ImageError, data_url, encoded_images
@@ -84,8 +85,8 @@ class Script:
 
 
 def play(env: Env, policy: Any, **options: Any):
-    sampling = SamplingParams(max_tokens=200)
-    return asyncio.run(run_episode(env, TASK, policy, TOKENIZER, episode_id="e", sampling=sampling, **options))
+    settings = TurnSettings(TOKENIZER, SamplingParams(max_tokens=200))
+    return asyncio.run(run_episode(env, TASK, policy, settings, episode_id="e", **options))
 
 
 def test_images_go_with_every_prompt_in_the_order_of_their_placeholders() -> None:
@@ -105,14 +106,14 @@ def test_images_go_with_every_prompt_in_the_order_of_their_placeholders() -> Non
 
 
 @pytest.mark.parametrize("pause", [1, 2])
-def test_an_episode_that_was_put_aside_still_has_its_images(pause: int) -> None:
+def test_an_episode_that_was_paused_still_has_its_images(pause: int) -> None:
     states: list[EpisodeState] = []
 
-    def keep(state: EpisodeState) -> bool:
+    def pause_here(state: EpisodeState) -> bool:
         states.append(state)
         return len(states) == pause
 
-    paused = play(Album(), Script(TURNS), keep=keep)
+    paused = play(Album(), Script(TURNS), before_turn=pause_here)
     assert paused.stop_reason is StopReason.PAUSED
     data = states[-1].to_bytes()
     state = EpisodeState.from_bytes(data)

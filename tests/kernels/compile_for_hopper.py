@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from k3rl.kernels import ptxas
+from k3rl.kernels import limits, ptxas
 from k3rl.kernels.gemm import grouped_skinny_kernels, skinny_kernels, w4_grouped_skinny_kernels
 from k3rl.kernels.kda import backward_kernels, decode_kernels, decode_split_kernels, forward_kernels, short_conv_kernels
 from k3rl.kernels.mla import (
@@ -66,19 +66,20 @@ COUNTS = re.compile(
     r".*(_t|_h|_stride|_size)$|H|n|most|C|tokens|row|rows|channels|width|steps|size|groups|count|experts|outputs|heads|blocks"
 )
 INTEGERS |= {"first_key", "counts", "totals", "live"}
-# Types that a name has in one kernel only.
+ATTENTION = ("decode_attention_kernel", "chunked_prefill_kernel")
+# Types that a name has in some kernels only.
 OWN_TYPES = {("finish_kernel", "decay"): "fp32", ("merge_kernel", "ends"): "*fp32", ("normed_kernel", "r"): "*fp32"}
 OWN_TYPES |= {("normed_gradient_kernel", "r"): "*fp32", ("add_groups_kernel", "rows"): "*i32"}
 OWN_TYPES |= {("momentum_kernel", "parts"): "i32", ("unit_kernel", "parts"): "i32", ("finish_kernel", "block"): "i32"}
 OWN_TYPES |= {("choose_kernel", name): "*fp32" for name in ("logits", "bias", "weights")}
 OWN_TYPES |= {("sort_kernel", name): "*i64" for name in ("ids", "token", "inverse")}
-OWN_TYPES |= {("product_kernel", "rows"): "*bf16", ("product_kernel", "token"): "*i64"}
-OWN_TYPES |= {("packed_product_kernel", "token"): "*i64"}
-OWN_TYPES |= {(kernel, "codes"): "*i16" for kernel in ("packed_product_kernel", "decode_kernel")}
-OWN_TYPES |= {(kernel, "scales"): "*i32" for kernel in ("packed_product_kernel", "decode_kernel")}
-OWN_TYPES |= {("packed_product_kernel", "rows"): "*bf16"}
-OWN_TYPES |= {("attend_kernel", name): "*i64" for name in ("table", "past")}
-OWN_TYPES |= {(kernel, name): "*fp32" for kernel in ("attend_kernel", "merge_kernel") for name in ("parts", "sums")}
+OWN_TYPES |= {("grouped_skinny_kernel", "rows"): "*bf16", ("grouped_skinny_kernel", "token"): "*i64"}
+OWN_TYPES |= {("w4_grouped_skinny_kernel", "token"): "*i64"}
+OWN_TYPES |= {(kernel, "codes"): "*i16" for kernel in ("w4_grouped_skinny_kernel", "decode_kernel")}
+OWN_TYPES |= {(kernel, "scales"): "*i32" for kernel in ("w4_grouped_skinny_kernel", "decode_kernel")}
+OWN_TYPES |= {("w4_grouped_skinny_kernel", "rows"): "*bf16"}
+OWN_TYPES |= {(kernel, name): "*i64" for kernel in ATTENTION for name in ("table", "past")}
+OWN_TYPES |= {(kernel, name): "*fp32" for kernel in (*ATTENTION, "merge_kernel") for name in ("parts", "sums")}
 OWN_TYPES |= {("query_kernel", "place"): "*i64"} | {("values_kernel", name): "*fp32" for name in ("parts", "sums")}
 OWN_TYPES |= {("sum_kernel", "rows"): "*bf16", ("largest_kernel", "tiles"): "*fp32"}
 OWN_TYPES |= {("draw_kernel", "logits"): "*fp32", ("draw_kernel", "tokens"): "i32"}
@@ -91,13 +92,11 @@ OWN_TYPES |= {(kernel, name): "*fp32" for kernel in MANY[:2] for name in ("logit
 OWN_TYPES |= {(kernel, "starts"): "*i32" for kernel in ("expert_ends_kernel", "places_kernel")}
 OWN_TYPES |= {("places_kernel", name): "*fp32" for name in ("weights", "routed")}
 OWN_TYPES |= {("choose_many_kernel", "weights"): "*fp32", ("load_counts_kernel", "loads"): "*i64"}
-OWN_TYPES |= {("load_counts_kernel", name): "*fp32" for name in ("scores", "cutoff", "bias", "kept")}
+OWN_TYPES |= {("load_counts_kernel", name): "*fp32" for name in ("scores", "cutoff", "bias", "counted")}
 OWN_TYPES |= {("load_counts_kernel", name): "*u8" for name in ("valid", "seen", "changed", "nan")}
 OWN_TYPES |= {("symmetric_kernel", name): "i32" for name in ("r", "k", "p_n", "p_r", "p_k")}
 OWN_TYPES |= {("symmetric_kernel", "beta"): "fp32"}
 OWN_TYPES |= {("gather_kernel", "index"): "*i64", ("gather_kernel", "rows"): "*bf16"}
-OWN_TYPES |= {("attend_chunks_kernel", name): "*i64" for name in ("table", "past")}
-OWN_TYPES |= {("attend_chunks_kernel", name): "*fp32" for name in ("parts", "sums")}
 
 K, C = {"K": 128}, {"C": forward_kernels.CHUNK}
 SCAN = K | C | {"HAS_S0": True, "SAVE": False, "TRANSITION": False, "V": 128, "BV": 64, "STAGES": 3}
@@ -112,7 +111,7 @@ ROUNDING = {"CARRY": mxfp8_kernels.CARRY["ceil"], "CLAMP": False, "GROUPS": 32, 
 SITU = {"WIDTH": 3072, "COLUMNS": 512, "ROWS": 2, "BF16": True}
 GROWING = {"ADDED": True, "ADDED_LAST": True, "HOLD": True, "EARLY": False}
 WIDE, WIDEST = ({"WIDTH": width, "BLOCK": block, "BF16": True} for width, block in ((1024, 1024), (7168, 8192)))
-WHOLE, GROWN = ({"ADD": parts > 0, "PARTS": parts, "FRESH": False} for parts in (0, 8))
+SUMMED, GROWN = ({"ADD": parts > 0, "PARTS": parts, "FRESH": False} for parts in (0, 8))
 CHOOSE = {"RENORMALIZE": True, "RECORDED": False, "PARTS": 1}
 LATENTS = {"Z": 256, "ROPE": 64, "HEADS": 16, "TOKENS": 64, "PAGE": 64, "STAGES": 2}
 CHUNKS = {"Z": 512, "ROPE": 64, "TILE": chunked_prefill_kernels.TILE, "TOKENS": 32, "PAGE": 64, "STAGES": 2}
@@ -120,7 +119,8 @@ SYMMETRIC = {"EVEN": True, "TILE": 128, "DEPTH": symmetric_kernels.DEPTH, "p_k":
 HEADS = {"NOPE": 128, "ROPE": 64, "VALUE": 128}
 QUERIES = {"RANK": 384, "BLOCK": 512, "DEPTH": 128, "Z": 256, "NOPE": 128, "ROPE": 64, "ROWS": 16, "STAGES": 3}
 VALUES = {"Z": 256, "V": 128, "COLUMNS": decode_step_kernels.COLUMNS, "ROWS": 16, "SPLITS": 4, "DEPTH": 64}
-FEW = {"STRIP": grouped_skinny_kernels.STRIP, "DEPTH": 128, "BF16": True}
+SKINNY_WARPS = {"num_warps": skinny_kernels.SKINNY_LAUNCH["num_warps"]}
+GROUPED = {"STRIP": grouped_skinny_kernels.STRIP, "DEPTH": 128, "BF16": True}
 
 
 def _options(launch: dict, **names: str) -> tuple[dict, dict]:
@@ -134,7 +134,7 @@ def _conv(kernel, launch: dict):
     return kernel, CONV | constants, options
 
 
-def _few_rows_packed(rows: int, width: int, unit: bool):
+def _w4_grouped_skinny(rows: int, width: int, unit: bool):
     names = {"rows": "ROWS", "extra": "EXTRA", "rest": "REST", "strip": "STRIP", "stages": "STAGES", "blocks": "BLOCKS"}
     constants, options = _options(w4_grouped_skinny_kernels.LAUNCHES[rows], **names)
     own = {
@@ -146,11 +146,11 @@ def _few_rows_packed(rows: int, width: int, unit: bool):
         "CLAMP": False,
         "AHEAD": True,
     }
-    return w4_grouped_skinny_kernels.packed_product_kernel, constants | own, options
+    return w4_grouped_skinny_kernels.w4_grouped_skinny_kernel, constants | own, options
 
 
-def _whole(width: int, even: bool, rows: int) -> dict[str, int]:
-    own = {name.upper(): skinny_kernels.PRODUCT[name] for name in ("strip", "depth", "stages")}
+def _skinny(width: int, even: bool, rows: int) -> dict[str, int]:
+    own = {name.upper(): skinny_kernels.SKINNY_LAUNCH[name] for name in ("strip", "depth", "stages")}
     return {"WIDTH": width, "EVEN": even, "ADD": not even, "ROWS": rows} | own
 
 
@@ -219,33 +219,37 @@ CONFIGURATIONS = {
         {"CHOICES": 8, "BLOCK": train_routing_kernels.BLOCK} | {"WEIGHTED": True}, {},
     ),
     "load-counts": (load_counts_kernels.load_counts_kernel, {"E": 64, "TOKENS": 32, "BINS": 1000, "VALID": True}, {}),
-    "few-rows-16": (grouped_skinny_kernels.product_kernel, FEW | {"ROWS": 16, "STAGES": 2, "GATHER": True}, {}),
-    "few-rows-64": (grouped_skinny_kernels.product_kernel, FEW | {"ROWS": 64, "STAGES": 3, "GATHER": False}, {}),
-    "latents-chunks": (
-        chunked_prefill_kernels.attend_chunks_kernel,
+    "grouped-skinny-16": (
+        grouped_skinny_kernels.grouped_skinny_kernel, GROUPED | {"ROWS": 16, "STAGES": 2, "GATHER": True}, {},
+    ),
+    "grouped-skinny-64": (
+        grouped_skinny_kernels.grouped_skinny_kernel, GROUPED | {"ROWS": 64, "STAGES": 3, "GATHER": False}, {},
+    ),
+    "chunked-prefill": (
+        chunked_prefill_kernels.chunked_prefill_kernel,
         CHUNKS | {"HEADS": 12, "SPLITS": 4}, chunked_prefill_kernels.LAUNCH,
     ),
-    "few-rows-packed-16": _few_rows_packed(16, 512, unit=True),
-    "few-rows-packed-96": _few_rows_packed(96, 3584, unit=False),
-    "few-rows-decode": (w4_grouped_skinny_kernels.decode_kernel, {"WIDTH": 3584, "STRIP": 64}, {}),
+    "w4-grouped-skinny-16": _w4_grouped_skinny(16, 512, unit=True),
+    "w4-grouped-skinny-96": _w4_grouped_skinny(96, 3584, unit=False),
+    "w4-decode": (w4_grouped_skinny_kernels.decode_kernel, {"WIDTH": 3584, "STRIP": 64}, {}),
     "draw-4096": (draw_kernels.draw_kernel, {"V": 4096}, {"num_warps": 8}),
-    "latents": (decode_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 1}, {}),
-    "latents-wide": (
-        decode_attention_kernels.attend_kernel, LATENTS | {"SPLITS": 4, "Z": 512, "HEADS": 32, "TOKENS": 32},
+    "decode-attention": (decode_attention_kernels.decode_attention_kernel, LATENTS | {"SPLITS": 1}, {}),
+    "decode-attention-wide": (
+        decode_attention_kernels.decode_attention_kernel, LATENTS | {"SPLITS": 4, "Z": 512, "HEADS": 32, "TOKENS": 32},
         {"num_warps": 8},
     ),
-    "latents-merge": (decode_attention_kernels.merge_kernel, {"Z": 512, "SPLITS": 32, "LANES": 32}, {}),
-    "latent-queries": (decode_step_kernels.query_kernel, QUERIES, {"num_warps": decode_step_kernels.WARPS}),
-    "latent-values": (decode_step_kernels.values_kernel, VALUES, {}),
-    "thin": (
-        skinny_kernels.thin_kernel,
-        {"ROWS": 64, "STRIP": skinny_kernels.LAUNCH["strip"], "DEPTH": skinny_kernels.DEPTH}, {},
+    "decode-attention-merge": (decode_attention_kernels.merge_kernel, {"Z": 512, "SPLITS": 32, "LANES": 32}, {}),
+    "decode-step-queries": (decode_step_kernels.query_kernel, QUERIES, {"num_warps": decode_step_kernels.WARPS}),
+    "decode-step-values": (decode_step_kernels.values_kernel, VALUES, {}),
+    "split-k": (
+        skinny_kernels.split_k_kernel,
+        {"ROWS": 64, "STRIP": skinny_kernels.SPLIT_K_LAUNCH["strip"], "DEPTH": limits.SPLIT_K.depth}, {},
     ),
-    "thin-product": (
-        skinny_kernels.whole_kernel, _whole(1024, True, 64), {"num_warps": skinny_kernels.PRODUCT["num_warps"]},
+    "skinny": (
+        skinny_kernels.skinny_kernel, _skinny(1024, True, 64), SKINNY_WARPS,
     ),
-    "thin-product-uneven": (
-        skinny_kernels.whole_kernel, _whole(7168, False, 16), {"num_warps": skinny_kernels.PRODUCT["num_warps"]},
+    "skinny-uneven": (
+        skinny_kernels.skinny_kernel, _skinny(7168, False, 16), SKINNY_WARPS,
     ),
     "norm": (gated_norm_kernels.forward_kernel, NORM | {"ROWS": gated_norm_kernels.ROWS_FORWARD}, {}),
     "norm-backward": (
@@ -265,7 +269,7 @@ CONFIGURATIONS = {
     "muon-unit": (muon_kernels.unit_kernel, MUON | {"PARTS": 32}, {"num_warps": 8}),
     "muon-unit-wide": (
         muon_kernels.unit_kernel,
-        MUON | {"CHUNK": muon_kernels.WIDE_CHUNK, "PARTS": muon_kernels.MOST_PARTS},
+        MUON | {"CHUNK": muon_kernels.WIDE_CHUNK, "PARTS": muon_kernels.MOST_PARTIALS},
         {"num_warps": 8},
     ),
     "muon-finish": (muon_kernels.finish_kernel, {"CHUNK": muon_kernels.CHUNK, "LIVE": True}, {"num_warps": 8}),
@@ -301,10 +305,10 @@ CONFIGURATIONS = {
         rms_norm_kernels.column_sums_kernel,
         {"WIDTH": 1024, "ROWS": 256, "COLUMNS": 16, "PRODUCTS": True, "BF16": True}, {},
     ),
-    "mix": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": False, "SAVE": True} | WHOLE, {}),
+    "mix": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": False, "SAVE": True} | SUMMED, {}),
     "mix-normed": (attn_res_kernels.mix_kernel, WIDE | {"SOURCES": 5, "NORMED": True, "SAVE": False} | GROWN, {}),
     "mix-7168": (
-        attn_res_kernels.mix_kernel, WIDEST | {"SOURCES": 9, "NORMED": False, "SAVE": True} | WHOLE,
+        attn_res_kernels.mix_kernel, WIDEST | {"SOURCES": 9, "NORMED": False, "SAVE": True} | SUMMED,
         {"num_warps": 16},
     ),
     "mix-gradient-two": (attn_res_kernels.mix_gradient_kernel, WIDE | GROWING | {"SOURCES": 2, "EARLY": True}, {}),

@@ -15,19 +15,18 @@ import hypothesis
 import layer
 import torch
 
-from k3rl.kernels.gemm import grouped_skinny as few_rows_reference
-from k3rl.kernels.gemm import grouped_skinny_kernels, w4_grouped_skinny, w4_grouped_skinny_kernels
+from k3rl.kernels import limits
+from k3rl.kernels.gemm import grouped_skinny, grouped_skinny_kernels, w4_grouped_skinny, w4_grouped_skinny_kernels
 from k3rl.kernels.kda import autograd, decode_kernels, decode_split_kernels, short_conv_kernels
 from k3rl.kernels.kda import decode as decode_reference
 from k3rl.kernels.kda import operator as kda_reference
-from k3rl.kernels.kda import short_conv as conv_reference
-from k3rl.kernels.mla import decode_attention as latent_reference
-from k3rl.kernels.mla import decode_attention_kernels
-from k3rl.kernels.moe import decode_routing as route_reference
-from k3rl.kernels.moe import decode_routing_kernels, situ_kernels
-from k3rl.kernels.norm import gated_norm, gated_norm_kernels
-from k3rl.kernels.sampling import draw as draw_reference
+from k3rl.kernels.kda.short_conv import short_conv_reference
+from k3rl.kernels.mla import decode_attention, decode_attention_kernels
+from k3rl.kernels.moe import decode_routing, decode_routing_kernels, situ_kernels
+from k3rl.kernels.norm import gated_norm_kernels
+from k3rl.kernels.norm.gated_norm import gated_norm_reference
 from k3rl.kernels.sampling import draw_kernels
+from k3rl.kernels.sampling.draw import draw_reference
 from k3rl.numerics import mx
 
 # Relative Frobenius error of bf16 kernels against float64 on the same inputs, see docs/kernels.md. The caps are for
@@ -382,7 +381,7 @@ def conv() -> None:
         got = torch.autograd.grad(ys, [*xs, *ws], up)
         wide = [x.detach().double().requires_grad_() for x in [*xs, *ws]]
         past = None if history is None else history.double()
-        ys2, new2 = conv_reference.short_conv_reference(wide[:3], wide[3:], history=past, cu_seqlens=ends)
+        ys2, new2 = short_conv_reference(wide[:3], wide[3:], history=past, cu_seqlens=ends)
         want = torch.autograd.grad(ys2, wide, [x.double() for x in up])
         if not torch.equal(new, new2.to(new.dtype)):
             raise SystemExit("conv: the new history differs")
@@ -398,13 +397,13 @@ def norm() -> None:
         args = [x.requires_grad_() for x in args]
         y = gated_norm_kernels.gated_norm(*args, 1e-5)
         wide = [x.detach().double().requires_grad_() for x in args]
-        y2 = gated_norm.gated_norm_reference(*wide)
+        y2 = gated_norm_reference(*wide)
         require("y", y, y2, 3e-3)
         for a, b in zip(torch.autograd.grad(y.sum(), args), torch.autograd.grad(y2.sum(), wide), strict=True):
             require("norm", a, b, 3e-3)
 
 
-def route() -> None:
+def routing() -> None:
     """Choices, their order by expert and their sums: ties, NaN, strided rows, experts without rows, one row."""
     for n, experts, k in ((5, 64, 8), (1, 3, 1), (17, 24, 6), (3, 300, 16)):
         # Quarters: equal scores are many, and others lie further apart than any rounding.
@@ -415,28 +414,28 @@ def route() -> None:
             wide[1, 2] = float("nan")
         for renormalize, scaling in ((True, 2.5), (False, 1.0)):
             weights, ids = decode_routing_kernels.choose(wide, bias, k, renormalize, scaling)
-            weights2, ids2 = route_reference.choose_reference(wide, bias, k, renormalize, scaling)
+            weights2, ids2 = decode_routing.choose_reference(wide, bias, k, renormalize, scaling)
             require_equal("ids", [ids], [ids2])
             again = decode_routing_kernels.choose(wide, bias, k, renormalize, scaling, ids.to(torch.int16))
             require_equal("recorded", [x.nan_to_num(7.0) for x in again], [weights.nan_to_num(7.0), ids])
             torch.testing.assert_close(weights, weights2, atol=1e-6, rtol=1e-6, equal_nan=True)
-        got, want = decode_routing_kernels.sort_assignments(ids, experts), route_reference.sort_reference(ids, experts)
+        got, want = decode_routing_kernels.sort_assignments(ids, experts), decode_routing.sort_reference(ids, experts)
         require_equal("order", got, want)
         token, inverse, _ = want
         for kind, bound in ((torch.bfloat16, 3e-3), (torch.float32, 1e-6)):
             rows, weights = torch.randn(n * k, 72).to(kind), torch.rand(n, k)
             total = decode_routing_kernels.sum_choices(rows, inverse, weights)
-            require("sum", total, route_reference.sum_reference(rows, inverse, weights, kind), bound)
+            require("sum", total, decode_routing.sum_reference(rows, inverse, weights, kind), bound)
             norm = (torch.randn(72).to(kind), 1e-5)
             normed = decode_routing_kernels.sum_choices(rows, inverse, weights, norm)
             wide = (rows.double(), inverse, weights.double(), torch.float64, (norm[0].double(), 1e-5))
-            require("normed sum", normed, route_reference.sum_reference(*wide), max(bound, 4e-6) * 2)
+            require("normed sum", normed, decode_routing.sum_reference(*wide), max(bound, 4e-6) * 2)
             by_hand = torch.zeros(n, 72).index_add(0, token, torch.zeros(n * k, 72).index_copy(
                 0, inverse, weights.view(-1, 1) * rows.float()[inverse]))  # fmt: skip
             require("sum by token", total, by_hand, bound)
 
 
-def few_rows() -> None:
+def grouped() -> None:
     """Experts without rows, with one and with more than a pass holds; gathered rows and rows in order; both depths."""
     for counts, width, outputs in (([0, 1, 20, 0, 3], 64, 128), ([2, 0, 0], 128, 64), ([70], 64, 64)):
         ends, count = torch.tensor(counts).cumsum(0).to(torch.int32), sum(counts)
@@ -446,15 +445,13 @@ def few_rows() -> None:
             got = grouped_skinny_kernels.product(rows, at, matrices, ends)
             by_hand = [r.double() @ m.double().t() for r, m in zip(x[token].split(counts), matrices, strict=True)]
             require("product", got, torch.cat(by_hand), 3e-3)
-            require(
-                "reference", few_rows_reference.product_reference(rows, at, matrices, ends), torch.cat(by_hand), 3e-3
-            )
+            require("reference", grouped_skinny.product_reference(rows, at, matrices, ends), torch.cat(by_hand), 3e-3)
 
 
-def few_rows_of_packed() -> None:
+def w4_grouped() -> None:
     """Every code beside every scale to the bit; products with the bits of the bf16 kernel, in one pass and in two."""
     packed = torch.arange(256).to(torch.uint8).view(1, 4, 64).repeat(1, 64, 1)
-    scale = torch.arange(256).clamp(max=w4_grouped_skinny.MOST_SCALE).to(torch.uint8).view(1, 256, 1).repeat(1, 1, 4)
+    scale = torch.arange(256).clamp(max=limits.W4_GROUPED_SKINNY.scale).to(torch.uint8).view(1, 256, 1).repeat(1, 1, 4)
     for turn in range(4):  # a chunk of four rows holds each byte once
         tiles = w4_grouped_skinny.tiled(packed.roll(turn, 1), scale)
         want = mx.dequantize_mxfp4(packed.roll(turn, 1), scale, torch.bfloat16)
@@ -479,7 +476,7 @@ def few_rows_of_packed() -> None:
                 require_equal("packed unit", [got], [situ_kernels.situ(want, 4.0, 25.0, rule)])
 
 
-def latents() -> None:
+def attention() -> None:
     """Rows of one token, of a full page and of more, pages in any order, one split and several, strided queries."""
     for h, z, r, page, splits in ((3, 64, 16, 16, 1), (2, 32, 16, 32, 3), (20, 64, 32, 64, 2), (40, 32, 16, 16, 1)):
         past = torch.tensor([0, page - 1, page, 2 * page + 5])
@@ -489,7 +486,7 @@ def latents() -> None:
         absorbed, q_r = bf16(rows, h, z).transpose(0, 1), bf16(rows, h, 2 * r)[..., r:]
         got = decode_attention_kernels.attend(absorbed, q_r, pages, table, past, 0.2, splits=splits)
         wide = (absorbed.double(), q_r.double(), pages.double())
-        require("latents", got, latent_reference.attend_reference(*wide, table, past, 0.2), 6e-3)
+        require("attention", got, decode_attention.attend_reference(*wide, table, past, 0.2), 6e-3)
 
 
 def draw() -> None:
@@ -504,7 +501,7 @@ def draw() -> None:
         uniform = torch.rand(rows, dtype=torch.float64)
         uniform[1] = 1 - 2.0**-53
         got = draw_kernels.draw(logits, heat, uniform)
-        want = draw_reference.draw_reference(logits, heat, uniform)
+        want = draw_reference(logits, heat, uniform)
         good = want[:, 2] > 0
         require_equal("ids and flags", [got[good][:, 0], got[:, 2]], [want[good][:, 0], want[:, 2]])
         torch.testing.assert_close(got[good][:, 1], want[good][:, 1], atol=1e-12, rtol=0)
@@ -528,7 +525,7 @@ CASES = {
     "splits": splits,
     "conv": conv,
     "norm": norm,
-    "decode-parts": lambda: (route(), few_rows(), few_rows_of_packed(), latents(), draw()),
+    "decode-parts": lambda: (routing(), grouped(), w4_grouped(), attention(), draw()),
 }
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ import sys
 import torch
 from interpreted import bf16, poison, require, require_equal
 
+from k3rl.kernels import dispatch
 from k3rl.kernels.gemm import skinny
 from k3rl.kernels.moe import gather_rows, gather_rows_kernels, mxfp8_kernels, situ_kernels
 from k3rl.kernels.moe import situ as situ_reference
 from k3rl.kernels.norm import attn_res, attn_res_kernels, rms_norm, rms_norm_kernels
+from k3rl.model import attn_res as model_attn_res
 from k3rl.model.attn_res import ResidualStream
 from k3rl.numerics import mx
 
@@ -91,12 +93,13 @@ def stream() -> None:
     given = [x.requires_grad_() for x in (torch.randn(5, 32), torch.randn(32), torch.randn(1, 32))]
     results = []
     for by_kernel in (True, False):
+        model_attn_res.reads_by_kernel = dispatch.use_kernel = lambda *_, by_kernel=by_kernel, **__: by_kernel
         residual = ResidualStream(given[0] * 2, 1e-5)
         for number in range(5):
             if number in (0, 3):
                 residual.push()
                 residual.add(given[0].square())
-            seen = residual._read_by_kernel(*given[1:], None) if by_kernel else residual.read(*given[1:])
+            seen = residual.read(*given[1:])
             residual.add(seen.sin())
         results.append([residual.total(), *torch.autograd.grad(residual.total().square().sum(), given)])
     for a, b in zip(*results, strict=True):
@@ -126,12 +129,12 @@ def mixes() -> None:
                  for rows in ([row.float() for row in rough], rough)]  # fmt: skip
         summed = attn_res_kernels.mix(last, rough, norm, proj, 1e-5, weight, 1e-6, False, y)
         require_equal("mix of a sum, and of block sums in bf16", [*pairs, last + y], [pairs[1], *summed])
-        in_parts = skinny.Parts(torch.randn(3, n, width), y, torch.bfloat16)
+        partial = skinny.PartialSums(torch.randn(3, n, width), y, torch.bfloat16)
         for given, before, base in ((last, last, y), (None, last * 0, None)):
-            in_parts = in_parts._replace(base=base)
-            summed = attn_res.mix_sum(given, in_parts, rough, norm, proj, 1e-5, weight, 1e-6)
-            at_once = attn_res_kernels.mix(before + in_parts.total(), rough, norm, proj, 1e-5, weight, 1e-6, False)[0]
-            require_equal("mix of parts", [at_once, before + in_parts.total()], summed)
+            partial = partial._replace(base=base)
+            summed = attn_res.mix_sum(given, partial, rough, norm, proj, 1e-5, weight, 1e-6)
+            at_once = attn_res_kernels.mix(before + partial.total(), rough, norm, proj, 1e-5, weight, 1e-6, False)[0]
+            require_equal("mix of partial sums", [at_once, before + partial.total()], summed)
         grad, more = bf16(n, 2 * width)[:, ::2], [torch.randn(n, width) for _ in bank]
         d_q, d_last, *d_bank = torch.autograd.grad(want, [q, *leaves], grad.double())
         for added in (None, more):

@@ -20,9 +20,9 @@ def main() -> None:
         pages = bf16(segments * blocks + 1, page, z + r)
         table = torch.randperm(segments * blocks).view(segments, blocks) + 1
         absorbed, q_r = bf16(n, h, z).transpose(0, 1), bf16(n, h, 2 * r)[..., r:]
-        got = chunked_prefill_kernels.attend_chunks(absorbed, q_r, pages, table, past, ends, 0.2, splits=splits)
+        got = chunked_prefill_kernels.attend(absorbed, q_r, pages, table, past, ends, 0.2, splits=splits)
         wide = (absorbed.double(), q_r.double(), pages.double())
-        want = chunked_prefill.attend_chunks_reference(*wide, table, past, ends, 0.2)
+        want = chunked_prefill.attend_reference(*wide, table, past, ends, 0.2)
         rows = table.repeat_interleave(torch.tensor(lengths), 0)
         require("chunks, by rows", want, decode_attention.attend_reference(*wide, rows, past, 0.2), 1e-12)
         require("chunks", got, want, 6e-3)

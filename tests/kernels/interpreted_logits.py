@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from interpreted import bf16, poison, require, require_equal
 
-from k3rl.kernels.mla import max_logits, max_logits_kernels
+from k3rl.kernels import limits
+from k3rl.kernels.mla import max_logits_kernels
 
 
 def largest() -> None:
@@ -17,7 +18,7 @@ def largest() -> None:
         q, k = bf16(sum(lengths) + padding, 2, width), bf16(sum(lengths) + padding, 2, width)
         starts = [sum(lengths[:n]) for n, length in enumerate(lengths) for _ in range(length)]
         first = torch.tensor(starts + [len(starts) + n + 1 for n in range(padding)], dtype=torch.int32)
-        split = max_logits._split(width)
+        split = limits.MAX_LOGITS.split(width)
         assert split is not None
         got = max_logits_kernels.largest_logits(q, k, first, *split)
         logits = torch.einsum("ihd,jhd->hij", q.double(), k.double())

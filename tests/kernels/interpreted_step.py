@@ -15,8 +15,8 @@ from k3rl.kernels.mla import decode_step, decode_step_kernels
 from k3rl.kernels.moe import decode_routing, decode_routing_kernels
 
 
-def latents() -> None:
-    """Rows that fill no program, strided inputs, one part of a row's tokens, parts added up here, many parts."""
+def mla() -> None:
+    """Rows that fill no program, strided inputs, one split of a row's tokens, splits added up here, many splits."""
     h, nope, rope, value, z, rank, page = 2, 32, 16, 16, 32, 64, 16
     decode_step_kernels.DEPTH = 16
     for rows, blocks in ((1, 20), (19, 1), (3, 3)):
@@ -43,15 +43,15 @@ def latents() -> None:
         require("gated values", got, want, 8e-3)
 
 
-def thin_products() -> None:
-    """One row and several, one part and several, strided rows: each part against float64."""
+def split_k_products() -> None:
+    """One row and several, one split and several, strided rows: each partial sum against float64."""
     for n, width, outputs in ((1, 128, 64), (19, 256, 128)):
         x, matrix = bf16(n, width + 3)[:, :width], bf16(outputs, width)
-        want = skinny.parts_reference(x.double(), matrix.double())
-        require("thin product", skinny_kernels.parts(x, matrix), want.sums, 1e-6)
+        want = skinny.split_k_reference(x.double(), matrix.double())
+        require("split-K", skinny_kernels.split_k(x, matrix), want.sums, 1e-6)
 
 
-def whole_products() -> None:
+def skinny_products() -> None:
     """Strips and tiles that are not full, strided rows, a width of one step and of several, with a base and without."""
     for n, width, outputs in ((1, 64, 64), (19, 256, 200)):
         x, matrix, base = bf16(n, width + 8)[:, :width], bf16(outputs, width), bf16(n, outputs)
@@ -63,16 +63,16 @@ def whole_products() -> None:
 
 
 def choices() -> None:
-    """Logits in parts are chosen from as their sum is, ties and NaN too; few experts and many, choices kept as well."""
+    """Partial sums of logits are chosen from as their sum is, ties and NaN too; few experts and many; recorded ones."""
     for experts, k in ((24, 3), (130, 2)):
         pieces = torch.randint(-2, 3, (3, 5, experts)) / 4
         pieces[1, 2, 3:5] = float("nan")
         bias, given = torch.randn(experts) / 8, []
-        for logits in (pieces, skinny.added_up(pieces)):
+        for logits in (pieces, skinny.sum_partials(pieces)):
             weights, ids = decode_routing_kernels.choose(logits, bias, k, True, 2.5)
             again, _ = decode_routing_kernels.choose(logits, bias, k, True, 2.5, ids)
             given.append([ids, weights.nan_to_num(), again.nan_to_num()])
-        require_equal("choice from parts", *given)
+        require_equal("choice from partial sums", *given)
         require_equal("kept choice", [given[0][1]], [given[0][2]])
         want, ids2 = decode_routing.choose_reference(pieces.double(), bias.double(), k, True, 2.5)
         require_equal("ids", [given[0][0]], [ids2])
@@ -82,7 +82,7 @@ def choices() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     poison()
-    latents()
+    mla()
     choices()
-    thin_products()
-    whole_products()
+    split_k_products()
+    skinny_products()

@@ -19,11 +19,11 @@ SHARED_MEMORY = 227 * 1024
 SPILLS = {"mix-gradient-7168": 16}
 # Matrix instructions that must be there. The inverse in `prepare` must not use WGMMA: from registers it came out NaN.
 INSTRUCTIONS = {"prepare": "mma.sync", "prepare-save": "mma.sync"}
-INSTRUCTIONS |= dict.fromkeys(("few-rows-packed-16", "few-rows-packed-96"), "wgmma")
+INSTRUCTIONS |= dict.fromkeys(("w4-grouped-skinny-16", "w4-grouped-skinny-96"), "wgmma")
 INSTRUCTIONS |= dict.fromkeys(
     (
         "largest-logits",
-        "latents-chunks",
+        "chunked-prefill",
         "scan",
         "scan-save",
         "scan-transition",
@@ -59,7 +59,7 @@ def test_the_convolution_backward_carries_every_row_that_it_reaches_back_to():
 def test_packed_experts_are_decoded_into_registers_that_no_matrix_instruction_still_reads():
     """Triton 3.6 lets the last ones of a pass run on while the next pass writes those registers, unless the sum is
     asked for; the order in a pass is its own, each product with registers of its own."""
-    kernel = compiling.compiled(*compiling.CONFIGURATIONS["few-rows-packed-16"])
+    kernel = compiling.compiled(*compiling.CONFIGURATIONS["w4-grouped-skinny-16"])
     lines = [line for line in kernel.asm["ttgir"].splitlines() if "warp_group_dot" in line or "inline_asm" in line]
     last = max(number for number, line in enumerate(lines) if "warp_group_dot " in line)
     assert "warp_group_dot_wait" in lines[last + 1], lines

@@ -9,8 +9,7 @@ import warnings
 import pytest
 import torch
 
-from k3rl.kernels import dispatch, doctor_checks, ptxas
-from k3rl.kernels.gemm import skinny
+from k3rl.kernels import dispatch, doctor_checks, limits, ptxas
 
 
 def fake_ptxas(folder, version: str):
@@ -64,9 +63,10 @@ def test_the_package_imports_and_runs_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, k3rl.kernels\n"
-        "from k3rl.kernels import gated_norm, kda, kda_decode, short_conv\n"
+        "from k3rl.kernels import gemm, mla, moe, norm, optim, sampling\n"
+        "from k3rl.kernels.kda import kda\n"
         "x = torch.ones(1, 3, 1, 2)\n"
-        "o, state = kda.kda(x, x, x, x, x[..., 0], torch.zeros(1), torch.zeros(2))\n"
+        "o, state = kda(x, x, x, x, x[..., 0], torch.zeros(1), torch.zeros(2))\n"
         "print(tuple(o.shape), tuple(state.shape))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
@@ -90,11 +90,11 @@ def test_the_package_imports_and_runs_without_triton():
         (8, 64, 64, torch.float32, False),  # quietly: no kernel is meant to take it
     ],
 )
-def test_products_of_few_rows_are_the_kernels_where_they_were_faster(
+def test_skinny_products_are_the_kernels_where_they_were_faster(
     monkeypatch, rows: int, outputs: int, width: int, kind: torch.dtype, taken: bool
 ) -> None:
-    monkeypatch.setattr(skinny.dispatch, "use_kernel", lambda *tensors, **options: True)
+    monkeypatch.setattr(dispatch, "use_kernel", lambda *tensors, **options: True)
     x, matrix = (torch.empty(n, width, dtype=kind, device="meta") for n in (rows, outputs))
-    assert skinny.multiplies(x, matrix) is taken
-    assert not skinny.multiplies(x.unsqueeze(0), matrix)
-    assert not skinny.multiplies(torch.empty(rows, width, dtype=kind), torch.empty(1, 1, dtype=kind))
+    assert limits.SKINNY.takes(x, matrix) is taken
+    assert not limits.SKINNY.takes(x.unsqueeze(0), matrix)
+    assert not limits.SKINNY.takes(torch.empty(rows, width, dtype=kind), torch.empty(1, 1, dtype=kind))

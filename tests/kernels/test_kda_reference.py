@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from k3rl.kernels.kda.operator import kda, kda_recurrent, kda_reference, kda_snapshots
+from k3rl.kernels.kda.operator import kda, kda_recurrent, kda_reference
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kda"
 CASES = {case["name"]: case for case in json.loads((GOLDEN / "meta.json").read_text())["cases"]}
@@ -108,19 +108,6 @@ def test_prefill_in_pieces_then_decode_equals_one_pass(splits):
     torch.testing.assert_close(state, S, rtol=1e-9, atol=1e-10)
 
 
-def test_snapshots_are_the_states_at_their_boundaries():
-    args = inputs(70, B=2)
-    o, S, snapshots = kda_snapshots(*args, every=32)
-    whole = kda(*args)
-    torch.testing.assert_close(o, whole[0], rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(S, whole[1], rtol=1e-9, atol=1e-10)
-    assert snapshots.shape == (2, 3, 2, 8, 6)
-    assert not snapshots[:, 0].any()
-    torch.testing.assert_close(
-        snapshots[:, 2], kda(*[x[:, :64] for x in args[:5]], *args[5:])[1], rtol=1e-9, atol=1e-10
-    )
-
-
 @pytest.mark.parametrize("A", [-20.0, 0.0, 20.0, 80.0])
 @pytest.mark.parametrize("bias", [-200.0, 200.0])
 def test_saturated_gates_stay_finite_forward_and_backward(A, bias):
@@ -149,5 +136,3 @@ def test_wrong_arguments_are_named():
         kda(q, k[:, :, :1], v, z, beta, A_log, dt_bias)
     with pytest.raises(ValueError, match="B must be 1"):
         kda(*inputs(8, B=2), cu_seqlens=torch.tensor([0, 8]))
-    with pytest.raises(ValueError, match="multiple of 32"):
-        kda_snapshots(q, k, v, z, beta, A_log, dt_bias, every=33)

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.kernels.kda import decode, operator, short_conv
-from k3rl.kernels.norm import gated_norm
+from k3rl.kernels.kda import PendingRows, flush_pending, kda_decode, kda_reference
+from k3rl.kernels.kda.short_conv import short_conv_reference
+from k3rl.kernels.norm.gated_norm import gated_norm_reference
 
 _spec = importlib.util.spec_from_file_location("kda_layer", Path(__file__).with_name("layer.py"))
 layer = importlib.util.module_from_spec(_spec)
@@ -19,16 +20,15 @@ _spec.loader.exec_module(layer)
 
 def reference_layer(T: int) -> layer.Layer:
     def conv(xs, weights, history):
-        return short_conv.short_conv_reference(xs, weights, history=history)
+        return short_conv_reference(xs, weights, history=history)
 
     def run_kda(q, k, v, gate, beta, A_log, dt_bias, state):
-        return operator.kda_reference(q, k, v, gate, beta, A_log, dt_bias, -5.0, state)
+        return kda_reference(q, k, v, gate, beta, A_log, dt_bias, -5.0, state)
 
     def step(*args):
-        return decode.kda_decode(*args[:-1], pending=args[-1])
+        return kda_decode(*args[:-1], pending=args[-1])
 
-    norm = gated_norm.gated_norm_reference
-    return layer.Layer(T, 8, torch.float64, conv, run_kda, norm, step, decode.flush_pending)
+    return layer.Layer(T, 8, torch.float64, conv, run_kda, gated_norm_reference, step, flush_pending)
 
 
 @settings(max_examples=30)
@@ -63,7 +63,7 @@ def test_deferred_writes_give_the_outputs_and_states_of_the_form_that_writes_eac
     shared = ([r(H * D, 4) for _ in range(3)], 0.2 * r(H), 0.2 * r(H * D), r(D))
     conv_pool, pool = r(6, 3, 3 * H * D), r(6, H, D, D)
     other_conv, other = conv_pool.clone(), pool.clone()
-    pending = decode.PendingRows.empty(pool)
+    pending = PendingRows.empty(pool)
     for buffer in (pending.keys, pending.updates, pending.decay):
         buffer.fill_(float("nan"))  # what no row was written to is never read
     pending.begin(torch.arange(6), torch.tensor(positions))
@@ -80,13 +80,13 @@ def test_deferred_writes_give_the_outputs_and_states_of_the_form_that_writes_eac
             pool[order[0]] = other[order[0]] = 0.5
             pending.begin(torch.tensor([order[0]]))
         elif event == "flush":
-            decode.flush_pending(pool, pending, torch.tensor([order[0], -1]))
+            flush_pending(pool, pending, torch.tensor([order[0], -1]))
             torch.testing.assert_close(pool[order[0]], other[order[0]], rtol=1e-9, atol=1e-11)
         rows = decode_call(4, at)
-        y = decode.kda_decode(*rows, *shared, conv_pool, pool, read, write, pending=pending)
-        y2 = decode.kda_decode(*rows, *shared, other_conv, other, read, write)
+        y = kda_decode(*rows, *shared, conv_pool, pool, read, write, pending=pending)
+        y2 = kda_decode(*rows, *shared, other_conv, other, read, write)
         torch.testing.assert_close(y, y2, rtol=1e-9, atol=1e-11)
-    decode.flush_pending(pool, pending, torch.arange(6))
+    flush_pending(pool, pending, torch.arange(6))
     torch.testing.assert_close(pool, other, rtol=1e-9, atol=1e-11)
     assert torch.equal(conv_pool, other_conv)
 
@@ -100,13 +100,13 @@ def test_the_state_is_written_at_chunk_boundaries_only():
         torch.ones(D),
     )
     conv_pool, pool = torch.zeros(1, 3, 3 * H * D, dtype=torch.float64), torch.zeros(1, H, D, D, dtype=torch.float64)
-    pending = decode.PendingRows.empty(pool)
+    pending = PendingRows.empty(pool)
     pending.begin(torch.tensor([0]), torch.tensor([13]))
     index = torch.zeros(1, dtype=torch.int32)
     changed = []
     for t in range(13, 50):
         before = pool.clone()
-        decode.kda_decode(*decode_call(1, t), *shared, conv_pool, pool, index, index, pending=pending)
+        kda_decode(*decode_call(1, t), *shared, conv_pool, pool, index, index, pending=pending)
         if not torch.equal(pool, before):
             changed.append(t)
     assert changed == [15, 31, 47]

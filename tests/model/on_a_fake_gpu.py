@@ -18,27 +18,27 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-import k3rl.kernels.mla.chunked_prefill
 import k3rl.model.bank_gradients
-import k3rl.model.fused
 import k3rl.model.kda as kda_layer
-from k3rl.engine.compute.prefill_graph import PrefillProgram
+from k3rl.engine.compute.prefill_graph import prefill as prefill_step
 from k3rl.engine.paged import PagedCache
+from k3rl.kernels import dispatch, limits
 from k3rl.kernels.gemm import grouped_skinny, skinny, w4_grouped_skinny
-from k3rl.kernels.mla import decode_attention, decode_step, heads
+from k3rl.kernels.mla import chunked_prefill, decode_attention, decode_step, heads
 from k3rl.kernels.moe import decode_routing, gather_rows, load_counts, mxfp8, situ, train_routing
 from k3rl.kernels.moe.add_groups import add_groups_reference
 from k3rl.kernels.norm import attn_res, rms_norm
 from k3rl.losses import target_logprobs
 from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, flash, moe_grouped
-from k3rl.model.attn_res import _KernelMix, _Mix
+from k3rl.model.attn_res import KernelMixFunction, MixFunction
 from k3rl.model.cache import StepCache
 from k3rl.model.fuse import fusing
+from k3rl.model.joined import JoinedParameters
 from k3rl.model.layout import FixedLayout, Layout
-from k3rl.model.moe import _WideProduct
-from k3rl.model.norm import _RMSNorm
+from k3rl.model.moe import WideProduct
+from k3rl.model.norm import RMSNormFunction
 from k3rl.model.packed import PackedExperts
-from k3rl.model.situ import _SiTU
+from k3rl.model.situ import SiTUFunction
 from k3rl.optim import QuantileBalancer
 from k3rl.parallel.statistics import Statistics
 
@@ -142,9 +142,18 @@ def kda_decode(
     return q * k * v * gate * out_gate
 
 
-def joined(self: k3rl.model.fused.Fused) -> torch.Tensor:
-    self._joined = torch.cat([p.detach().reshape(-1) for p in self.parameters]).view(self._shape)
-    return self._joined
+def joined(self: JoinedParameters) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in self.parameters]).view(self.shape)
+
+
+class HostCounts:
+    """Of eight experts the last one has no rows."""
+
+    def __init__(self, ends: torch.Tensor) -> None:
+        pass
+
+    def read(self) -> list[int]:
+        return [1] * 7 + [0]
 
 
 # ---------------------------------------------------------------------------------------------------- cases
@@ -181,11 +190,12 @@ def attend_chunks(absorbed, q_r, pages, table, past, ends, scale):
 def chunk(model: K3ForCausalLM) -> None:
     """New tokens of a few rows in fixed shapes."""
     cache = PagedCache(model.config, 8, 60, 64, torch.bfloat16, GPU)
-    program = PrefillProgram(model, cache, 5, capture=False)
     for segments in (1, 8):
-        sizes = [32] * 3 + [segments] * 3 + [segments + 2, (segments + 1) * 5]
-        inputs = [zeros(size, dtype=torch.int64) for size in sizes]
-        hidden, routes = program._compute(SimpleNamespace(tokens=32, segments=segments, blocks=5, inputs=inputs))
+        widths = {"id": 32, "past": 32, "place": 32, "slot": segments, "source": segments, "last": segments}
+        widths |= {"ends": segments + 2, "pages": (segments + 1) * 5}
+        given = {name: zeros(size, dtype=torch.int64) for name, size in widths.items()}
+        inputs = SimpleNamespace(tokens=32, segments=segments, blocks=5, device=given)
+        hidden, routes = prefill_step(model, cache, inputs)
         assert hidden.shape == (segments, model.config.hidden_size)
         assert routes.shape == (32, len(model.config.moe_layers), model.config.num_experts_per_token)
 
@@ -218,37 +228,37 @@ class Context:
 def training(model: K3ForCausalLM) -> None:
     """The written-out forwards and backwards; the engine of autograd itself wants a real device."""
     context = Context()
-    out = _RMSNorm.forward(context, zeros(6, 32), zeros(32), 1e-5)
-    assert [g.shape for g in _RMSNorm.backward(context, out)[:2]] == [(6, 32), (32,)]
+    out = RMSNormFunction.forward(context, zeros(6, 32), zeros(32), 1e-5)
+    assert [g.shape for g in RMSNormFunction.backward(context, out)[:2]] == [(6, 32), (32,)]
     context, sources = Context(), [zeros(6, 32, dtype=torch.float32) for _ in range(3)]
-    out = _Mix.forward(context, zeros(32), zeros(1, 32), [zeros(6, 1, dtype=torch.float32)] * 3, *sources)
-    assert len(_Mix.backward(context, out)) == 3 + len(sources)
+    out = MixFunction.forward(context, zeros(32), zeros(1, 32), [zeros(6, 1, dtype=torch.float32)] * 3, *sources)
+    assert len(MixFunction.backward(context, out)) == 3 + len(sources)
     context = Context()
-    out, _, *bank = _KernelMix.forward(context, zeros(32), zeros(1, 32), 1e-5, out.to(torch.bfloat16), *sources)
+    out, _, *bank = KernelMixFunction.forward(context, zeros(32), zeros(1, 32), 1e-5, out.to(torch.bfloat16), *sources)
     assert all(given is row for given, row in zip(bank, sources, strict=True))
     for more in ([None] * 4, [out, None, *sources[1:]]):
-        assert [g.shape for g in _KernelMix.backward(context, out, *more)[3:]] == [out.shape] * 4
+        assert [g.shape for g in KernelMixFunction.backward(context, out, *more)[3:]] == [out.shape] * 4
     context = Context()
-    out = _SiTU.forward(context, zeros(6, 32), 4.0, 25.0)
-    assert _SiTU.backward(context, out)[0].shape == (6, 32)
+    out = SiTUFunction.forward(context, zeros(6, 32), 4.0, 25.0)
+    assert SiTUFunction.backward(context, out)[0].shape == (6, 32)
     context, bank = Context(), next(iter(model.moe_parts())).bank
     width = model.config.routed_expert_hidden_size
     weights, ids = zeros(6, 2, dtype=torch.float32), zeros(6, 2, dtype=torch.int64)
-    out = moe_grouped.GroupedExperts.forward(context, zeros(6, width), weights, ids, bank, *bank._leaves)
+    out = moe_grouped.GroupedExperts.forward(context, zeros(6, width), weights, ids, bank, *bank.leaves)
     grads = moe_grouped.GroupedExperts.backward(context, out)
     assert [g.shape for g in grads[:2]] == [(6, width), (6, 2)]
-    assert sum(grad is not None for grad in grads[4:]) == len(bank._leaves) - 3, "one expert has no rows"
+    assert sum(grad is not None for grad in grads[4:]) == len(bank.leaves) - 3, "one expert has no rows"
     bank.keep_sums(zeros(bank.experts, dtype=torch.int32))
     context = Context()
     context.needs_input_grad = (True,) * 5
-    out = moe_grouped.GroupedExperts.forward(context, zeros(6, width), weights, ids, bank, bank._leaves[0])
+    out = moe_grouped.GroupedExperts.forward(context, zeros(6, width), weights, ids, bank, bank.leaves[0])
     assert context.counts is None, "nothing is copied to the host"
     assert moe_grouped.GroupedExperts.backward(context, out)[4:] == (None,)
     assert {total.dtype for total in bank.gradients()} == {torch.bfloat16}
     context, x = Context(), zeros(6, 32)
-    out = _WideProduct.forward(context, x, zeros(8, 32), torch.float32)
+    out = WideProduct.forward(context, x, zeros(8, 32), torch.float32)
     assert (out.shape, out.dtype) == ((6, 8), torch.float32)
-    assert [(g.shape, g.dtype) for g in _WideProduct.backward(context, out)[:2]] == [
+    assert [(g.shape, g.dtype) for g in WideProduct.backward(context, out)[:2]] == [
         ((6, 32), x.dtype),
         ((8, 32), x.dtype),
     ]
@@ -288,7 +298,7 @@ def mix(last, bank, norm, proj, eps, weight=None, norm_eps=0.0, save=False):
 
 
 def mix_sum(last, added, *given):
-    added = skinny.whole(added)
+    added = skinny.as_tensor(added)
     total = added if last is None else last + added
     return mix(total, *given)[0], total
 
@@ -303,7 +313,7 @@ def mix_gradient(grad, last, bank, norm, proj, state, added, added_bank):
 
 def count(scores, cutoff, bias, valid, sums):
     assert (scores.shape, cutoff.shape) == ((len(cutoff), len(bias)), (len(valid),))
-    assert sums.counts.shape[:1] == sums.loads.shape == sums.kept.shape == bias.shape
+    assert sums.counts.shape[:1] == sums.loads.shape == sums.bias.shape == bias.shape
     assert [flag.shape for flag in (sums.seen, sums.changed, sums.nan)] == [(1,)] * 3
 
 
@@ -327,10 +337,10 @@ def control() -> None:
 
 def main() -> None:
     torch.Tensor.__getitem__, torch.Tensor.__setitem__ = get, put
-    k3rl.model.fused.Fused._join, k3rl.model.fused.Fused.tensor = joined, lambda self: self._joined
+    JoinedParameters.join = JoinedParameters.tensor = joined
     kda_layer.short_conv, kda_layer.kda, kda_layer.kda_decode = short_conv, kda, kda_decode
     kda_layer.gated_norm = lambda x, gate, weight, eps: x * gate * weight.to(x.dtype)
-    kda_layer.dispatch.use_kernel = lambda *_, **__: True
+    dispatch.use_kernel = lambda *_, **__: True
     elementwise()
     decode_routing.choose, decode_routing.sort_assignments = (
         decode_routing.choose_reference,
@@ -349,13 +359,12 @@ def main() -> None:
     PackedExperts.in_range = True
     decode_attention.attend = decode_attention.attend_reference
     decode_step.queries, decode_step.attend = decode_step.queries_reference, decode_step.attend_reference
-    skinny.parts, skinny.multiplies = skinny.parts_reference, lambda x, matrix: False
+    skinny.split_k, limits.SkinnyLimits.takes = skinny.split_k_reference, lambda *_: False
     k3rl.model.bank_gradients.add_groups = add_groups_reference
     flash.kernel.largest_logits = flash.kernel.largest_logits_reference
-    moe_grouped._same_bits = lambda a, b: True
-    moe_grouped._HostCounts.__init__ = lambda self, ends: None
-    moe_grouped._HostCounts.read = lambda self: [1] * 7 + [0]
-    k3rl.kernels.mla.chunked_prefill.attend_chunks = attend_chunks
+    moe_grouped.rounds_exactly = lambda device, rule: True
+    moe_grouped.HostCounts = HostCounts
+    chunked_prefill.attend = attend_chunks
     linear = LinearAttnConfig(num_heads=1, head_dim=128, kda_layers=(1, 2, 4), full_attn_layers=(3, 5))
     config = K3Config.named("k3-nano").replace(num_experts=8, linear_attn_config=linear)
     with OnFakeGPU(), fusing(False):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
-from k3rl.checkpoint.inspect import inspect
+from k3rl.checkpoint import inspect_model, load_checkpoint, official_tensors, save_checkpoint
 from k3rl.kernels.kda.operator import kda
 from k3rl.model import ABLATION_CHOICES, AblationConfig, K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig
 from k3rl.model.gated import SwiGLU
@@ -81,7 +80,7 @@ def test_the_choice_is_saved_and_obeyed_on_load(part, choice, tmp_path) -> None:
     assert getattr(loaded.config.ablation, part) == choice
     assert loaded.config == model.config
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    found = inspect(tmp_path / "ck")
+    found = inspect_model(tmp_path / "ck")
     assert found["parameters"] == sum(p.numel() for _, p in model.official_parameters())
     assert found["differences"][f"k3rl_ablation.{part}"] == [choice, None]
     assert f"| instead of K3's {ABLATION_CHOICES[part][0]} | {choice} |" in (tmp_path / "ck" / "README.md").read_text()
@@ -256,4 +255,4 @@ def test_post_hoc_quantization_computes_plainly_and_is_done_by_saving(tmp_path) 
     assert loaded.config.quantization == QuantizationConfig("mxfp4", "ceil", "mxfp8")
     assert any(name.endswith("_packed") for name, _ in official_tensors(loaded))
     assert not torch.equal(loaded(tokens).logits, later(tokens).logits)
-    assert inspect(tmp_path / "ck")["quantized"] == ["routed_experts"]
+    assert inspect_model(tmp_path / "ck")["quantized"] == ["routed_experts"]

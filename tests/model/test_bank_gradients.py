@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from k3rl.kernels.moe.add_groups import add_groups
-from k3rl.model.moe import ExpertBank, _ExpertBank
+from k3rl.kernels.moe import add_groups
+from k3rl.model.moe import ExpertBank, ExpertByExpert
 from k3rl.model.moe_grouped import GroupedExperts
 from tests.model.test_grouped import bank_of
 
@@ -27,22 +27,22 @@ def parts_of_a_step(kind: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
 
 
 def gradients(bank: ExpertBank, function, kind: torch.dtype, *, sums: bool, again: bool = False) -> list:
-    for leaf in bank._leaves:
+    for leaf in bank.leaves:
         leaf.grad, leaf.grad_dtype = None, WIDE[kind]
     rows = torch.zeros(bank.experts, dtype=torch.int32)
     bank.keep_sums(rows if sums else None)
-    leaves = bank._leaves[:1] if sums else bank._leaves
+    leaves = bank.leaves[:1] if sums else bank.leaves
     run = lambda *given: function.apply(*given, bank, *leaves)  # noqa: E731
     for z, weights, ids, up in parts_of_a_step(kind):
         out = checkpoint(run, z, weights, ids, use_reentrant=False) if again else run(z, weights, ids)
         out.backward(up)
     if bank.sums is not None:
         bank.sums.attach(rows.tolist())
-    return [leaf.grad for leaf in bank._leaves]
+    return [leaf.grad for leaf in bank.leaves]
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", [GroupedExperts, _ExpertBank])
+@pytest.mark.parametrize("function", [GroupedExperts, ExpertByExpert])
 def test_sums_are_what_autograd_would_collect(nano, function, kind):
     bank = bank_of(nano, kind, "mxfp8")
     wanted = gradients(bank, function, kind, sums=False)
@@ -73,31 +73,31 @@ def test_sums_stay_where_they_are_and_gradients_are_views_of_them(nano):
         bank.gradients()
 
 
-def test_leaves_that_were_expected_end_as_those_that_were_not(nano):
+def test_leaves_attached_as_before_end_as_those_that_were_not(nano):
     """Experts with rows in one step only, and a `.grad` that somebody else has put there."""
     bank = bank_of(nano, torch.float32, "none")
     bank.keep_sums(torch.zeros(bank.experts, dtype=torch.int32))
     sums = bank.sums
     for turn, rows in enumerate(([3, 0, 1], [0, 2, 1], [0, 2, 1], [1, 1, 0])):
         sums.clear()
-        bank._leaves[6].grad = torch.ones_like(bank._leaves[6]) if turn == 2 else bank._leaves[6].grad
-        sums.expect()
+        bank.leaves[6].grad = torch.ones_like(bank.leaves[6]) if turn == 2 else bank.leaves[6].grad
+        sums.attach_as_before()
         sums.attach(rows + [0] * (bank.experts - 3))
-        found = [leaf.grad is view for leaf, view in zip(bank._leaves, sums._views, strict=True)]
+        found = [leaf.grad is view for leaf, view in sums.places()]
         assert found == [bool(n < 3 and rows[n]) for n in range(bank.experts) for _ in range(3)]
 
 
 def test_where_every_gradient_is_wanted_autograd_gets_zeros(nano):
     bank = bank_of(nano, torch.float32, "none")
     bank.every_gradient = True
-    for function in (GroupedExperts, _ExpertBank):
-        for leaf in bank._leaves:
+    for function in (GroupedExperts, ExpertByExpert):
+        for leaf in bank.leaves:
             leaf.grad = None
         bank.keep_sums(torch.zeros(bank.experts, dtype=torch.int32))
         assert bank.sums is None
         z, weights, ids, up = parts_of_a_step(torch.float32)[0]
-        function.apply(z, weights, ids, bank, *bank._leaves).backward(up)
-        found = [leaf.grad for leaf in bank._leaves]
+        function.apply(z, weights, ids, bank, *bank.leaves).backward(up)
+        found = [leaf.grad for leaf in bank.leaves]
         assert all(grad is not None for grad in found)
         assert not any(grad.any() for grad in found[-3:])
 

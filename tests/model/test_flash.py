@@ -54,9 +54,9 @@ def test_attention_over_own_rows_has_the_gradients_of_attention(monkeypatch, our
             kept["out"], kept["leaves"] = flash.reference(*leaves, layout, layout, scale), leaves
         return (kept["out"].detach(), *(q.new_zeros(1) for _ in range(4)))
 
-    monkeypatch.setattr(flash, "_forward", forward)
+    monkeypatch.setattr(flash, "forward_op", forward)
     monkeypatch.setattr(
-        flash, "_backward", lambda grad, *_, scale: torch.autograd.grad(kept["out"], kept["leaves"], grad)
+        flash, "backward_op", lambda grad, *_, scale: torch.autograd.grad(kept["out"], kept["leaves"], grad)
     )
     for name in ("spread", "collect", "resized"):
         monkeypatch.setattr(heads, name, getattr(heads, f"{name}_reference"))

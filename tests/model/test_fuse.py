@@ -10,7 +10,7 @@ import torch
 from k3rl.kernels.moe.decode_routing import choose
 from k3rl.model import attn_res, fuse, norm, situ
 from k3rl.model.moe import LatentMoE
-from k3rl.model.moe_grouped import _rounded, _trial, _weighted, rounded
+from k3rl.model.moe_grouped import compiled_mxfp8, rounded, rounding_trial, weighted_sum
 from k3rl.numerics import mx
 
 ROWS, WIDTH = 7, 64
@@ -39,7 +39,7 @@ def test_the_residual_mix_and_its_gradients_are_those_of_the_cpu(count):
     sources = [rows(n).requires_grad_() for n in range(count)]
     weight, proj, up = rows(10, WIDTH).requires_grad_(), rows(11, 1, WIDTH).requires_grad_(), rows(12)
     inverses = [norm.inverse_rms(source.detach(), 1e-5) for source in sources]
-    expected = attn_res._Mix.apply(weight, proj, inverses, *sources)
+    expected = attn_res.MixFunction.apply(weight, proj, inverses, *sources)
     wanted = torch.autograd.grad(expected, [weight, proj, *sources], up)
     query = (weight * proj[0]).detach()
     out, p = attn_res.mixed(sources, inverses, query)
@@ -58,7 +58,9 @@ def test_a_read_of_the_stream_in_one_piece_is_the_read_of_the_cpu():
         stream.add(rows(n))
         with torch.no_grad():
             expected = stream.read(norm_weight, proj)
-        got = attn_res.mixed_read(stream.total(), stream._bank, stream._inverses, norm_weight, proj, 1e-5)
+        _, (total, *bank) = stream.apart()
+        inverses = [norm.inverse_rms(row, 1e-5) for row in bank]
+        got = attn_res.mixed_read(total, bank, inverses, norm_weight, proj, 1e-5)
         assert near(got, expected)
 
 
@@ -90,9 +92,9 @@ def test_the_unit_and_its_gradient_are_those_of_the_cpu():
 def test_a_compiled_function_gives_what_it_gives_as_it_is_written():
     for count in (3, 5):
         choices, weights = rows(0, count, 2, 16).float(), rows(1, count, 2).float()
-        assert torch.allclose(_weighted.run(choices, weights), _weighted(choices, weights), rtol=1e-6)
-    assert _weighted.compiled is not None
-    assert _weighted.refused is None
+        assert torch.allclose(weighted_sum.run(choices, weights), weighted_sum(choices, weights), rtol=1e-6)
+    assert weighted_sum.compiled is not None
+    assert weighted_sum.refused is None
 
 
 def test_what_does_not_compile_is_said_once_and_runs_as_it_is_written():
@@ -117,9 +119,9 @@ def test_a_cpu_never_compiles():
 
 
 def test_rounding_is_that_of_the_quantizer_and_is_tried_on_every_bit_pattern():
-    trial = _trial(torch.device("cpu"))
+    trial = rounding_trial(torch.device("cpu"))
     assert len(trial.view(torch.int16).unique()) == 1 << 16
     got, expected = rounded(trial, "ceil"), mx.fake_quantize_mxfp8(trial, "ceil")
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
-    assert _rounded.compiled is None
+    assert compiled_mxfp8.compiled is None

@@ -52,12 +52,12 @@ class Recorder(ResidualStream):
         Recorder.last = self
 
     def push(self) -> None:
-        self.rows.append(self._running())
+        self.rows.append(self.total())
         super().push()
 
     def add(self, output: Tensor) -> None:
         super().add(output)
-        self.sums.append(self._running())
+        self.sums.append(self.total())
 
 
 def recorded_forward(model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
@@ -180,7 +180,7 @@ def test_latents_expand_to_the_official_keys_and_values(golden, case, dtype) -> 
         layer = int(key.split(".")[3])
         attention = model.language_model.model.layers[layer].self_attn
         latent = cache.latent(layer)
-        k, v = attention._expand(latent[..., : attention.latent], latent[..., attention.latent :])
+        k, v = attention.expand(latent[..., : attention.latent], latent[..., attention.latent :])
         assert largest(k.transpose(1, 2), gold.expected[key]) < HIDDEN[dtype]
         assert largest(v.transpose(1, 2), gold.expected[key[:-1] + "v"]) < HIDDEN[dtype]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.model.moe import ExpertBank, LatentMoE, _ExpertBank
+from k3rl.model.moe import ExpertBank, ExpertByExpert, LatentMoE
 from k3rl.model.moe_grouped import GroupedExperts, grouped_outer, grouped_product, sort_by_expert
 
 
@@ -63,9 +63,9 @@ def test_gradients_equal_those_of_the_path_by_expert(nano, activations):
     ids = torch.randint(0, 9, (11, 1)) + torch.tensor([0, 3])  # experts 12 to 15 have no rows
     up = torch.randn(11, 64, dtype=torch.float64)
     found = []
-    for function in (GroupedExperts, _ExpertBank):
-        out = function.apply(z, weights, ids, bank, *bank._leaves)
-        found.append((out, *torch.autograd.grad(out, [z, weights, *bank._leaves], up, allow_unused=True)))
+    for function in (GroupedExperts, ExpertByExpert):
+        out = function.apply(z, weights, ids, bank, *bank.leaves)
+        found.append((out, *torch.autograd.grad(out, [z, weights, *bank.leaves], up, allow_unused=True)))
     missing = 0
     for got, expected in zip(*found, strict=True):
         assert (got is None) == (expected is None), "experts without rows have no gradient"
@@ -82,12 +82,12 @@ def test_bf16_gradients_are_as_near_to_float64_as_the_other_paths(nano):
 
     def gradients(function, bank, kind):
         own = [z.to(kind).requires_grad_(), weights.to(torch.promote_types(kind, torch.float32)).requires_grad_()]
-        leaves = [leaf.detach().to(kind).requires_grad_() for leaf in bank._leaves]
+        leaves = [leaf.detach().to(kind).requires_grad_() for leaf in bank.leaves]
         out = function.apply(*own, ids, bank, *leaves)
         return torch.cat([g.flatten().double() for g in torch.autograd.grad(out, [*own, *leaves], up.to(kind))])
 
-    exact = gradients(_ExpertBank, wide, torch.float64)
+    exact = gradients(ExpertByExpert, wide, torch.float64)
     ours, theirs = (
-        (gradients(function, narrow, torch.bfloat16) - exact).norm() for function in (GroupedExperts, _ExpertBank)
+        (gradients(function, narrow, torch.bfloat16) - exact).norm() for function in (GroupedExperts, ExpertByExpert)
     )
     assert ours <= 1.25 * theirs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from k3rl.model.kda import _GatedNorm, _ShortConv
+from k3rl.model.kda import GatedNormFunction, ShortConvFunction
 from k3rl.model.kda_chunks import chunked_kda
 from k3rl.model.layout import HISTORY, Layout
 
@@ -86,7 +86,7 @@ def test_gated_norm_backward_equals_finite_differences() -> None:
     torch.manual_seed(0)
     o, gate = (torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *x: _GatedNorm.apply(*x, 1e-5), (o, gate, weight))
+    assert torch.autograd.gradcheck(lambda *x: GatedNormFunction.apply(*x, 1e-5), (o, gate, weight))
 
 
 class _Taps:
@@ -108,7 +108,7 @@ def test_short_convolution_equals_a_padded_depthwise_one_per_segment() -> None:
     taps = [torch.randn(2, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     rows = torch.randn(layout.n_rows, 6, dtype=torch.float64, requires_grad=True)
     extended = torch.zeros(layout.n_extended, 6, dtype=torch.float64).index_copy(0, layout.extended, rows)
-    out = _ShortConv.apply(extended, _Taps(taps), *taps).index_select(0, layout.extended)
+    out = ShortConvFunction.apply(extended, _Taps(taps), *taps).index_select(0, layout.extended)
     pieces = []
     for segment in rows.split(layout.lengths):
         padded = nn.functional.pad(segment.t().unsqueeze(0), (HISTORY, 0))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
-from k3rl.checkpoint.hf import assign_official_tensors
+from k3rl.checkpoint import assign_official_tensors, load_checkpoint, official_tensors, save_checkpoint
 from k3rl.losses import CrossEntropy
 from k3rl.model import AdapterError, K3Config, K3ForCausalLM, LoraConfig, QuantizationConfig
 from k3rl.model.lora import merge

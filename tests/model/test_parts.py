@@ -167,15 +167,15 @@ def test_quantized_activations_reach_both_expert_products() -> None:
         expert = layer.experts[e]
         inner = situ(torch.cat([expert.w1.weight @ row, expert.w3.weight @ row]))
         expected.append(p * (expert.w2.weight @ mx.fake_quantize_mxfp8(inner[None])[0]))
-    layer._bank.quantization = QuantizationConfig(activations="mxfp8")
-    assert torch.allclose(layer._bank(z, weights, ids), torch.stack(expected), atol=1e-12)
+    layer.bank.quantization = QuantizationConfig(activations="mxfp8")
+    assert torch.allclose(layer.bank(z, weights, ids), torch.stack(expected), atol=1e-12)
 
 
 def test_the_straight_through_gradient_treats_rounding_as_identity() -> None:
     layer, x = moe(num_experts_per_token=2), normal(40, 32)
-    layer._bank.quantization = QuantizationConfig(activations="mxfp8")
+    layer.bank.quantization = QuantizationConfig(activations="mxfp8")
     weights, ids = torch.ones(40, 1, dtype=DOUBLE), torch.zeros(40, 1, dtype=torch.int64)
-    (ours,) = torch.autograd.grad(layer._bank(x, weights, ids).sum(), x)
+    (ours,) = torch.autograd.grad(layer.bank(x, weights, ids).sum(), x)
     expert = layer.experts[0]
     from k3rl.numerics import mx
 

@@ -68,7 +68,7 @@ def test_an_unknown_part_is_refused() -> None:
 
 def test_attention_by_runs_of_queries_equals_attention_at_once(monkeypatch) -> None:
     logits, gradients, seen, kept = step(model())
-    monkeypatch.setattr(mla, "KEPT_PROBABILITIES", 100)
+    monkeypatch.setattr(mla, "SAVED_PROBABILITIES", 100)
     monkeypatch.setattr(mla, "LEAST_RUN", 7)  # several uneven runs
     logits_again, gradients_again, seen_again, kept_again = step(model())
     torch.testing.assert_close(logits_again, logits, rtol=1e-11, atol=1e-11)  # another order of float64 sums

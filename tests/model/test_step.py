@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from k3rl.engine.paged import PagedCache
-from k3rl.kernels.gemm import skinny
+from k3rl.kernels import limits
+from k3rl.kernels.gemm import PartialSums, skinny
 from k3rl.kernels.mla import decode_step
 from k3rl.kernels.norm.rms_norm import rms_norm_reference
 from k3rl.model import K3Config, K3ForCausalLM, attn_res
@@ -25,8 +26,7 @@ def stepped(model: K3ForCausalLM, tokens: int) -> list[torch.Tensor]:
         at = torch.full((ROWS,), past)
         states = cache.step_cache(index, at, (index + 1) * PAGE + past, (index + 1).view(ROWS, 1))
         found.append(model.step(ids, states)[0])
-    store = cache._store
-    return [*found, *store.latent.values(), *store.recurrent.values()]
+    return [*found, *cache.latent.values(), *cache.recurrent.values()]
 
 
 def mix(last, bank, norm, proj, eps, *then):
@@ -35,7 +35,7 @@ def mix(last, bank, norm, proj, eps, *then):
 
 
 def mix_sum(last, added, *given):
-    total = skinny.whole(added) if last is None else last + skinny.whole(added)
+    total = skinny.as_tensor(added) if last is None else last + skinny.as_tensor(added)
     return mix(total, *given)[0], total
 
 
@@ -44,16 +44,17 @@ def test_pieces_of_a_step_that_have_kernels_change_nothing(monkeypatch):
     model = K3ForCausalLM(K3Config.named("k3-nano"), dtype=torch.float64)
     model.init_weights(0)
     wanted = stepped(model, 2)
-    for module, names in ((decode_step, ("queries", "attend")), (skinny, ("parts",))):
-        monkeypatch.setattr(module, "takes", lambda *_: True)
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(module, f"{name}_reference"))
-    monkeypatch.setattr(skinny, "DEPTH", 16)
-    monkeypatch.setattr(attn_res, "_by_kernel", lambda x: True)  # outputs wait for reads, as on a GPU
-    for name, call in (("takes", lambda *_: True), ("mix", mix), ("mix_sum", mix_sum)):
+    for module, name in ((decode_step, "queries"), (decode_step, "attend"), (skinny, "split_k")):
+        monkeypatch.setattr(module, name, getattr(module, f"{name}_reference"))
+    for entry, name in ((limits.MLADecodeStepLimits, "takes_queries"), (limits.SplitKLimits, "takes"),
+                        (limits.AttnResLimits, "takes")):  # fmt: skip
+        monkeypatch.setattr(entry, name, lambda *_: True)
+    monkeypatch.setattr(limits, "SPLIT_K", limits.SplitKLimits(depth=16))
+    monkeypatch.setattr(attn_res, "reads_by_kernel", lambda x: True)  # outputs wait for reads, as on a GPU
+    for name, call in (("mix", mix), ("mix_sum", mix_sum)):
         monkeypatch.setattr(attn_res.kernel, name, call)
     added = []
     monkeypatch.setattr(ResidualStream, "add", lambda self, x, add=ResidualStream.add: (added.append(x), add(self, x)))
     for found, want in zip(stepped(model, 2), wanted, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
-    assert sum(isinstance(x, skinny.Parts) for x in added) == 2 * (5 + 4)  # of all layers but the dense one's MLP
+    assert sum(isinstance(x, PartialSums) for x in added) == 2 * (5 + 4)  # of all layers but the dense one's MLP

@@ -13,7 +13,8 @@ import torch
 
 from k3rl.kernels.moe import add_groups_kernels
 from k3rl.kernels.moe.add_groups import add_groups_reference
-from k3rl.kernels.optim import add_many, add_many_kernels, muon, muon_kernels, symmetric_kernels
+from k3rl.kernels.optim import add_many_kernels, muon, muon_kernels, symmetric_kernels
+from k3rl.kernels.optim.add_many import BLOCK, Table, add_many_reference, aligned
 from k3rl.kernels.optim.symmetric import symmetric_reference
 from k3rl.numerics import project
 
@@ -81,17 +82,15 @@ def groups() -> None:
 
 def many() -> None:
     """More tensors than one launch takes, of one element, of less and of more than a program's, one with gaps."""
-    sizes = [5, 1, *[8] * 33, add_many.BLOCK + 3]
+    sizes = [5, 1, *[8] * 33, BLOCK + 3]
     for kind in (torch.bfloat16, torch.float32):
         parts = [torch.randn(size).to(kind) for size in sizes]
         parts[2] = torch.randn(16).to(kind)[::2]
         parts[3] = torch.randn(9).to(kind)[1:]
         total = torch.randn(sum(sizes))
         wanted = total.clone()
-        add_many_kernels.add_many(
-            total, [add_many.aligned(part) for part in parts], add_many.Table(sizes, total.device)
-        )
-        add_many.add_many_reference(wanted, parts)
+        add_many_kernels.add_many(total, [aligned(part) for part in parts], Table(sizes, total.device))
+        add_many_reference(wanted, parts)
         near("sums of many", total, wanted, 0)
 
 

@@ -13,13 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from k3rl.kernels.cuda_graph import KeyedStep
 from k3rl.model.config import K3Config
 from k3rl.numerics import project, stored_dtype
-from k3rl.optim import PerHeadMuon
-from k3rl.optim.buckets import Banked
+from k3rl.optim import FixedGradients, MuonConfig, PerHeadMuon
 
 NANO = K3Config.named("k3-nano")
+RATES = MuonConfig(lr=0.02, adamw_lr=0.01)
 AT = "language_model.model.layers.1."
 SHAPES = {f"{AT}block_sparse_moe.experts.{e}.w{n}.weight": (32, 64) for e in range(3) for n in (1, 3)}
 SHAPES |= {f"{AT}input_layernorm.weight": (64,), f"{AT}self_attn.b_proj.weight": (2, 64), f"{AT}self_attn.A_log": (2,)}
+
+
+def stored(name: str, master: torch.Tensor) -> torch.Tensor:
+    return project(master, stored_dtype(name))
 
 
 class Recorded(TorchDispatchMode):
@@ -48,13 +52,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [v for v in value or () if isinstance(v, torch.Tensor)]
 
 
-def captures(optimizer: PerHeadMuon, seen: list[int]) -> Callable:
+def recorder(optimizer: PerHeadMuon, seen: list[int]) -> Callable:
     """Like `k3rl.kernels.cuda_graph.record`: the run itself must leave nothing behind."""
 
     def capture(run):
         held = [*optimizer.params.values(), *(p.grad for p in optimizer.params.values() if p.grad is not None)]
-        held += [t for b in optimizer._muon for t in (b.master, b.momentum)] + [optimizer._norm, optimizer._factor]
-        held += [t for b in optimizer._adam for t in (b.master, b.first, b.second)]
+        held += [*optimizer.state.tensors(), optimizer.gradients.norm, optimizer.gradients.factor]
         before = [tensor.detach().clone() for tensor in held]
         with Recorded() as recorded:
             run()
@@ -74,32 +77,30 @@ def captures(optimizer: PerHeadMuon, seen: list[int]) -> Callable:
 def trained(captured: bool, seen: list[int], in_step: bool = False) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     params = {n: torch.nn.Parameter(torch.randn(shape, generator=generator)) for n, shape in SHAPES.items()}
-    ship = lambda name, master: project(master, stored_dtype(name))  # noqa: E731
-    optimizer = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.01, project=ship)
+    optimizer = PerHeadMuon(params.items(), NANO, RATES, project=stored)
     assert not optimizer.captures, "there is no GPU here"
     if captured:
-        optimizer.captures = True
-        optimizer._captured_step = KeyedStep("step", captures(optimizer, seen))
-        optimizer._captured_clip = KeyedStep("norm", captures(optimizer, seen))
+        optimizer.capture_with(recorder(optimizer, seen))
     buffers = {name: torch.zeros_like(param) for name, param in params.items()}
     norms = []
     for step in range(7):
         for name, param in params.items():
             buffers[name].copy_(torch.randn(param.shape, generator=generator) * (1 + step))
             param.grad = buffers[name]
-        expected = optimizer.expect_clip(25.0) if in_step else None
+        launched = optimizer.gradients.launch(25.0) if in_step else None
         for name, param in params.items():
             if step == 4 and ("experts.1" in name or "b_proj" in name):
                 param.grad = None
-        norms.append(optimizer.clip_grad_norm_(25.0, in_step=in_step, expected=expected))  # some steps are scaled
-        optimizer.step(1 / (1 + step), checked=True)
+        gradients = optimizer.gradients
+        norms.append(gradients.clip_in_step(25.0, launched) if in_step else gradients.clip_(25.0))  # some are scaled
+        optimizer.step_clipped(1 / (1 + step))
     return optimizer.state_tensors() | params | {"norms": torch.tensor(norms)}
 
 
 @pytest.mark.parametrize("in_step", [False, True])
 def test_replayed_steps_are_the_steps(in_step: bool) -> None:
     """Learning rates, corrections and who has a gradient change. Norms add up in another order and rates are float32,
-    so masters agree to a few roundings; a shipped value is on a grid, where one rounding can be a whole step."""
+    so masters agree to a few roundings; a stored value is on a grid, where one rounding can be a whole step."""
     seen: list[int] = []
     found, wanted = trained(True, seen, in_step), trained(False, seen)
     assert len(seen) == 4, (
@@ -111,8 +112,7 @@ def test_replayed_steps_are_the_steps(in_step: bool) -> None:
                 found[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
             )
         else:
-            stored = project(found[f"{key}/master"], stored_dtype(key))
-            assert torch.equal(found[key], stored)
+            assert torch.equal(found[key], stored(key, found[f"{key}/master"]))
 
 
 def trained_in_a_bank(captured: bool, seen: list[int]) -> dict[str, torch.Tensor]:
@@ -123,11 +123,9 @@ def trained_in_a_bank(captured: bool, seen: list[int]) -> dict[str, torch.Tensor
     bank = torch.zeros(len(experts), 32, 64)
     rows = torch.zeros(3, dtype=torch.int32)
     places = {name: (place, int(name.split(".experts.")[1][0])) for name, place in zip(experts, bank, strict=True)}
-    optimizer = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.01, banked=Banked(rows, places))
+    optimizer = PerHeadMuon(params.items(), NANO, RATES, fixed=FixedGradients(rows, places))
     if captured:
-        optimizer.captures = True
-        optimizer._captured_step = KeyedStep("step", captures(optimizer, seen))
-        optimizer._captured_clip = KeyedStep("norm", captures(optimizer, seen))
+        optimizer.capture_with(recorder(optimizer, seen))
     rest = {name: torch.zeros_like(param) for name, param in params.items() if name not in places}
     norms = []
     for step in range(7):
@@ -141,8 +139,8 @@ def trained_in_a_bank(captured: bool, seen: list[int]) -> dict[str, torch.Tensor
                 param.grad.copy_(torch.randn(param.shape, generator=generator))
             else:
                 param.grad = None
-        norms.append(optimizer.clip_grad_norm_(25.0, in_step=True))
-        optimizer.step(checked=True)
+        norms.append(optimizer.gradients.clip_in_step(25.0))
+        optimizer.step_clipped()
     return optimizer.state_tensors() | params | {"norms": torch.tensor(norms)}
 
 
@@ -160,12 +158,12 @@ def test_a_gradient_that_is_not_at_its_place_is_not_taken_from_there() -> None:
     name = next(iter(SHAPES))
     param = torch.nn.Parameter(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)))
     start = param.detach().clone()
-    banked = Banked(rows, {name: (place, 0)})
-    optimizer = PerHeadMuon([(name, param)], NANO, lr=0.02, adamw_lr=0.01, banked=banked)
-    optimizer.captures = True
+    fixed = FixedGradients(rows, {name: (place, 0)})
+    optimizer = PerHeadMuon([(name, param)], NANO, RATES, fixed=fixed)
+    optimizer.capture_with(recorder(optimizer, []))
     param.grad = torch.ones(32, 64)
-    assert optimizer.clip_grad_norm_(1e9, in_step=True) == pytest.approx((32 * 64) ** 0.5)
-    optimizer.step(checked=True)
+    assert optimizer.gradients.clip_in_step(1e9) == pytest.approx((32 * 64) ** 0.5)
+    optimizer.step_clipped()
     assert not torch.equal(param.detach(), start)
 
 

@@ -1,4 +1,4 @@
-"""State in host memory visits a device in turns: what goes where, in which order, and what cannot be locked is said.
+"""State in host memory is prefetched and written back in order, and what cannot be locked is said.
 
 The streams here are stand-ins that note who waits for whom, as CUDA's do; copies happen at once.
 """
@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from k3rl.optim import Rest, host_memory, offload
-from k3rl.optim.offload import SLOTS, Visit
+from k3rl.optim import StateStorage, host_memory, offload
+from k3rl.optim.offload import SLOTS, StateUpdate, run_prefetched
 
 
 class Event:
@@ -59,7 +59,7 @@ def streams(monkeypatch) -> Stream:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_visits_take_turns_and_each_waits_for_what_it_reads_and_writes_over(streams, count, monkeypatch) -> None:
+def test_updates_run_in_order_and_each_waits_for_what_it_reads_and_writes_over(streams, count, monkeypatch) -> None:
     homes = [
         (torch.full((3 + number,), float(number)), torch.full((2,), number, dtype=torch.bfloat16))
         for number in range(count)
@@ -77,25 +77,25 @@ def test_visits_take_turns_and_each_waits_for_what_it_reads_and_writes_over(stre
 
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
 
-    def visit(number: int) -> Visit:
-        def work(here: list[torch.Tensor]) -> None:
+    def update_of(number: int) -> StateUpdate:
+        def update(here: list[torch.Tensor]) -> None:
             assert f"in {number}" in streams.seen  # it has arrived
             assert all(tensor.dtype == torch.float32 for tensor in here)
             here[0].add_(1)
             here[1].mul_(2).add_(1)
-            streams.does(f"work {number}")
+            streams.does(f"update {number}")
             order.append(number)
 
-        return Visit(homes[number], torch.device("cpu"), torch.float32, work)
+        return StateUpdate(homes[number], torch.device("cpu"), torch.float32, update)
 
-    offload._overlapped([visit(number) for number in range(count)])
+    run_prefetched([update_of(number) for number in range(count)])
     assert order == list(range(count))
     assert {f"out {number}" for number in range(count)} <= streams.seen  # the caller's stream waits for the last copy
     for found, expected in zip(homes, wanted, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_slot_is_written_over_only_after_its_last_visitor_has_left(streams) -> None:
+def test_a_slot_is_written_over_only_after_what_it_held_was_written_back(streams) -> None:
     given = [torch.full((4,), float(number)) for number in range(2 * SLOTS)]
     arrivals: list[frozenset[str]] = []
 
@@ -105,14 +105,15 @@ def test_a_slot_is_written_over_only_after_its_last_visitor_has_left(streams) ->
             arrivals.append(event.seen)
 
     offload.torch.cuda.Stream = Watching
-    visits = [
-        Visit((home,), torch.device("cpu"), torch.float32, lambda here, n=n: streams.does(f"work {n}"))
+    updates = [
+        StateUpdate((home,), torch.device("cpu"), torch.float32, lambda here, n=n: streams.does(f"update {n}"))
         for n, home in enumerate(given)
     ]
-    offload._overlapped(visits)
-    # Each of the later visits came after the work of the one SLOTS before it, and so after its copy home.
+    run_prefetched(updates)
+    # Each of the later ones came after the update of the one SLOTS before it, and so after its copy back.
     for number in range(SLOTS, 2 * SLOTS):
-        assert any(f"work {number - SLOTS}" in seen and f"work {number - SLOTS + 1}" not in seen for seen in arrivals)
+        last, later = f"update {number - SLOTS}", f"update {number - SLOTS + 1}"
+        assert any(last in seen and later not in seen for seen in arrivals)
 
 
 def test_host_memory_is_zero_of_its_own_size_and_what_cannot_be_locked_is_said(monkeypatch) -> None:
@@ -137,9 +138,9 @@ def test_host_memory_is_zero_of_its_own_size_and_what_cannot_be_locked_is_said(m
     assert len(given) == 2
 
 
-def test_state_of_a_gpus_parameters_rests_in_memory_of_its_own_and_that_of_a_cpus_is_plain() -> None:
+def test_state_of_a_gpus_parameters_is_in_memory_of_its_own_and_that_of_a_cpus_is_plain() -> None:
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
-        kept = Rest(host=True).zeros((2, 3), torch.bfloat16, device)
-        assert kept.device.type == "cpu"
-        assert kept.dtype == torch.bfloat16
-        assert not kept.any()
+        stored = StateStorage(on_host=True).zeros((2, 3), torch.bfloat16, device)
+        assert stored.device.type == "cpu"
+        assert stored.dtype == torch.bfloat16
+        assert not stored.any()

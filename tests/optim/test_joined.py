@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from k3rl.model.config import K3Config
 from k3rl.numerics import project, stored_dtype
-from k3rl.optim import PerHeadMuon
+from k3rl.optim import MuonConfig, PerHeadMuon
 from k3rl.optim.joined import joined, runs
 
 NANO = K3Config.named("k3-nano")
 AT = "language_model.model.layers.1.block_sparse_moe.experts."
 
 
-def ship(name: str, master: torch.Tensor) -> torch.Tensor:
+def stored(name: str, master: torch.Tensor) -> torch.Tensor:
     return project(master, stored_dtype(name))
 
 
@@ -61,11 +61,11 @@ def test_a_bank_is_trained_as_its_experts_would_be_apart(variant, dtype):
     found = []
     for apart in (True, False):
         params, whole = bank(6, dtype, apart)
-        optimizer = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.01, project=ship, variant=variant)
+        optimizer = PerHeadMuon(params.items(), NANO, MuonConfig(0.02, 0.01, variant=variant), project=stored)
         for step, idle in ((0, -1), (1, 3)):
             give_gradients(params, 6, step, apart, idle)
             before = {name: p.grad.clone() for name, p in params.items() if p.grad is not None}
-            optimizer.step(checked=step == 1)
+            (optimizer.step, optimizer.step_clipped)[step]()
             assert all(torch.equal(grad, params[name].grad) for name, grad in before.items()), "gradients are read only"
         if not apart:
             assert torch.equal(whole[0][4], params[f"{AT}2.w1.weight"]), "parameters are written where they are"
@@ -79,10 +79,10 @@ def test_a_step_takes_no_more_operations_for_more_experts(variant):
     counts = []
     for experts in (4, 12):
         params, _ = bank(experts, torch.bfloat16, apart=False)
-        optimizer = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.01, project=ship, variant=variant)
+        optimizer = PerHeadMuon(params.items(), NANO, MuonConfig(0.02, 0.01, variant=variant), project=stored)
         give_gradients(params, experts, 0, apart=False, idle=-1)
         with Counted() as counted:
-            optimizer.step(checked=True)
+            optimizer.step_clipped()
         counts.append(counted.calls)
     assert counts[0] == counts[1]
 

@@ -9,8 +9,8 @@ import torch
 from interpreting import interpret
 
 from k3rl.numerics import project
+from k3rl.optim import stored_values
 from k3rl.optim.newton_schulz import iterated, newton_schulz
-from k3rl.optim.shipped import shipped
 
 HERE = Path(__file__).parent
 
@@ -28,7 +28,7 @@ def test_steps_on_normalized_blocks_need_no_transposed_copy(shape: tuple[int, in
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "none"])
-def test_shipped_values_are_the_projection(weights: str) -> None:
+def test_stored_values_are_the_projection(weights: str) -> None:
     master = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     expert = "bf16" if weights == "none" else "mxfp4"
     for name, stored in (
@@ -37,5 +37,5 @@ def test_shipped_values_are_the_projection(weights: str) -> None:
         ("language_model.model.layers.1.self_attn.A_log", "fp32"),
     ):
         for value in (master, master.double()):
-            found = shipped(name, value, weights, "ceil")
+            found = stored_values(name, value, weights, "ceil")
             assert torch.equal(found.to(value.dtype), project(value, stored, "ceil")), name

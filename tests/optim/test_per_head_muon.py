@@ -1,4 +1,4 @@
-"""Per-Head Muon against golden updates and torch's AdamW, and the contract between masters and shipped values."""
+"""Per-Head Muon against golden updates and torch's AdamW, and the contract between masters and stored values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from torch import Tensor
 
 from k3rl.model.config import K3Config
 from k3rl.numerics import mx, project, stored_dtype
-from k3rl.optim import NonFiniteGradient, OptimizerStateError, PerHeadMuon, newton_schulz
-from k3rl.optim.buckets import fill_buckets
+from k3rl.optim import (
+    MuonConfig,
+    NonFiniteGradient,
+    OptimizerStateError,
+    PerHeadMuon,
+    Project,
+    fill_buckets,
+    newton_schulz,
+)
 from tests.optim.official import parameters, set_gradients
 
 FOLDER = Path(__file__).parents[1] / "golden" / "muon"
@@ -44,13 +51,15 @@ def whole_matrix_cases() -> list[str]:
     return [name for name in CASES if name != "mla_kv_b_3heads_k8_v6_one_block_per_head"]
 
 
-def ship(name: str, master: Tensor) -> Tensor:
+def stored(name: str, master: Tensor) -> Tensor:
     return project(master, stored_dtype(name))
 
 
-def optimizer(params: dict[str, torch.nn.Parameter], **kwargs: object) -> PerHeadMuon:
-    settings = {"lr": 0.02, "adamw_lr": 0.005, "project": ship} | kwargs
-    return PerHeadMuon(params.items(), NANO, **settings)
+def optimizer(
+    params: dict[str, torch.nn.Parameter], project: Project | None = stored, **rates: object
+) -> PerHeadMuon:  # fmt: skip
+    config = MuonConfig(**({"lr": 0.02, "adamw_lr": 0.005} | rates))
+    return PerHeadMuon(params.items(), NANO, config, project=project)
 
 
 def values(params: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
@@ -64,12 +73,13 @@ def test_three_steps_equal_the_golden_updates(name: str, nesterov: bool) -> None
     key = f"{name}.{'nesterov' if nesterov else 'plain'}"
     official = NAMES.get(name, f"{AT}o_proj.weight")
     param = torch.nn.Parameter(GOLDEN[f"{key}.W0"].clone())
-    muon = PerHeadMuon([(official, param)], THREE_HEADS, lr=0.02, adamw_lr=0.0, nesterov=nesterov, weight_decay=0.1)
+    config = MuonConfig(lr=0.02, adamw_lr=0.0, nesterov=nesterov, weight_decay=0.1)
+    muon = PerHeadMuon([(official, param)], THREE_HEADS, config)
     assert list(muon.infos[official].row_blocks) == CASES[name]["row_blocks"]
     tolerance = 1e-6 if name == "rank_one_gradient" else 1e-10
     for step in range(3):
         param.grad = GOLDEN[f"{key}.G"][step].clone()
-        assert muon.step()
+        muon.step()
         torch.testing.assert_close(param.detach(), GOLDEN[f"{key}.W"][step], rtol=tolerance, atol=tolerance)
         momentum = muon.state_tensors()[f"{official}/momentum"]
         torch.testing.assert_close(momentum, GOLDEN[f"{key}.M"][step], rtol=1e-10, atol=1e-10)
@@ -79,9 +89,8 @@ def test_three_steps_equal_the_golden_updates(name: str, nesterov: bool) -> None
 def test_float32_steps_are_within_1e_4_of_the_golden_updates(name: str) -> None:
     key = f"{name}.nesterov"
     param = torch.nn.Parameter(GOLDEN[f"{key}.W0"].float())
-    muon = PerHeadMuon(
-        [(NAMES.get(name, f"{AT}o_proj.weight"), param)], THREE_HEADS, lr=0.02, adamw_lr=0.0, nesterov=True
-    )
+    config = MuonConfig(lr=0.02, adamw_lr=0.0, nesterov=True)
+    muon = PerHeadMuon([(NAMES.get(name, f"{AT}o_proj.weight"), param)], THREE_HEADS, config)
     for step in range(3):
         param.grad = GOLDEN[f"{key}.G"][step].float()
         muon.step()
@@ -92,9 +101,8 @@ def test_whole_matrix_variant_makes_one_block_of_all_heads() -> None:
     """The update then has all singular values near 0.2 * sqrt(max side), instead of those of each head."""
     for variant, blocks in (("per_head_muon", 3), ("muon_whole", 1)):
         param = torch.nn.Parameter(torch.zeros(24, 32, dtype=torch.float64))
-        muon = PerHeadMuon(
-            [(f"{AT}q_proj.weight", param)], THREE_HEADS, lr=1.0, adamw_lr=0.0, weight_decay=0.0, variant=variant
-        )
+        config = MuonConfig(lr=1.0, adamw_lr=0.0, weight_decay=0.0, variant=variant)
+        muon = PerHeadMuon([(f"{AT}q_proj.weight", param)], THREE_HEADS, config)
         param.grad = torch.randn(24, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         muon.step()
         for block in param.detach().chunk(blocks):
@@ -151,7 +159,7 @@ def test_experts_and_heads_are_updated_as_if_each_were_alone() -> None:
     names = [f"{AT}kv_b_proj.weight", f"{AT}o_proj.weight", EXPERT, EXPERT.replace("0.w1", "7.w2")]
     for name in [*names, "language_model.model.layers.1.self_attn.k_proj.weight"]:
         alone = torch.nn.Parameter(before[name].clone())
-        single = PerHeadMuon([(name, alone)], NANO, lr=0.02, adamw_lr=0.005)
+        single = PerHeadMuon([(name, alone)], NANO, MuonConfig(0.02, 0.005))
         alone.grad = gradients[name]
         single.step()
         torch.testing.assert_close(params[name], alone, rtol=1e-12, atol=1e-12)
@@ -160,7 +168,7 @@ def test_experts_and_heads_are_updated_as_if_each_were_alone() -> None:
 def test_adamw_tensors_follow_torch_adamw() -> None:
     params = parameters(NANO, dtype=torch.float64)
     chosen = {n: p for n, p in params.items() if ".experts." not in n}
-    ours = PerHeadMuon(chosen.items(), NANO, lr=0.0, adamw_lr=0.005, weight_decay=0.1, eps=1e-8)
+    ours = PerHeadMuon(chosen.items(), NANO, MuonConfig(lr=0.0, adamw_lr=0.005, weight_decay=0.1))
     adamw = [name for name, info in ours.infos.items() if info.group == "adamw"]
     theirs = {name: torch.nn.Parameter(chosen[name].detach().clone()) for name in adamw}
     reference = torch.optim.AdamW(
@@ -200,13 +208,13 @@ def test_parameters_hold_exactly_what_a_checkpoint_would_store() -> None:
         muon.step()
         masters = muon.masters(muon.params)
         for name, param in muon.params.items():
-            assert torch.equal(param.detach(), ship(name, masters[name]))
+            assert torch.equal(param.detach(), stored(name, masters[name]))
     packed = mx.dequantize_mxfp4(*mx.quantize_mxfp4(masters[EXPERT]))
     assert torch.equal(params[EXPERT].detach(), packed)
     assert not torch.equal(masters[EXPERT], packed)
 
 
-def test_building_ships_the_masters_at_once() -> None:
+def test_building_stores_the_masters_in_the_parameters_at_once() -> None:
     params = parameters(NANO)
     raw = params[EXPERT].detach().clone()
     muon = optimizer(params)
@@ -249,7 +257,7 @@ def test_a_parameter_without_gradient_is_left_exactly_as_it_is() -> None:
     muon.step()
     idle = [EXPERT, EXPERT.replace("0.w1", "5.w3"), f"{AT}q_b_proj.weight", f"{AT}kv_b_proj.weight"]
     idle += ["language_model.model.norm.weight", f"{AT}q_a_layernorm.weight"]
-    before, shipped = muon.state_tensors(), values(params)
+    before, written = muon.state_tensors(), values(params)
     set_gradients(params, seed=1)
     for name in idle:
         params[name].grad = None
@@ -259,7 +267,7 @@ def test_a_parameter_without_gradient_is_left_exactly_as_it_is() -> None:
         name = key.rsplit("/", 1)[0]
         assert torch.equal(value, after[key]) == (name in idle)
     for name in idle:
-        assert torch.equal(params[name].detach(), shipped[name])
+        assert torch.equal(params[name].detach(), written[name])
 
 
 def test_step_counts_of_adamw_tensors_are_their_own() -> None:
@@ -314,7 +322,6 @@ def test_a_non_finite_gradient_is_named_and_changes_nothing(bad: float) -> None:
         muon.step()
     with pytest.raises(NonFiniteGradient, match="q_b_proj"):
         muon.clip_grad_norm_(1.0)
-    assert muon.step(nonfinite="skip") is False
     assert all(torch.equal(before[name], params[name].detach()) for name in params)
     unchanged = muon.state_tensors()
     assert all(torch.equal(value, unchanged[key]) for key, value in state.items())
@@ -325,7 +332,7 @@ def test_gradient_norms_beyond_float32_squares_are_still_finite() -> None:
     muon = optimizer(params)
     set_gradients(params, seed=0, scale=1e25)
     assert math.isfinite(muon.grad_norm())
-    assert muon.step()
+    muon.step()
     assert all(bool(param.isfinite().all()) for param in params.values())
 
 
@@ -402,7 +409,7 @@ def test_state_that_does_not_fit_is_refused_by_name_before_anything_changes() ->
     assert all(torch.equal(before[name], params[name].detach()) for name in params)
 
 
-def test_set_masters_ships_only_the_named_parameters() -> None:
+def test_set_masters_writes_only_the_named_parameters() -> None:
     params = parameters(NANO)
     muon = optimizer(params)
     before = values(params)
@@ -416,7 +423,7 @@ def test_set_masters_ships_only_the_named_parameters() -> None:
         muon.set_masters({name: torch.zeros(3)})
 
 
-def test_frozen_parameters_and_the_balancing_bias_are_left_out() -> None:
+def test_frozen_parameters_and_the_balancing_bias_are_not_trained() -> None:
     params = parameters(NANO)
     params[EXPERT].requires_grad_(False)
     muon = optimizer(params)
@@ -425,7 +432,7 @@ def test_frozen_parameters_and_the_balancing_bias_are_left_out() -> None:
     with pytest.raises(ValueError, match="no parameter to train"):
         optimizer({EXPERT: params[EXPERT]})
     with pytest.raises(ValueError, match="given twice"):
-        PerHeadMuon([(f"{AT}o_proj.weight", params[f"{AT}o_proj.weight"])] * 2, NANO, lr=0.1, adamw_lr=0.1)
+        PerHeadMuon([(f"{AT}o_proj.weight", params[f"{AT}o_proj.weight"])] * 2, NANO, MuonConfig(0.1, 0.1))
 
 
 def test_projection_is_called_with_stacks_of_one_storage_kind() -> None:
@@ -433,7 +440,7 @@ def test_projection_is_called_with_stacks_of_one_storage_kind() -> None:
 
     def watch(name: str, master: Tensor) -> Tensor:
         seen.append((name, tuple(master.shape)))
-        return ship(name, master)
+        return stored(name, master)
 
     optimizer(parameters(NANO), project=watch)
     experts = [shape for name, shape in seen if ".experts." in name]
@@ -450,9 +457,7 @@ def test_buckets_stay_within_their_limit_and_keep_the_order() -> None:
 def test_splitting_a_stack_into_buckets_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for limit in (1 << 25, 3 * 64 * 64):
-        monkeypatch.setattr(
-            "k3rl.optim.per_head_muon.fill_buckets", lambda sizes, limit=limit: fill_buckets(sizes, limit)
-        )
+        monkeypatch.setattr("k3rl.optim.state.fill_buckets", lambda sizes, limit=limit: fill_buckets(sizes, limit))
         params = parameters(NANO)
         muon = optimizer(params)
         set_gradients(params, seed=0)
@@ -461,3 +466,17 @@ def test_splitting_a_stack_into_buckets_changes_nothing(monkeypatch: pytest.Monk
     for one, two in zip(*results, strict=True):
         for name, value in one.items():
             torch.testing.assert_close(value, two[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"adamw_lr": math.nan}, "adamw_lr is nan"),
+        ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"variant": "sgd"}, "variant is 'sgd'"),
+    ],
+)
+def test_rates_that_no_step_can_take_are_refused(rates: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        MuonConfig(**({"lr": 0.02, "adamw_lr": 0.005} | rates))

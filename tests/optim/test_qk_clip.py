@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 
 from k3rl.model.config import K3Config
 from k3rl.numerics import project, stored_dtype
-from k3rl.optim import PerHeadMuon, QKClipError, clip_heads_, qk_clip_
+from k3rl.optim import MuonConfig, PerHeadMuon, QKClipError, clip_heads_, qk_clip_
 from tests.optim.official import parameters
 
 FOLDER = Path(__file__).parents[1] / "golden" / "muon"
 GOLDEN = load_file(FOLDER / "muon.safetensors")
 META = json.loads((FOLDER / "meta.json").read_text())["qkclip"]
 NANO = K3Config.named("k3-nano")
+RATES = MuonConfig(0.02, 0.005)
 HEADS = SimpleNamespace(
     linear_attn_config=SimpleNamespace(num_heads=1, head_dim=1),
     num_attention_heads=META["heads"],
@@ -54,9 +55,9 @@ def test_a_clipped_head_ends_at_tau() -> None:
     torch.testing.assert_close(logits().abs(), before.clamp_max(100.0), rtol=1e-12, atol=1e-12)
 
 
-def test_masters_are_clipped_and_shipped_once_a_layer_exceeds_tau() -> None:
+def test_masters_are_clipped_and_stored_once_a_layer_exceeds_tau() -> None:
     params = parameters(NANO)
-    muon = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.005, project=lambda n, m: project(m, stored_dtype(n)))
+    muon = PerHeadMuon(params.items(), NANO, RATES, project=lambda n, m: project(m, stored_dtype(n)))
     before = muon.masters(muon.params)
     maxima = {3: torch.tensor([50.0, 400.0]), 4: torch.tensor([99.0, 100.0])}
     assert qk_clip_(muon, maxima, NANO, 100.0) == 1
@@ -77,7 +78,7 @@ def test_masters_are_clipped_and_shipped_once_a_layer_exceeds_tau() -> None:
 
 def test_wrong_layers_head_counts_and_non_finite_logits_are_refused() -> None:
     params = parameters(NANO)
-    muon = PerHeadMuon(params.items(), NANO, lr=0.02, adamw_lr=0.005)
+    muon = PerHeadMuon(params.items(), NANO, RATES)
     with pytest.raises(QKClipError, match=r"layer 0 has no trained q_b_proj; MLA layers are \[3, 4\]"):
         qk_clip_(muon, {0: torch.zeros(2)}, NANO)
     with pytest.raises(QKClipError, match=r"shape \(3,\); the model has 2 heads"):

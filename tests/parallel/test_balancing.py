@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.data.batch import TrainBatch, TrainSequence, from_branches, from_episodes
+from k3rl.data.batch import TrainBatch, TrainSequence, from_episodes
 from k3rl.losses import CrossEntropy, LossInputs, LossOutput
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import Trainer, TrainerConfig
@@ -54,11 +54,15 @@ def test_tokens_are_fresh_when_the_newest_version_alone_sampled_their_turn() -> 
     carried = Branch("carried", (first, second))
     crossing = Branch("crossing", (turn(2, 3, 6, 7),))
     new = Branch("new", (turn(4, 2, 7, 7),))
-    branches = [carried, crossing, new]
-    made = from_branches(branches, dict.fromkeys(("carried", "crossing", "new"), 1.0))
+    episodes = [
+        Episode(branch.id, "t", "e", "f", 1, (branch,), StopReason.COMPLETED, Scored(1.0))
+        for branch in (carried, crossing, new)
+    ]
+    advantages = dict.fromkeys(("carried", "crossing", "new"), 1.0)
+    made = from_episodes(episodes, advantages)
     assert made.fresh is not None
     assert made.fresh.tolist() == [False] * 5 + [True] * 4 + [False] * 5 + [True] * 6
-    older = from_branches(branches, dict.fromkeys(("carried", "crossing", "new"), 1.0), version=6)
+    older = from_episodes(episodes, advantages, version=6)
     assert older.fresh is not None
     assert older.fresh.sum() == 5
     assert made.select([2, 0]).fresh.tolist() == [True] * 6 + [False] * 5 + [True] * 4  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ from k3rl.losses import CrossEntropy, K3Policy, LossInputs, LossOutput
 from k3rl.model import AblationConfig, HiddenOutput, K3Config, K3ForCausalLM, LinearAttnConfig, VisionConfig, flash
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.recompute import PARTS
-from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal
+from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, balanced_shares
 from k3rl.run.metrics import Accumulator
 
 SIZES = (2, 4)
@@ -166,7 +166,7 @@ class _Seen:
 
 def _measure(case: Case, trainer: Trainer) -> dict[str, torch.Tensor]:
     """Loss and gradients, summed over the ranks, and what this rank's rows said."""
-    batch, seen, context, world = _batch(case), _Seen(), trainer.context, trainer.mesh.world
+    batch, seen, context, world = _batch(case), _Seen(), trainer.on_mesh.context, trainer.mesh.world
     cuts = np.array(case.cuts[context.size]) if context.size in case.cuts else None
     share = context.split(batch, case.config.media_placeholder_token_id, cuts)
     parameters = dict(trainer.model.official_parameters())
@@ -206,7 +206,7 @@ class _FailsOnRank0:
 def _own(case: Case, mesh: Mesh) -> TrainBatch | None:
     """The sequences of this rank and of those that share them."""
     whole = _batch(case)
-    members = deal(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
+    members = balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
     return whole.select(members) if members else None
 
 

@@ -25,9 +25,8 @@ from k3rl.losses import CrossEntropy
 from k3rl.model import K3ForCausalLM, LoraConfig
 from k3rl.parallel import LearnerConfig, Mesh, Trainer, TrainerConfig, World, check_backend
 from k3rl.pipelines.configs import RLConfig
-from k3rl.planner.costs import frozen_parts
-from k3rl.planner.live_bytes import LiveBytes
-from k3rl.planner.plan import Cluster, Layout, Method, Workload, _traffic
+from k3rl.planner import Cluster, Layout, LiveBytes, Method, Workload, frozen_parts
+from k3rl.planner.traffic import traffic
 from tests.parallel.test_mesh import BOTH, TINY, Unsteady, batch, differences, gradients, outcome, share, trainer
 
 pytestmark = pytest.mark.timeout(300)  # six ranks start in one fixture: minutes on a busy machine
@@ -55,9 +54,9 @@ def compared(mesh: Mesh, ranks: int, **config: Any) -> dict[str, Any]:
     for number in (1, ranks):
         made = lora(mesh, shard_frozen=number, **config)
         made.train(share(batch(0), mesh), CrossEntropy())  # so that B is not zero
-        before = made.frozen.sent_bytes
+        before = made.on_mesh.frozen.sent_bytes
         results = gradients(made, batch(2))  # one pass
-        sent = made.frozen.sent_bytes - before
+        sent = made.on_mesh.frozen.sent_bytes - before
         results["logprobs"] = torch.from_numpy(made.logprobs(share(batch(2), mesh)))
         scores = made.evaluate(share(batch(2), mesh), CrossEntropy()).values()
         results["evaluated"] = torch.tensor(list(scores.values()))
@@ -183,7 +182,7 @@ def test_bytes_sent_in_a_pass_are_those_of_the_plan(folder, name):
     size, ranks, degrees, _ = LAYOUTS[name]
     data = size // math.prod(degrees.values())
     layout, workload = Layout(data=data, **degrees), Workload("sft", size, 1, 40, 0, micro_batch_tokens=40)
-    planned = _traffic(TINY, Cluster(size), workload, Method(LORA.rank, weight_bytes=8, shard_frozen=ranks), layout, 0)
+    planned = traffic(TINY, Cluster(size), workload, Method(LORA.rank, weight_bytes=8, shard_frozen=ranks), layout, 0)
     kept = 8 * frozen_parts(TINY)[-2] * (1 - 1 / ranks)  # the last MLP is still there when its backward begins
     for got in ended(folder, size, name):
         assert got["sent"] + kept == pytest.approx(planned["nvlink"]["frozen weights"], rel=0.02)  # lines of 256 bytes

@@ -13,12 +13,13 @@ import torch
 from PIL import Image
 
 from k3rl.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from k3rl.data import TrainBatch, from_branches, from_episodes
+from k3rl.data import TrainBatch, from_episodes
 from k3rl.data.images import ImageConfig, conversation_images, preprocess_files, stack
 from k3rl.data.sft import chat_sequence
-from k3rl.data.trajectories import TrajectoryWriter, read
+from k3rl.data.trajectories import TrajectoryWriter, read_groups
 from k3rl.engine import Engine, PrefixCache
 from k3rl.envs import Env, Observation, StepResult
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
 from k3rl.losses import CrossEntropy, K3Policy
 from k3rl.model import K3Config, K3ForCausalLM, VisionConfig
@@ -150,7 +151,7 @@ class InProcess:
 def played(model: K3ForCausalLM, name: str, **sampling) -> Episode:
     task = Task("t", "gallery", (), "colours")
     params = SamplingParams(max_tokens=24, return_routes=True, **sampling)
-    return asyncio.run(run_episode(Gallery(), task, InProcess(model), TOKENIZER, episode_id=name, sampling=params))
+    return asyncio.run(run_episode(Gallery(), task, InProcess(model), TurnSettings(TOKENIZER, params), episode_id=name))
 
 
 def test_an_episode_with_images_is_sampled_stored_and_trained_on(taught, tmp_path) -> None:
@@ -163,7 +164,7 @@ def test_an_episode_with_images_is_sampled_stored_and_trained_on(taught, tmp_pat
     assert turns[0].prompt_ids.count(TOKENIZER.special("media_pad")) == 1
     group = Group("g", "t", tuple(dataclasses.replace(e, score=Scored(0.0)) for e in (good, other)))
     entry = TrajectoryWriter(tmp_path, actor="a", tokenizer_hash="h").write([group], generation=0)
-    (back,) = read(tmp_path, entry, routes=True)
+    (back,) = read_groups(tmp_path, entry, routes=True)
     batch = from_episodes(back.episodes, {"good": 1.0, "other": -1.0}, routes=True)
     assert batch.routes is not None
     assert len(batch.routes) == batch.row_lengths.sum() > batch.tokens
@@ -186,7 +187,7 @@ def test_images_train_the_same_in_any_micro_batches_and_beside_text() -> None:
         trainer = Trainer(seeing(torch.float64), TrainerConfig(micro_batch_tokens=budget))
         for micro in whole.split(budget):
             CrossEntropy()(trainer.target_inputs(micro)).loss.backward()
-        found.append({n: p.grad.clone() for n, p in trainer.optimizer.params.items() if p.grad is not None})
+        found.append({n: p.grad.clone() for n, p in trainer.native.optimizer.params.items() if p.grad is not None})
     assert len(whole.split(70)) > 1
     assert found[0].keys() == found[1].keys()
     worst = max(float((found[0][n] - g).norm() / g.norm().clamp_min(1e-30)) for n, g in found[1].items())
@@ -223,10 +224,11 @@ def test_rows_of_images_count_in_the_load_when_they_are_fresh() -> None:
 
 def test_replayed_routes_give_the_learner_the_engines_logprobs() -> None:
     model = seeing(torch.float64)
-    branches = [played(model, name, seed=seed).branches[0] for seed, name in enumerate("ab")]
-    batch = from_branches(branches, {branch.id: 1.0 for branch in branches}, routes=True)
+    ungraded = [played(model, name, seed=seed) for seed, name in enumerate("ab")]
+    episodes = [dataclasses.replace(episode, score=Scored(0.0)) for episode in ungraded]
+    batch = from_episodes(episodes, {episode.id: 1.0 for episode in episodes}, routes=True)
     trainer = Trainer(model, TrainerConfig())
-    sampled = [value for branch in branches for turn in branch.turns for value in turn.logprobs]
+    sampled = [value for episode in episodes for turn in episode.branches[0].turns for value in turn.logprobs]
     assert len(sampled) == batch.target_tokens
     whole = trainer.target_inputs(batch).logprobs.detach().numpy()
     np.testing.assert_allclose(whole, sampled, atol=1e-9, rtol=0)  # float64, another order of sums

@@ -51,7 +51,7 @@ def test_gradients_and_optimizer_state_are_as_large_as_the_adapter():
     trainer = Trainer(model(), TrainerConfig(lora=LORA))
     trainer.gradients(batch(), CrossEntropy())
     trained = sum(parameter.numel() for _, parameter in trainer.model.trained_parameters())
-    state = trainer.optimizer.state_tensors()
+    state = trainer.native.optimizer.state_tensors()
     assert sum(tensor.nbytes for key, tensor in state.items() if not key.endswith("/steps")) == 3 * 4 * trained
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     held = sum(p.grad.nbytes for _, p in trainer.model.trained_parameters() if p.grad is not None)

@@ -29,9 +29,9 @@ from k3rl.config import ConfigError
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
 from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
-from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, deal, find_lost
+from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, balanced_shares, find_lost
 from k3rl.parallel.zero import gather_tensors
-from k3rl.planner.plan import expert_bytes
+from k3rl.planner import expert_bytes
 from tests.parallel.unsteady import Unsteady
 
 pytestmark = pytest.mark.timeout(300)  # ten ranks start in one fixture: minutes on a busy machine
@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "ep2": (2, 2, FLOAT64, {}),
     "ep2-recomputed": (2, 2, FLOAT64, {"recompute": BOTH}),
     "ep2-float32": (2, 2, FLOAT32, {}),
-    "dp2-programs": (2, 1, FLOAT64, {"capture": "on"}),
+    "dp2-captured": (2, 1, FLOAT64, {"capture": "on"}),
     "dp4": (4, 1, FLOAT64, {"offload_optimizer": True}),
     "ep4": (4, 4, FLOAT64, {}),
     "ep4-recomputed": (4, 4, FLOAT64, {"recompute": ("mlp",)}),
@@ -95,7 +95,7 @@ def trainer(
 
 
 def share(whole: TrainBatch, mesh: Mesh) -> TrainBatch | None:
-    members = deal(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
+    members = balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
     return whole.select(members) if members else None
 
 
@@ -105,7 +105,11 @@ def gradients(of: Trainer, whole: TrainBatch) -> dict[str, torch.Tensor]:
     of.balancer.clear()
     total = torch.tensor([metrics.pairs().get("loss/mean", (0.0, 0.0))[0]], dtype=torch.float64)
     of.mesh.world.sum(total)
-    own = {n: p.grad.clone() for n, p in of.shards.params.items() if p.grad is not None and n in of.shards.counted}
+    own = {
+        n: p.grad.clone()
+        for n, p in of.native.shards.params.items()
+        if p.grad is not None and n in of.native.shards.counted
+    }
     return own | ({"loss": total} if of.mesh.world.rank == 0 else {})
 
 
@@ -145,7 +149,7 @@ def nan_behind_the_backward(world: World) -> dict[str, Any]:
     """One rank's loss is not a number in a step whose gradients are summed before anybody has seen it."""
     mesh = Mesh(world)
     made = trainer(mesh, capture="on")
-    early = counting(made.shards, "begin_reduction")
+    launches = counting(made.native.reduction, "launch")
     mine = share(batch(0), mesh)
     made.train(mine, CrossEntropy())
     head = made.model.language_model.lm_head.weight
@@ -156,7 +160,7 @@ def nan_behind_the_backward(world: World) -> dict[str, Any]:
     head.data.copy_(kept)
     ended["unchanged"] = all(torch.equal(before[name], value) for name, value in made.owned_state().items())
     ended["after"] = outcome(lambda: made.train(mine, CrossEntropy()))
-    return ended | {"early": len(early)}
+    return ended | {"early": len(launches)}
 
 
 def do_layouts(world: World, folder: Path) -> None:
@@ -164,10 +168,10 @@ def do_layouts(world: World, folder: Path) -> None:
         if ranks == world.size:
             mesh = Mesh(world, expert=expert)
             made = trainer(mesh, dtype, micro_batch_tokens=40, **config)
-            early = counting(made.shards, "begin_reduction")
+            launches = counting(made.native.reduction, "launch")
             found = run(made)
-            whole = made.optimizer.state_tensors()
-            about = {"state bytes": sum(value.nbytes for value in whole.values()), "behind the backward": len(early)}
+            whole = made.native.optimizer.state_tensors()
+            about = {"state bytes": sum(value.nbytes for value in whole.values()), "behind the backward": len(launches)}
             numbers = {key: torch.tensor(value) for key, value in about.items()}
             save_file(found | numbers, folder / f"{name}-{world.rank}.safetensors")
 
@@ -178,7 +182,7 @@ def do_four(world: World, folder: Path) -> dict[str, Any]:
     for name, again in (("sent", ()), ("sent, recomputed", BOTH)):
         replaying = trainer(mesh, recompute=again)
         replayed = gradients(replaying, batch(0, routes=True))
-        sent = torch.tensor([replaying.experts.sent_bytes])
+        sent = torch.tensor([replaying.on_mesh.sent_bytes])
         world.sum(sent)
         ended[name] = {"bytes": int(sent)}
     six = trainer(mesh, model=TINY.replace(num_experts=6))
@@ -230,7 +234,7 @@ def lora_run(mesh: Mesh, **config: Any) -> dict[str, torch.Tensor]:
         made = trainer(mesh, lora=LoraConfig(rank=3, alpha=6.0, targets=targets), micro_batch_tokens=40, **config)
         for step in range(steps):
             made.train(share(batch(step), mesh), CrossEntropy())
-        assert made.adapter_tensors().keys() == set(made.shards.names)
+        assert made.adapter_tensors().keys() == set(made.native.shards.names)
         found |= {f"{len(targets)} {key}": value for key, value in made.owned_state().items() if key != "steps"}
     return found
 
@@ -405,8 +409,8 @@ def test_every_layout_has_the_loss_gradients_and_masters_of_one_process(folder, 
     assert max(found.values()) < (1e-8 if dtype is FLOAT64 else 1e-3)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("dp2-programs", STEPS), ("dp2", 0)])
-def test_programs_have_their_gradients_summed_behind_the_backward(folder, name, steps):
+@pytest.mark.parametrize(("name", "steps"), [("dp2-captured", STEPS), ("dp2", 0)])
+def test_captured_steps_have_their_gradients_reduced_behind_the_backward(folder, name, steps):
     """All but the first time, which finds out what a backward reaches; in the last step ranks have no sequence."""
     files = [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(LAYOUTS[name][0])]
     assert [int(file["behind the backward"]) for file in files] == [steps] * len(files)
@@ -456,7 +460,7 @@ def test_recorded_routes_are_replayed_by_whoever_holds_the_experts(folder):
 def test_bytes_sent_are_those_of_the_formula(folder):
     """docs/parallel.md, with the rows and choices that left their rank counted from the routes."""
     whole, latent, width = batch(0, routes=True), TINY.expert_hidden_size, 8
-    shares = [whole.select(members) for members in deal(whole.lengths.tolist(), 4)]
+    shares = [whole.select(members) for members in balanced_shares(whole.lengths.tolist(), 4)]
     forwards = max(len(share.split(6144)) for share in shares)
     counts = 2 * len(TINY.moe_layers) * 4 * 3 * 8 * forwards  # two, to three others
     forward = backward = 0
@@ -497,7 +501,7 @@ def test_each_rank_loads_its_own_experts_and_scores_with_those_of_the_others(fol
     assert all(got["same"] for got in about.values())
     single = trainer(Mesh.alone(), FLOAT32)
     single.load_state_tensors(load_file(folder / "whole-0.safetensors"))
-    members = deal(batch(0).lengths.tolist(), 4)[2]
+    members = balanced_shares(batch(0).lengths.tolist(), 4)[2]
     expected = single.logprobs(batch(0).select(members))
     scored = np.load(folder / "logprobs-2.npy")
     assert np.load(folder / "logprobs-0.npy").size == 0

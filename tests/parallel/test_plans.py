@@ -13,7 +13,7 @@ from k3rl.optim import ParamInfo, classify, trained
 from k3rl.parallel import Mesh, Trainer, TrainerConfig, data_degree
 from k3rl.parallel.expert import plan_exchange
 from k3rl.parallel.mesh import expert_run
-from k3rl.parallel.zero import Share, assign_owners, shares_of, step_cost
+from k3rl.parallel.zero import Candidate, assign_owners, candidates_of, step_cost
 
 
 @st.composite
@@ -64,8 +64,8 @@ def test_expert_runs_cover_all_experts_once_and_differ_by_one(count, size):
 )
 def test_owners_are_allowed_ones_and_loads_differ_by_one_parameter_at_most(free, bound):
     pairs = [(0, 3), (1, 4), (2, 5)]
-    shares = [Share(f"free{i}", cost, tuple(range(6))) for i, cost in enumerate(free)]
-    shares += [Share(f"bound{i}", cost, pairs[side]) for i, (cost, side) in enumerate(bound)]
+    shares = [Candidate(f"free{i}", cost, tuple(range(6))) for i, cost in enumerate(free)]
+    shares += [Candidate(f"bound{i}", cost, pairs[side]) for i, (cost, side) in enumerate(bound)]
     owners = assign_owners(shares, 6)
     assert owners == assign_owners(shares[::-1], 6)  # whatever the order in which a rank lists them
     assert owners.keys() == {share.name for share in shares}
@@ -96,12 +96,12 @@ def test_every_trained_parameter_has_one_share_whatever_run_of_experts_is_here()
     part = K3ForCausalLM(config, device="meta", experts=range(2, 4))
     mesh = Mesh.alone()
     infos = {name: classify(name, p.shape, config) for name, p in whole.official_parameters()}
-    names = [share.name for share in shares_of(whole, infos, mesh)]
+    names = [share.name for share in candidates_of(whole, infos, mesh)]
     assert set(names) == set(trained(whole.official_parameters(), config)) | {
         name for name, _ in whole.official_parameters() if name.endswith("e_score_correction_bias")
     }
-    assert names == [share.name for share in shares_of(part, infos, mesh)] or set(names) == {
-        share.name for share in shares_of(part, infos, mesh)
+    assert names == [share.name for share in candidates_of(part, infos, mesh)] or set(names) == {
+        share.name for share in candidates_of(part, infos, mesh)
     }
     assert whole.parameter_count() == part.parameter_count() == sum(p.numel() for p in whole.parameters())
 

@@ -62,7 +62,7 @@ class Command:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "k3rl.cli", *words],
+            [sys.executable, "-m", "k3rl", *words],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,

@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from k3rl import cli, cli_ablate
+from k3rl import cli
+from k3rl.cli.ablate import PARTS
 from k3rl.engine import Engine, SamplingParams
 from k3rl.model import ABLATION_CHOICES, AblationConfig, K3Config, K3ForCausalLM
 from k3rl.pipelines import ablate as study
@@ -17,7 +18,7 @@ EVERY = [variant for variants in study.PARTS.values() for variant in variants]
 
 
 def test_the_command_line_names_the_parts_of_the_study() -> None:
-    assert tuple(study.PARTS) == cli_ablate.PARTS
+    assert tuple(study.PARTS) == PARTS
 
 
 def test_every_choice_of_a_model_and_a_trainer_is_tried() -> None:
@@ -31,10 +32,10 @@ def test_every_choice_of_a_model_and_a_trainer_is_tried() -> None:
 @pytest.mark.parametrize("variant", EVERY, ids=lambda variant: f"{variant.part}-{variant.choice}")
 def test_variants_start_from_the_weights_of_k3_wherever_both_have_them(variant) -> None:
     base = NANO.replace(num_experts=4)
-    theirs = dict(study._build(study.BASE, base, 1).official_parameters())
+    theirs = dict(study.build(study.BASE, base, 1).official_parameters())
     plain = variant.part == "quantization"  # then experts start unrounded
     shared = 0
-    for name, parameter in study._build(variant, base, 1).official_parameters():
+    for name, parameter in study.build(variant, base, 1).official_parameters():
         if name in theirs and theirs[name].shape == parameter.shape and not (plain and ".experts." in name):
             assert torch.equal(parameter, theirs[name]), name
             shared += 1

@@ -5,15 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from k3rl.pipelines.batches import (
-    TooManyFailures,
-    check_failures,
-    distill_batches,
-    policy_batches,
-    rollout_metrics,
-    shuffled,
-)
+from k3rl.pipelines.distill import distill_batches
 from k3rl.pipelines.presets import distill, grpo, rl
+from k3rl.pipelines.rl import policy_batches, shuffled
+from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures, rollout_metrics
 from k3rl.types import Branch, Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason, Turn
 
 
@@ -45,7 +40,7 @@ def test_a_cheat_counts_as_the_worst_answer_and_stays_in_the_baseline():
     assert advantages(batch) == {"g-0": 0.5, "g-1": -0.5}
 
 
-def test_groups_without_a_signal_are_left_out_and_an_empty_batch_is_no_batch():
+def test_groups_without_a_signal_are_skipped_and_an_empty_batch_is_no_batch():
     config = rl().replace(optimizer_steps=2)
     assert policy_batches([group("a", Scored(1.0), Scored(1.0)), group("b", Failed("x"), Scored(0.3))], config) == []
     [batch] = policy_batches([group("a", Scored(0.1), Scored(0.1)), group("b", Scored(1.0), Scored(0.0))], config)
@@ -94,14 +89,14 @@ def test_too_many_missing_rewards_stop_the_run_and_name_the_reason():
         check_failures(groups, limit=0.4)
 
 
-def test_what_the_breaker_left_out_is_no_failure_of_the_batch():
-    left_out = Failed("left out", FailureKind.TRIPPED)
-    check_failures([group("g", left_out, left_out, left_out, Scored(1.0))], limit=0.0)
+def test_what_the_breaker_skipped_is_no_failure_of_the_batch():
+    skipped = Failed("left out", FailureKind.TRIPPED)
+    check_failures([group("g", skipped, skipped, skipped, Scored(1.0))], limit=0.0)
     with pytest.raises(TooManyFailures, match="1 of 2"):  # and does not dilute those that are
-        check_failures([group("g", left_out, left_out, Failed("sandbox died"), Scored(1.0))], limit=0.4)
+        check_failures([group("g", skipped, skipped, Failed("sandbox died"), Scored(1.0))], limit=0.4)
 
 
-def test_metrics_leave_missing_rewards_out_and_count_them():
+def test_metrics_skip_missing_rewards_and_count_them():
     values = rollout_metrics([group("g", Scored(1.0), Failed("x"), Scored(0.0))], "env", version=5.0).values()
     assert values["reward/env/mean"] == 0.5
     assert values["env/env/failed"] == pytest.approx(1 / 3)

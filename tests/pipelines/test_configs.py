@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from k3rl.actors.cluster import ClusterConfig, EngineConfig, RolloutConfig
+from k3rl.actors import ClusterConfig, EngineConfig, RolloutConfig
 from k3rl.config import ConfigError
 from k3rl.parallel import TrainerConfig
 from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
-from k3rl.pipelines.weights import check_layout, check_start, model_config, policy_sampling
+from k3rl.pipelines.start import check_layout, check_start, model_config, policy_sampling
 
 
 def test_a_group_size_that_does_not_divide_the_batch_names_the_sizes_that_would():

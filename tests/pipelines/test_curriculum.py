@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3rl.pipelines.configs import EnvConfig
+from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.types import Episode, Failed, Group, Scored, StopReason
 
@@ -24,7 +24,7 @@ def episode(reward: float | None, level: int = 1, family: str = "list") -> Episo
 
 
 @given(step=st.integers(0, 500), groups=st.integers(1, 40), size=st.integers(1, 8))
-def test_every_group_is_one_task_played_with_different_seeds(step, groups, size):
+def test_every_group_is_one_task_run_with_different_seeds(step, groups, size):
     jobs = curriculum().jobs(step, groups, size, "rl")
     assert len(jobs) == groups * size
     assert len({job.episode_id for job in jobs}) == len(jobs)
@@ -72,9 +72,9 @@ def test_a_restored_curriculum_draws_what_the_first_would_have_drawn():
     assert first.jobs(9, 16, 2, "rl") == second.jobs(9, 16, 2, "rl")
 
 
-def test_a_family_that_is_left_out_is_drawn_no_more_unless_it_is_the_last():
+def test_a_family_that_is_skipped_is_drawn_no_more_unless_it_is_the_last():
     both = curriculum(families={"list": 0.5, "probe": 0.5}, levels={})
-    both.leave_out({"probe"})
+    both.skip({"probe"})
     assert {job.task.family for job in both.jobs(0, 40, 1, "rl")} == {"list"}
-    both.leave_out({"probe", "list"})
+    both.skip({"probe", "list"})
     assert {job.task.family for job in both.jobs(0, 40, 1, "rl")} == {"list"}

@@ -25,13 +25,13 @@ def environment():
 """
 
 
-class Players:
-    """Stands where rollouts stand; keeps what was asked for."""
+class Recording:
+    """Stands where the rollout workers stand; keeps what was asked for."""
 
     def __init__(self):
         self.asked = []
 
-    def play(self, jobs, params):
+    def run(self, jobs, params):
         self.asked += [(job.task.split, params.temperature) for job in jobs]
         return [Group(job.group_id, "t", (self.episode(job),)) for job in jobs]
 
@@ -48,12 +48,12 @@ class Players:
         ("compiler", EvalConfig(n=512, n_family=128), {"heldout": 96}),
     ],
 )
-def test_only_splits_and_tasks_that_are_there_are_played(env, wanted, tasks):
+def test_only_splits_and_tasks_that_are_there_are_run(env, wanted, tasks):
     assert held_out(EnvConfig(name=env), wanted) == tasks
-    players = Players()
-    found = measure(players, wanted, tasks)
-    assert {split for split, _ in players.asked} == set(tasks)
-    assert len(players.asked) == 2 * sum(tasks.values())
+    rollouts = Recording()
+    found = measure(rollouts, wanted, tasks)
+    assert {split for split, _ in rollouts.asked} == set(tasks)
+    assert len(rollouts.asked) == 2 * sum(tasks.values())
     assert (found.n, found.splits, found.missing) == (tasks["heldout"], tasks, 0)
     assert set(found.by_family) == set(tasks)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from k3rl.actors.cluster import ClusterConfig, RolloutConfig
+from k3rl.actors import ClusterConfig, RolloutConfig
 from k3rl.checkpoint import save_adapter, save_checkpoint
 from k3rl.config import ConfigError
 from k3rl.model import Adapter, K3Config, K3ForCausalLM, LoraConfig
 from k3rl.parallel import TrainerConfig
 from k3rl.pipelines.configs import ModelConfig, RLConfig
-from k3rl.pipelines.weights import check_start, policy_sampling
+from k3rl.pipelines.start import check_start, policy_sampling
 
 LORA = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "w1"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from k3rl.pipelines.presets import sft
-from k3rl.pipelines.sft import Plateau, _lr_scale
+from k3rl.pipelines.sft import Plateau, lr_scale
 
 
 def test_a_loss_that_stops_falling_is_flat_after_patience_checks():
@@ -21,8 +21,8 @@ def test_small_gains_are_measured_against_the_best_loss_so_that_they_cannot_add_
 def test_the_rate_warms_up_stays_and_falls_to_its_final_fraction():
     config = sft().replace(decay_steps=4)
     warm = config.schedule.warmup_steps
-    assert _lr_scale(0, None, config) == pytest.approx(1 / warm)
-    assert _lr_scale(warm, None, config) == _lr_scale(500, None, config) == 1.0
-    falling = [_lr_scale(100 + i, 100, config) for i in range(4)]
+    assert lr_scale(0, None, config) == pytest.approx(1 / warm)
+    assert lr_scale(warm, None, config) == lr_scale(500, None, config) == 1.0
+    falling = [lr_scale(100 + i, 100, config) for i in range(4)]
     assert falling == sorted(falling, reverse=True)
     assert falling[-1] == pytest.approx(config.schedule.final_fraction)

@@ -10,9 +10,10 @@ import pytest
 
 from k3rl.checkpoint import load_checkpoint, official_tensors, weights_of
 from k3rl.cli import main
-from k3rl.data.trajectories import read_all
-from k3rl.pipelines.batches import reward_of
+from k3rl.data.trajectories import read_groups, read_manifest
+from k3rl.pipelines.rollout_metrics import reward_of
 from k3rl.run.metrics import read_metrics, series
+from k3rl.types import Episode
 
 pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
 
@@ -110,10 +111,16 @@ def test_a_stage_that_trains_an_adapter_publishes_and_leaves_the_adapter_alone(f
             assert row["mismatch/canary"] < 1e-3
 
 
+def stored_episodes(run: Path) -> list[Episode]:
+    folder = run / "traces" / "trajectories"
+    return [
+        episode for entry in read_manifest(folder) for group in read_groups(folder, entry) for episode in group.episodes
+    ]
+
+
 def test_every_rollout_is_in_the_trajectories_with_tokens_that_extend_each_other(finished):
     _, run = finished
-    groups = list(read_all(run / "traces" / "trajectories"))
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = stored_episodes(run)
     assert len(episodes) == 2 * 16 + 2 * 8  # two steps of RL and two of distillation
     assert len({episode.id for episode in episodes}) == len(episodes)
     for episode in episodes:
@@ -139,7 +146,7 @@ def replayed(capsys, run: Path, *words: str) -> dict:
 
 def test_a_stored_rollout_tells_whether_a_checkpoint_is_the_policy_that_sampled_it(finished, capsys):
     _, run = finished
-    stored = {e.id: e for g in read_all(run / "traces" / "trajectories") for e in g.episodes}["rl-0-0-0"]
+    stored = {episode.id: episode for episode in stored_episodes(run)}["rl-0-0-0"]
     (turn,) = stored.branches[0].turns
     alone = replayed(capsys, run, "rl-0-0-0")
     assert (alone["equal"], alone["first_difference"], alone["step"]) == (None, None, 0)

@@ -13,22 +13,25 @@ from rich.console import Console
 
 from k3rl.checkpoint.train_state import commit, write_shard
 from k3rl.config import ConfigError
-from k3rl.pipelines import distill, rl
-from k3rl.pipelines.configs import DistillConfig, RLConfig, SFTConfig
+from k3rl.pipelines import DistillConfig, RLConfig, SFTConfig, policy
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.stage import Stage, StageResult, cut_notes, memory_note
 from k3rl.run.progress import Progress
 
 
-def stage_of(tmp_path, config, steps):
-    """A stage whose session has what its clock needs, and no learner."""
-    session = SimpleNamespace(
-        run=SimpleNamespace(root=tmp_path, checkpoints_dir=tmp_path / "checkpoints"),
+def session_of(tmp_path):
+    """A session that has what a stage's clock and files need, and no actors."""
+    info = SimpleNamespace(config_hash="none")
+    return SimpleNamespace(
+        run=SimpleNamespace(root=tmp_path, checkpoints_dir=tmp_path / "checkpoints", info=info),
         interrupts=Interrupts(),
         progress=Progress(Console(file=io.StringIO())),
         resume=False,
     )
-    return Stage(session, "rl", config, steps)
+
+
+def stage_of(tmp_path, config, steps):
+    return Stage(session_of(tmp_path), "rl", config, steps)
 
 
 def test_a_promised_step_comes_though_the_time_ends_before_it(tmp_path):
@@ -44,23 +47,44 @@ def test_a_promised_step_comes_though_the_time_ends_before_it(tmp_path):
     assert promised == set(done)
 
 
-@pytest.mark.parametrize(("loop", "config"), [(rl, RLConfig()), (distill, DistillConfig())])
-def test_no_rollouts_are_begun_when_no_step_is_left(tmp_path, monkeypatch, loop, config):
+class Idle:
+    """Stands where a learner or rollout workers stand: takes every call and does nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+class Restored(Idle):
+    """A learner whose training state is of a given step."""
+
+    def __init__(self, step: int) -> None:
+        self.notes: list[str] = []
+        self.step = step
+
+    def load_state(self, directory):
+        totals = {"trained_tokens": 0.0, "sampled_tokens": 0.0}
+        return {"step": self.step, "seconds": 0.0, "totals": totals, "in_flight": None, "loop": {"pass_rates": {}}}
+
+
+@pytest.mark.parametrize(("name", "config"), [("rl", RLConfig()), ("distill", DistillConfig())])
+def test_no_rollouts_are_begun_when_no_step_is_left(tmp_path, name, config):
     """As when a run is resumed that was interrupted in its last step: engines must be free for what comes next."""
-    stage = stage_of(tmp_path, config, config.steps)
-    stage.step = config.steps
-    monkeypatch.setattr(stage, "finish", lambda state, notes: "finished")
-    monkeypatch.setattr(loop, "Stage", lambda *_: stage)
-    monkeypatch.setattr(loop, "start_policy", lambda *_: None)
-    monkeypatch.setattr(loop, "teachers_of", lambda _: {}, raising=False)
-    learner = SimpleNamespace(load_teachers=lambda *_: None)
-    stage.session.fleet = SimpleNamespace(learner=learner, rollouts=None)  # publishing or sampling would fail
-    assert loop.train(stage.session, config) == "finished"
+    if name == "distill":
+        (tmp_path / "config.json").write_text("{}")
+        config = config.replace(teachers={"*": str(tmp_path)})
+    _save(tmp_path, config.steps, name)
+    session = session_of(tmp_path)
+    session.resume, session.restarts = True, 0
+    # no fleet.publish: publishing, and so sampling, would fail
+    session.fleet = SimpleNamespace(learner=Restored(config.steps), rollouts=Idle())
+    assert policy.train(session, config).steps == config.steps
 
 
-def test_the_time_left_bounds_what_is_said_to_remain():
+def test_the_time_left_bounds_what_is_said_to_remain(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     bar = Progress(Console(file=io.StringIO())).stage("sft", 1000, left_s=50)
-    bar._started -= 10  # ten seconds for one step: 1000 would take hours
+    now += 10  # ten seconds for one step: 1000 would take hours
     bar.step(1)
     assert bar.columns()[-1] == "eta 40s"
 
@@ -83,8 +107,8 @@ def _resumed(tmp_path, wanted: str, restarts: int) -> Stage:
     return stage
 
 
-def _save(tmp_path, step: int) -> None:
-    folder = tmp_path / "checkpoints" / "rl" / f"step_{step}"
+def _save(tmp_path, step: int, name: str = "rl") -> None:
+    folder = tmp_path / "checkpoints" / name / f"step_{step}"
     write_shard(folder, 0, {}, {}, save_id="a")
     commit(folder, 1, save_id="a", timeout_s=5)
 

@@ -85,7 +85,7 @@ def submit(head) -> Callable[..., subprocess.CompletedProcess[str]]:
     address, environment = head
 
     def run(folder: Path, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "k3rl.cli", "submit", *words, "--address", address]
+        command = [sys.executable, "-m", "k3rl", "submit", *words, "--address", address]
         chosen = {"env": {**environment, **changes}, "cwd": folder, "timeout": 240}
         deadline = time.monotonic() + 60
         while True:

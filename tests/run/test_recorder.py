@@ -149,17 +149,6 @@ def test_close_ends_within_its_time_even_when_writing_hangs(tmp_path, episode):
     gate.set()
 
 
-def test_annotations_are_kept_beside_and_keyed_by_episode(tmp_path, episode):
-    with Recorder(tmp_path) as recorder:
-        recorder.episode(episode(), 0)
-        recorder.annotate("learner", "e0", {"logprobs": [-0.1234567], "clipped": [True]})
-        recorder.annotate("../escape", "e0", {})
-    row = rows_of(tmp_path / "annotations" / "learner.jsonl")[-1]
-    assert (row["episode"], row["logprobs"], row["clipped"]) == ("e0", [-0.123457], [True])
-    assert recorder.stats().failed == 1
-    assert not (tmp_path.parent / "escape.jsonl").exists()
-
-
 def test_a_second_attempt_goes_on_behind_the_first(tmp_path, episode):
     for attempt in (1, 2):
         with Recorder(tmp_path, attempt=attempt) as recorder:

@@ -147,7 +147,7 @@ def test_a_tensorboard_that_does_not_import_names_the_extra_at_the_start(monkeyp
 # ------------------------------------------------------------------------------------------------- W&B
 
 
-class Run:
+class FakeRun:
     """What `wandb.init` gives, as far as a sink calls it."""
 
     def __init__(self, fails_at: str = "") -> None:
@@ -174,7 +174,7 @@ def wandb(monkeypatch):
     """A stand-in for the package: `init` takes what W&B's takes, `run` is what it gives, `given` what it was told."""
     module = types.ModuleType("wandb")
     module.__spec__ = ModuleSpec("wandb", None)
-    module.run = Run()
+    module.run = FakeRun()
 
     def init(*, entity=None, project=None, dir=None, id=None, name=None, config=None, mode=None, resume=None,
              settings=None):  # fmt: skip
@@ -224,7 +224,7 @@ def test_a_wandb_that_does_not_start_says_what_to_do(wandb, tmp_path):
 
 @pytest.mark.parametrize(("fails_at", "said"), [("log", "no longer go to wandb"), ("finish", "ending wandb failed")])
 def test_a_wandb_that_is_lost_is_told_once_and_training_goes_on(wandb, fails_at, said, tmp_path):
-    wandb.run, notes = Run(fails_at), []
+    wandb.run, notes = FakeRun(fails_at), []
     sinks = open_sinks(WANDB, tmp_path, run_id="abc", attempt=1)
     with MetricsWriter(tmp_path / "m.jsonl", sinks=sinks, warn=notes.append) as writer:
         for step in itertools.count():

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from k3rl.config import Config, MissingResource
-from k3rl.run import Recorder, RunDirectory
+from k3rl.run import Recorder, RunDirectory, follow_run
 from k3rl.run.progress import Progress, duration, sparkline
 from k3rl.run.summary import StageSummary, plot_rewards, print_summary
-from k3rl.run.tail import tail
 from k3rl.run.terminal import framed, visible
 
 HOSTILE = "ok\x1b[2J\x1b]0;title\x07\r\x9b31m\u202egnirts\u200b\ud800 end"
@@ -63,7 +62,7 @@ def recorded(root, episodes):
 def test_tail_prints_every_turn_and_ends_with_the_run(tmp_path, episode, failed_episode):
     recorded(tmp_path / "run", [episode("e0"), failed_episode])
     out = io.StringIO()
-    assert tail(tmp_path / "run", out.write) == 2
+    assert follow_run(tmp_path / "run", out.write) == 2
     text = out.getvalue()
     assert text.count(" turn 0  ") == 2
     assert "step 4  e0  main turn 1  v1-2  2 tokens  stop  mean logprob -0.187" in text
@@ -79,7 +78,7 @@ def test_tail_can_start_with_the_last_episodes(tmp_path, episode):
     recorded(tmp_path / "run", [episode(f"e{number}") for number in range(5)])
     for last, first in ((2, "e3"), (99, "e0"), (0, None)):
         out = io.StringIO()
-        shown = tail(tmp_path / "run", out.write, follow=False, last=last)
+        shown = follow_run(tmp_path / "run", out.write, follow=False, last=last)
         assert shown == min(last, 5)
         assert out.getvalue().startswith(f"step 4  {first}") or first is None
 
@@ -87,7 +86,7 @@ def test_tail_can_start_with_the_last_episodes(tmp_path, episode):
 def test_tail_follows_a_live_run_until_it_ends(tmp_path, episode):
     out, root = io.StringIO(), tmp_path / "run"
     run = RunDirectory.create(root, Config(), "rl")
-    follower = threading.Thread(target=tail, args=(root, out.write), kwargs={"poll_s": 0.02})
+    follower = threading.Thread(target=follow_run, args=(root, out.write), kwargs={"poll_s": 0.02})
     follower.start()
     with Recorder(run.traces_dir) as recorder:
         recorder.episode(episode("first"), 0, pieces)
@@ -107,13 +106,13 @@ def test_tail_of_a_crashed_run_says_so(tmp_path, episode):
     path = tmp_path / "run" / "run.json"
     path.write_text(path.read_text().replace('"finished"', '"running"'))
     out = io.StringIO()
-    tail(tmp_path / "run", out.write)
+    follow_run(tmp_path / "run", out.write)
     assert out.getvalue().rstrip().endswith("crashed")
 
 
 def test_tail_of_what_is_no_run_is_a_missing_resource(tmp_path):
     with pytest.raises(MissingResource):
-        tail(tmp_path, print)
+        follow_run(tmp_path, print)
 
 
 # --- progress -----------------------------------------------------------------------------------------------

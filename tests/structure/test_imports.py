@@ -20,7 +20,6 @@ FLOORS = {
     "model": 3,
     "optim": 3,
     "losses": 3,
-    "dashboard": 3,
     "parallel": 4,
     "checkpoint": 5,
     "planner": 5,
@@ -78,7 +77,7 @@ def test_modules_import_only_from_their_room_or_floors_below():
         ("k3rl.model.kda", "k3rl.parallel.mesh"),
         ("k3rl.run.metrics", "k3rl.data.batch"),
         ("k3rl.types", "k3rl.run"),
-        ("k3rl.pipelines.rl", "k3rl.cli.common"),
+        ("k3rl.pipelines.rl", "k3rl.cli.parser"),
         ("k3rl", "k3rl.model"),
     ],
 )

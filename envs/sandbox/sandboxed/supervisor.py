@@ -192,7 +192,7 @@ class Watch:
         return disk_use(self.root, self.workspace_bytes) > self.workspace_bytes
 
 
-class Kept:
+class StreamHead:
     """The first bytes of a stream."""
 
     def __init__(self, limit: int) -> None:
@@ -244,12 +244,12 @@ def end_all() -> bool:
 
 def follow(
     process: subprocess.Popen[bytes], stdin: bytes, limits: dict[str, int], deadline: float, watch: Watch
-) -> tuple[str, Kept, Kept]:
+) -> tuple[str, StreamHead, StreamHead]:
     """Feed and read a command until it ends or a limit ends it: (why it was ended or "", stdout, stderr)."""
     feed, streams = process.stdin, (process.stdout, process.stderr)
     if feed is None or streams[0] is None or streams[1] is None:
         raise ValueError("the command was started without its three streams")
-    kept = {stream.fileno(): Kept(limits["output_bytes"]) for stream in streams if stream is not None}
+    kept = {stream.fileno(): StreamHead(limits["output_bytes"]) for stream in streams if stream is not None}
     why, left = "", memoryview(stdin)
     with selectors.DefaultSelector() as ready:
         for number in kept:
@@ -293,7 +293,7 @@ def fed(number: int, left: memoryview) -> memoryview:
         return memoryview(b"")
 
 
-def drain(number: int, kept: Kept) -> None:
+def drain(number: int, kept: StreamHead) -> None:
     """Read what a pipe still holds; nobody writes any more."""
     os.set_blocking(number, False)
     while True:
@@ -331,7 +331,7 @@ def execute(root: str, request: dict[str, Any], payload: bytes) -> dict[str, Any
     except OSError as error:
         code = 127 if error.errno in (errno.ENOENT, errno.ENOTDIR) else 126
         text = f"{error.filename}: {error.strerror}\n"
-        return result(code, "", Kept(0), Kept(0), started, text.encode())
+        return result(code, "", StreamHead(0), StreamHead(0), started, text.encode())
     why, stdout, stderr = follow(process, payload, limits, started + request["timeout_s"], watch)
     code = process.returncode
     if not why and watch.is_over():
@@ -339,7 +339,9 @@ def execute(root: str, request: dict[str, Any], payload: bytes) -> dict[str, Any
     return result(None if why else code, why, stdout, stderr, started)
 
 
-def result(code: int | None, why: str, stdout: Kept, stderr: Kept, started: float, text: bytes = b"") -> dict[str, Any]:
+def result(
+    code: int | None, why: str, stdout: StreamHead, stderr: StreamHead, started: float, text: bytes = b""
+) -> dict[str, Any]:
     """The answer about a command."""
     return {
         "returncode": code,

@@ -7,7 +7,7 @@ request's bits do not depend on the batch, on chunk sizes, on preemption or on p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from k3rl.engine.cache import StatePool
 from k3rl.engine.images import Features, Placed, image_inputs
-from k3rl.engine.rows import Request, RowTable
+from k3rl.engine.rows import RowTable
 from k3rl.engine.sampling import sampler
 from k3rl.engine.sampling.sampler import Allowed, Biases, Draws
 from k3rl.model import K3ForCausalLM
-from k3rl.model.exact import BLOCK, exact_hidden, exact_logits, exact_logprob, fixed_arithmetic
+from k3rl.model.exact import EXACT_BLOCK, exact_hidden, exact_logits, exact_logprob, fixed_arithmetic
 
 
 def whole_blocks(tokens: int) -> int:
     """How many of these tokens are in whole blocks: where the state of a row stands that has read so many."""
-    return tokens // BLOCK * BLOCK
+    return tokens // EXACT_BLOCK * EXACT_BLOCK
 
 
 def compute(
@@ -47,15 +47,13 @@ def logits(model: K3ForCausalLM, hidden: list[Tensor], lengths: list[int]) -> Te
     return torch.cat(rows) if rows else torch.empty(0, model.config.vocab_size, device=model.device)
 
 
-def decode(
-    model: K3ForCausalLM, pool: StatePool, table: RowTable, requests: Mapping[int, Request], rows: Sequence[int]
-) -> tuple[Tensor, np.ndarray]:
+def decode(model: K3ForCausalLM, pool: StatePool, table: RowTable, rows: Sequence[int]) -> tuple[Tensor, np.ndarray]:
     """Feeds running rows their last sampled token -> logits [rows, V] and its routes int16 [rows, M, k]."""
     hidden, routes, lengths = [], [], []
     for row in rows:
-        request = requests[int(table.request[row])]
-        ids = np.concatenate([request.prompt, table.tokens[row, : table.count[row]]])
-        last, chosen = compute(model, pool, row, ids, len(ids) - 1, request.images, {})
+        running = table.running[row]
+        ids = np.concatenate([running.prompt, table.tokens[row, : table.count[row]]])
+        last, chosen = compute(model, pool, row, ids, len(ids) - 1, running.images, {})
         hidden.append(last)
         routes.append(chosen)
         lengths.append(len(ids))

@@ -1,13 +1,13 @@
 """Prefix cache: states of token prefixes, so that a conversation that grows computes only its new tokens.
 
-A checkpoint is the state of a sequence after all of its `length` tokens: the KDA states, and the MLA latents and routes
-of every token. Latents are kept in blocks of fixed size that checkpoints share; the rest behind the last whole block
-is the checkpoint's own. A hit is a checkpoint that a prompt begins with, KDA states and latents of one boundary
-together, or it is no hit. Checkpoints are copied in and copied out and never written to in between.
+A cached state is that of a sequence after all of its `length` tokens: the KDA states, and the MLA latents and routes of
+every token. Latents are kept in blocks of fixed size that cached states share; the rest behind the last whole block is
+the state's own. A hit is a cached state that a prompt begins with, KDA states and latents of one boundary together, or
+it is no hit. States are copied in and copied out and never written to in between.
 
 Identity is a hash chain over blocks of token ids, rooted in the weight version and the request's salt: equal digests
-mean equal tokens from the first one on. The least recently used checkpoint leaves first, to the next tier if there is
-one. A tier is anything that keeps checkpoints whole; `MemoryTier` is one in memory of this process, `DiskTier` of
+mean equal tokens from the first one on. The least recently used state leaves first, to the next tier if there is one. A
+tier is anything that keeps states whole; `MemoryTier` is one in memory of this process, `DiskTier` of
 `disk_tier.py` one in files.
 
 Letters: L layers of one kind, n tokens, M MoE layers, k experts per token.
@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenStates:
     """What n tokens leave in the MLA layers: latent [L, n, width]; routes int16 [n, M, k], or None if not recorded."""
 
     latent: Tensor
@@ -40,7 +40,7 @@ class Part:
         return _bytes(self.latent) + (0 if self.routes is None else self.routes.nbytes)
 
 
-class Pieces:
+class RoutePieces:
     """Routes int16 [n, M, k] of a sequence's tokens, in pieces that nobody writes to; made one only when asked for."""
 
     def __init__(self, pieces: Sequence[np.ndarray]) -> None:
@@ -80,7 +80,7 @@ class FixedState:
 
 
 class Source(Protocol):
-    """Where a checkpoint is copied from: a row of the engine, or another tier."""
+    """Where a state is copied from: a row of the engine, or another tier."""
 
     @property
     def has_routes(self) -> bool: ...
@@ -92,7 +92,7 @@ class Source(Protocol):
         """Tensors that nobody will write to."""
         ...
 
-    def part(self, start: int, stop: int) -> Part:
+    def tokens(self, start: int, stop: int) -> TokenStates:
         """Tokens start..stop, in tensors that nobody will write to."""
         ...
 
@@ -127,7 +127,7 @@ class Chain:
         return self.digests[0]
 
     def key(self, length: int) -> tuple[bytes, bytes]:
-        """The name of the checkpoint of the first `length` tokens: (digest of its whole blocks, the ids behind)."""
+        """The name of the state after the first `length` tokens: (digest of its whole blocks, the ids behind)."""
         blocks = length // self.block
         return self.digests[blocks], self.ids[blocks * self.block : length].tobytes()
 
@@ -139,7 +139,7 @@ class Chain:
 def longest_tail(
     chain: Chain, tails: Mapping[bytes, Sequence[bytes]], usable: Callable[[tuple[bytes, bytes]], bool]
 ) -> int:
-    """Tokens of the longest usable checkpoint that the chain begins with. tails: digest -> the rests behind it."""
+    """Tokens of the longest usable state that the chain begins with. tails: digest -> the rests behind it."""
     for blocks in range(len(chain.digests) - 1, -1, -1):
         found = tails.get(chain.digests[blocks])
         if not found:
@@ -153,12 +153,12 @@ def longest_tail(
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A checkpoint that a prompt begins with: its first `length` tokens need no computing."""
+    """A cached state that a prompt begins with: its first `length` tokens need no computing."""
 
     length: int
     fixed: FixedState
     latent: Tensor  # [L, length, width]
-    routes: Pieces | None  # of all of them
+    routes: RoutePieces | None  # of all of them
 
 
 class _HitSource:
@@ -171,24 +171,24 @@ class _HitSource:
     def fixed(self) -> FixedState:
         return self._hit.fixed
 
-    def part(self, start: int, stop: int) -> Part:
+    def tokens(self, start: int, stop: int) -> TokenStates:
         routes = None if self._hit.routes is None else self._hit.routes.between(start, stop)
-        return Part(self._hit.latent[:, start:stop].clone(), routes)
+        return TokenStates(self._hit.latent[:, start:stop].clone(), routes)
 
 
 class Tier(Protocol):
-    """A place that keeps checkpoints whole: what `read` gives is all of one, or None."""
+    """A place that keeps states whole: what `read` gives is all of one, or None."""
 
     def longest(self, chain: Chain, need_routes: bool) -> int:
-        """Tokens of the longest usable checkpoint that the chain begins with; 0 without one.
+        """Tokens of the longest usable state that the chain begins with; 0 without one.
 
-        A checkpoint of the whole chain is usable when it has the last token's hidden row; with `need_routes` one is
+        One of the whole chain is usable when it has the last token's hidden row; with `need_routes` one is
         usable when the routes of all its tokens are there.
         """
         ...
 
     def read(self, chain: Chain, length: int) -> Hit | None:
-        """The checkpoint of the chain's first `length` tokens, now the most recently used; None if it is gone."""
+        """The state after the chain's first `length` tokens, now the most recently used; None if it is gone."""
         ...
 
     def put(self, chain: Chain, source: Source) -> None:
@@ -201,17 +201,21 @@ class Tier(Protocol):
 
 
 @dataclass(slots=True)
-class _Block:
-    part: Part
+class Block:
+    """Whole blocks are shared: what the tokens of one left in the MLA layers."""
+
+    tokens: TokenStates
     parent: bytes
-    users: int = 0  # checkpoints that end in this block, and blocks that follow it
+    users: int = 0  # states that end in this block, and blocks that follow it
 
 
 @dataclass(slots=True)
-class _Checkpoint:
+class CachedState:
+    """The state after all tokens of `chain`; `rest` is of those behind its last whole block."""
+
     chain: Chain
     fixed: FixedState
-    rest: Part
+    rest: TokenStates
     has_routes: bool
 
     @property
@@ -219,22 +223,22 @@ class _Checkpoint:
         return self.fixed.bytes + self.rest.bytes + self.chain.ids.nbytes
 
 
-class _HeldSource:
-    """A checkpoint on its way to the tier below: its blocks as they are, which nobody writes to."""
+class _EvictedSource:
+    """A state on its way to the tier below: its blocks as they are, which nobody writes to."""
 
-    def __init__(self, held: _Checkpoint, blocks: list[_Block]) -> None:
-        self._held, self._parts = held, [*(block.part for block in blocks), held.rest]
+    def __init__(self, held: CachedState, blocks: list[Block]) -> None:
+        self._held, self._pieces = held, [*(block.tokens for block in blocks), held.rest]
         self.has_routes, self.has_hidden = held.has_routes, held.fixed.hidden is not None
 
     def fixed(self) -> FixedState:
         return self._held.fixed
 
-    def part(self, start: int, stop: int) -> Part:
-        return self._parts[start // self._held.chain.block]
+    def tokens(self, start: int, stop: int) -> TokenStates:
+        return self._pieces[start // self._held.chain.block]
 
 
 class MemoryTier:
-    """Checkpoints in memory of `device` (None: wherever they are), at most `budget_bytes`, least recently used first
+    """States in memory of `device` (None: wherever they are), at most `budget_bytes`, least recently used first
     out, to `below` when there is one."""
 
     def __init__(
@@ -244,16 +248,16 @@ class MemoryTier:
             raise ValueError(f"budget_bytes is {budget_bytes}; a tier needs room for something")
         self.budget_bytes, self.bytes = budget_bytes, 0
         self._device, self._below = device, below
-        self._checkpoints: OrderedDict[tuple[bytes, bytes], _Checkpoint] = OrderedDict()
-        self._tails: dict[bytes, list[bytes]] = {}  # digest of whole blocks -> rests that checkpoints have behind them
-        self._blocks: dict[bytes, _Block] = {}
+        self.states: OrderedDict[tuple[bytes, bytes], CachedState] = OrderedDict()
+        self._tails: dict[bytes, list[bytes]] = {}  # digest of whole blocks -> rests that states have behind them
+        self.blocks: dict[bytes, Block] = {}
 
     def __len__(self) -> int:
-        return len(self._checkpoints)
+        return len(self.states)
 
     def longest(self, chain: Chain, need_routes: bool) -> int:
         def usable(key: tuple[bytes, bytes]) -> bool:
-            held = self._checkpoints[key]
+            held = self.states[key]
             whole = len(held.chain.ids) == len(chain.ids)
             return (not whole or held.fixed.hidden is not None) and (held.has_routes or not need_routes)
 
@@ -261,40 +265,40 @@ class MemoryTier:
 
     def read(self, chain: Chain, length: int) -> Hit | None:
         key = chain.key(length)
-        held = self._checkpoints.get(key)
+        held = self.states.get(key)
         if held is None:
             return None
-        self._checkpoints.move_to_end(key)
+        self.states.move_to_end(key)
         return self._hit(held)
 
     def put(self, chain: Chain, source: Source) -> None:
         key = chain.key(len(chain.ids))
         digest = key[0]
-        held = self._checkpoints.get(key)
+        held = self.states.get(key)
         if held is not None:
-            self._checkpoints.move_to_end(key)
+            self.states.move_to_end(key)
             if held.has_routes >= source.has_routes and (held.fixed.hidden is not None) >= source.has_hidden:
                 return
         self._put_blocks(chain, source)
-        if digest in self._blocks:
-            self._blocks[digest].users += 1
+        if digest in self.blocks:
+            self.blocks[digest].users += 1
         if held is not None:
             self._drop(key)
-        rest = self._placed(source.part((len(chain.digests) - 1) * chain.block, len(chain.ids)))
+        rest = self._placed(source.tokens((len(chain.digests) - 1) * chain.block, len(chain.ids)))
         blocks = self._walk(digest)
-        routes = rest.routes is not None and all(block.part.routes is not None for block in blocks)
-        self._checkpoints[key] = held = _Checkpoint(chain, self._fixed(source.fixed()), rest, routes)
+        routes = rest.routes is not None and all(block.tokens.routes is not None for block in blocks)
+        self.states[key] = held = CachedState(chain, self._fixed(source.fixed()), rest, routes)
         self._tails.setdefault(digest, []).append(key[1])
         self.bytes += held.bytes
-        if held.bytes + sum(block.part.bytes for block in blocks) > self.budget_bytes:
+        if held.bytes + sum(block.tokens.bytes for block in blocks) > self.budget_bytes:
             self._evict(key)  # too large for this tier: the others stay
         while self.bytes > self.budget_bytes:
-            self._evict(next(iter(self._checkpoints)))
+            self._evict(next(iter(self.states)))
 
     def clear(self) -> None:
-        self._checkpoints.clear()
+        self.states.clear()
         self._tails.clear()
-        self._blocks.clear()
+        self.blocks.clear()
         self.bytes = 0
         if self._below is not None:
             self._below.clear()
@@ -305,66 +309,66 @@ class MemoryTier:
         """Adds the blocks that are missing, and the routes of those that lack them."""
         for index in range(len(chain.digests) - 1, 0, -1):
             digest, parent = chain.digests[index], chain.digests[index - 1]
-            block = self._blocks.get(digest)
-            if block is not None and (block.part.routes is not None or not source.has_routes):
+            block = self.blocks.get(digest)
+            if block is not None and (block.tokens.routes is not None or not source.has_routes):
                 break
-            part = self._placed(source.part((index - 1) * chain.block, index * chain.block))
+            part = self._placed(source.tokens((index - 1) * chain.block, index * chain.block))
             self.bytes += part.bytes
             if block is not None:
-                self.bytes -= block.part.bytes
-                block.part = part
+                self.bytes -= block.tokens.bytes
+                block.tokens = part
                 continue
-            self._blocks[digest] = _Block(part, parent, users=int(index + 1 < len(chain.digests)))
-            if parent in self._blocks:
-                self._blocks[parent].users += 1
+            self.blocks[digest] = Block(part, parent, users=int(index + 1 < len(chain.digests)))
+            if parent in self.blocks:
+                self.blocks[parent].users += 1
 
-    def _walk(self, digest: bytes) -> list[_Block]:
+    def _walk(self, digest: bytes) -> list[Block]:
         """The blocks up to `digest`, last one first."""
         walked = []
-        while digest in self._blocks:
-            walked.append(self._blocks[digest])
+        while digest in self.blocks:
+            walked.append(self.blocks[digest])
             digest = walked[-1].parent
         return walked
 
     def _release(self, digest: bytes) -> None:
         """One user less of a block; without users it goes, and so may those before it."""
-        while digest in self._blocks:
-            block = self._blocks[digest]
+        while digest in self.blocks:
+            block = self.blocks[digest]
             block.users -= 1
             if block.users:
                 return
-            del self._blocks[digest]
-            self.bytes -= block.part.bytes
+            del self.blocks[digest]
+            self.bytes -= block.tokens.bytes
             digest = block.parent
 
-    # ---- checkpoints
+    # ---- states
 
-    def _hit(self, held: _Checkpoint) -> Hit:
-        parts = [block.part for block in reversed(self._walk(held.chain.digests[-1]))] + [held.rest]
+    def _hit(self, held: CachedState) -> Hit:
+        parts = [block.tokens for block in reversed(self._walk(held.chain.digests[-1]))] + [held.rest]
         routes = [part.routes for part in parts if part.routes is not None]
         return Hit(
             len(held.chain.ids),
             held.fixed,
             torch.cat([part.latent for part in parts], 1),
-            Pieces(routes) if len(routes) == len(parts) else None,
+            RoutePieces(routes) if len(routes) == len(parts) else None,
         )
 
     def _evict(self, key: tuple[bytes, bytes]) -> None:
-        held = self._checkpoints[key]
+        held = self.states[key]
         if self._below is not None:
-            self._below.put(held.chain, _HeldSource(held, self._walk(key[0])[::-1]))
+            self._below.put(held.chain, _EvictedSource(held, self._walk(key[0])[::-1]))
         self._drop(key)
 
     def _drop(self, key: tuple[bytes, bytes]) -> None:
-        held = self._checkpoints.pop(key)
+        held = self.states.pop(key)
         self._tails[key[0]].remove(key[1])
         if not self._tails[key[0]]:
             del self._tails[key[0]]
         self.bytes -= held.bytes
         self._release(key[0])
 
-    def _placed(self, part: Part) -> Part:
-        return part if self._device is None else Part(part.latent.to(self._device), part.routes)
+    def _placed(self, part: TokenStates) -> TokenStates:
+        return part if self._device is None else TokenStates(part.latent.to(self._device), part.routes)
 
     def _fixed(self, fixed: FixedState) -> FixedState:
         if self._device is None:
@@ -420,7 +424,7 @@ class PrefixCache:
         return Chain.of(ids, _digest(f"{version} {salt}".encode()), self.block, known)
 
     def find(self, chain: Chain, need_routes: bool) -> Hit | None:
-        """The longest checkpoint that the chain begins with, or None."""
+        """The longest cached state that the chain begins with, or None."""
         self.counters.lookups += 1
         lengths = [tier.longest(chain, need_routes) for tier in self.tiers]
         longest = max(lengths, default=0)

@@ -1,7 +1,7 @@
-"""The disk tier of the prefix cache: whole checkpoints, one safetensors file each.
+"""The disk tier of the prefix cache: whole states, one safetensors file each.
 
 What leaves memory is written here and read back when a prompt begins with it, KDA states and MLA latents together. A
-disk that is full or fails costs a checkpoint, which is counted, and never an error: whoever asks for it computes it
+disk that is full or fails costs a state, which is counted, and never an error: whoever asks for it computes it
 again. Files belong to the process that wrote them, lie in a folder of their own, and go with it.
 """
 
@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from k3rl.engine.prefix.cache import Chain, FixedState, Hit, Pieces, Source, longest_tail
+from k3rl.engine.prefix.cache import Chain, FixedState, Hit, RoutePieces, Source, longest_tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _File:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Checkpoints since the start; dropped: the disk refused them; damaged: read back, and not as they were written."""
+    """States since the start; dropped: the disk refused them; damaged: read back, and not as they were written."""
 
     kept: int = 0
     read: int = 0
@@ -46,7 +46,7 @@ class DiskCounters:
 
 
 class DiskTier:
-    """Checkpoints in files of at most `budget_bytes` together, least recently used first out.
+    """States in files of at most `budget_bytes` together, least recently used first out.
 
     directory: made when it is not there; the tier writes into a fresh folder in it. open_file: how a file is opened
     for writing.
@@ -58,21 +58,21 @@ class DiskTier:
         if budget_bytes < 1:
             raise ValueError(f"budget_bytes is {budget_bytes}; a tier needs room for something")
         directory.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="k3rl-prefix-", dir=directory))
-        self._clean = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="k3rl-prefix-", dir=directory))
+        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)  # also when it is dropped
         self._open = open_file or (lambda path: path.open("wb"))
         self.budget_bytes, self.bytes = budget_bytes, 0
         self.counters = DiskCounters()
-        self._files: OrderedDict[tuple[bytes, bytes], _File] = OrderedDict()
+        self.files: OrderedDict[tuple[bytes, bytes], _File] = OrderedDict()
         self._tails: dict[bytes, list[bytes]] = {}
         self._written = 0
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def longest(self, chain: Chain, need_routes: bool) -> int:
         def usable(key: tuple[bytes, bytes]) -> bool:
-            file = self._files[key]
+            file = self.files[key]
             whole = file.length == len(chain.ids)
             return (not whole or file.has_hidden) and (file.has_routes or not need_routes)
 
@@ -80,7 +80,7 @@ class DiskTier:
 
     def read(self, chain: Chain, length: int) -> Hit | None:
         key = chain.key(length)
-        file = self._files.get(key)
+        file = self.files.get(key)
         if file is None:
             return None
         try:
@@ -92,17 +92,17 @@ class DiskTier:
             self.counters.damaged += 1
             self._drop(key)
             return None
-        self._files.move_to_end(key)
+        self.files.move_to_end(key)
         self.counters.read += 1
-        routes = Pieces([tensors["routes"].numpy()]) if "routes" in tensors else None
+        routes = RoutePieces([tensors["routes"].numpy()]) if "routes" in tensors else None
         fixed = FixedState(tensors["recurrent"], tensors["conv"], tensors.get("hidden"))
         return Hit(length, fixed, tensors["latent"], routes)
 
     def put(self, chain: Chain, source: Source) -> None:
         key = chain.key(len(chain.ids))
-        held = self._files.get(key)
+        held = self.files.get(key)
         if held is not None and held.has_routes >= source.has_routes and held.has_hidden >= source.has_hidden:
-            self._files.move_to_end(key)
+            self.files.move_to_end(key)
             return
         tensors = _tensors(chain, source)
         data = save(tensors)
@@ -112,8 +112,8 @@ class DiskTier:
         if held is not None:
             self._drop(key)
         while self.bytes + len(data) > self.budget_bytes:
-            self._drop(next(iter(self._files)))
-        path = self._folder / f"{self._written}.safetensors"
+            self._drop(next(iter(self.files)))
+        path = self.folder / f"{self._written}.safetensors"
         self._written += 1
         try:
             with self._open(path) as file:
@@ -122,7 +122,7 @@ class DiskTier:
             self.counters.dropped += 1
             path.unlink(missing_ok=True)
             return
-        self._files[key] = _File(
+        self.files[key] = _File(
             path, len(data), len(chain.ids), _digest(data), "routes" in tensors, "hidden" in tensors
         )
         self._tails.setdefault(key[0], []).append(key[1])
@@ -130,11 +130,11 @@ class DiskTier:
         self.counters.kept += 1
 
     def clear(self) -> None:
-        for key in list(self._files):
+        for key in list(self.files):
             self._drop(key)
 
     def _drop(self, key: tuple[bytes, bytes]) -> None:
-        file = self._files.pop(key)
+        file = self.files.pop(key)
         self._tails[key[0]].remove(key[1])
         if not self._tails[key[0]]:
             del self._tails[key[0]]
@@ -143,11 +143,11 @@ class DiskTier:
 
 
 def _tensors(chain: Chain, source: Source) -> dict[str, torch.Tensor]:
-    """All of a checkpoint by name: recurrent, conv, latent [L, n, width], and hidden and routes where there are."""
+    """All of a state by name: recurrent, conv, latent [L, n, width], and hidden and routes where there are."""
     fixed, block = source.fixed(), chain.block
     whole = (len(chain.digests) - 1) * block
-    parts = [source.part(start, start + block) for start in range(0, whole, block)]
-    parts.append(source.part(whole, len(chain.ids)))
+    parts = [source.tokens(start, start + block) for start in range(0, whole, block)]
+    parts.append(source.tokens(whole, len(chain.ids)))
     tensors = {
         "recurrent": fixed.recurrent,
         "conv": fixed.conv,

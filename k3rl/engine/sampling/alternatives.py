@@ -24,7 +24,7 @@ def record(table: RowTable, free: Constrained, biases: Biases | None, draws: Dra
         sampling_mask = torch.from_numpy(draws.sampling_mask[cut[0]]) if cut.size else None
         sampled = int(draws.ids[place]), float(draws.logprobs[place])
         found = likeliest(z, float(table.temperature[row]), sampling_mask, int(table.top_logprobs[row]))
-        table.alternatives[row].append(tuple(sampled if one[0] == sampled[0] else one for one in found))
+        table.running[row].alternatives.append(tuple(sampled if one[0] == sampled[0] else one for one in found))
 
 
 def likeliest(z: Tensor, temperature: float, sampling_mask: Tensor | None, count: int) -> Alternatives:

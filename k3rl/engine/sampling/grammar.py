@@ -1,8 +1,8 @@
 """Constraints: which tokens may come next so that a completion's text matches a schema, a pattern or a grammar.
 
-The set is a pure function of the constraint and the tokens sampled so far (`xgrammar` computes it), so a preempted
-request gets its matcher back by reading its tokens again. Forbidden tokens are taken out before the temperature, the
-logprob is that of the renormalized rest, and the set is recorded like that of top-p.
+The set is a pure function of the constraint and the tokens sampled so far (`xgrammar` computes it), so a request keeps
+its matcher when it is preempted. Forbidden tokens are taken out before the temperature, the logprob is that of the
+renormalized rest, and the set is recorded like that of top-p.
 
 Special tokens are structure, never text: their bytes begin with 0xff, which no text in UTF-8 has. A stop id is allowed
 where the text is complete and nowhere else. Sources are checked before the compiler sees them: deeply nested ones and
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from k3rl.config import MissingResource
 from k3rl.engine.protocol import EngineError, InvalidRequest
-from k3rl.engine.rows import Request, RowTable
+from k3rl.engine.rows import RowTable
 from k3rl.engine.sampling.json_schema import SchemaError, check_brackets, enforceable
 from k3rl.engine.sampling.sampler import Allowed
 from k3rl.tokens import Tokenizer
@@ -88,17 +88,13 @@ class Grammars:
                 )
             self._compiled(params.constraint)
 
-    def matcher(self, request: Request) -> Matcher | None:
-        """The matcher of a request that has sampled what its progress says; None without a constraint."""
-        constraint = request.params.constraint
-        if constraint is None:
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """The matcher of a request that has sampled nothing; None without a constraint."""
+        if params.constraint is None:
             return None
-        stops = self._stop_ids(request.params)
-        made = self._xgrammar().GrammarMatcher(self._compiled(constraint), override_stop_tokens=stops)
-        matcher = Matcher(made, self._vocab_size, stops)
-        for token in () if request.progress is None else request.progress.tokens.tolist():
-            matcher.accept(token)
-        return matcher
+        stops = self._stop_ids(params)
+        made = self._xgrammar().GrammarMatcher(self._compiled(params.constraint), override_stop_tokens=stops)
+        return Matcher(made, self._vocab_size, stops)
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         """Those that can be sampled."""
@@ -205,10 +201,11 @@ def constrain(table: RowTable, rows: np.ndarray, logits: Tensor) -> Constrained:
     if not places.size:
         return Constrained(rows, logits, None, rows[:0])
     sets = []
-    for row in rows[places]:
-        allowed = table.matcher[row].allowed()
-        if table.is_biased[row]:
-            allowed[table.bias_ids[row][table.bias_values[row] == -np.inf]] = False
+    for running in table.running[rows[places]]:
+        allowed = running.matcher.allowed()
+        if running.bias is not None:
+            ids, values = running.bias
+            allowed[ids[values == -np.inf]] = False
         sets.append(allowed)
     mask = np.stack(sets)
     alive = mask.any(1)

@@ -20,7 +20,8 @@ from packaging.version import InvalidVersion, Version
 
 from k3rl.config import MissingResource
 from k3rl.engine.protocol import EngineError
-from k3rl.engine.vllm.wire import GENERATE, Served, error_of, finite_seconds
+from k3rl.engine.vllm.wire import GENERATE, ServerInfo, error_of, finite_seconds
+from k3rl.tokens import openai
 
 T = TypeVar("T")
 
@@ -210,7 +211,7 @@ class Client:
                     error = error_of(answer.status_code, _json_or_text(answer))
                     raise Unreachable(str(error)) if answer.status_code in _BUSY else error
                 async for line in self._lines(answer, moving):
-                    if line == "[DONE]":
+                    if line == openai.DONE:
                         return
                     feed(json.loads(line))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -241,8 +242,8 @@ class Client:
             last, line = time.monotonic(), following.result()
             if line is None:
                 return
-            if line.startswith("data:"):
-                yield line.removeprefix("data:").strip()
+            if (data := openai.event_data(line)) is not None:
+                yield data
 
 
 def _json_or_text(answer: Any) -> Any:
@@ -255,7 +256,7 @@ def _json_or_text(answer: Any) -> Any:
 # ---- what a server must have
 
 
-def handshake(client: Client, model: str | None, require: Collection[str], backend: str) -> Served:
+def handshake(client: Client, model: str | None, require: Collection[str], backend: str) -> ServerInfo:
     """Asks a server for everything that rollouts need. Raises IncompatibleServer that lists all that is missing.
 
     require: of "sampling_masks", "routes" and "weights", what has to be there; without it the first two are only looked
@@ -265,7 +266,7 @@ def handshake(client: Client, model: str | None, require: Collection[str], backe
     return client.wait(_handshake(client, model, require, backend), 20 * client.deadlines.call)
 
 
-async def _handshake(client: Client, model: str | None, require: Collection[str], backend: str) -> Served:
+async def _handshake(client: Client, model: str | None, require: Collection[str], backend: str) -> ServerInfo:
     missing: list[str] = []
     version = str((await client.fetch("GET", "/version")).get("version", "unknown"))
     if not _at_least(version, OLDEST):
@@ -294,8 +295,8 @@ async def _handshake(client: Client, model: str | None, require: Collection[str]
     transfer = (config.get("weight_transfer_config") or {}).get("backend")
     if "weights" in require and transfer != backend:
         missing.append(
-            f"weight transfer backend {backend!r} (it has {transfer!r}): put k3rl/engine/vllm/worker.py on its path, "
-            f'--worker-extension-cls vllm_worker.Worker --weight-transfer-config \'{{"backend": "{backend}"}}\''
+            f"weight transfer backend {backend!r} (it has {transfer!r}): put k3rl/engine/vllm/vllm_worker.py on its "
+            f'path, --worker-extension-cls vllm_worker.Worker --weight-transfer-config \'{{"backend": "{backend}"}}\''
         )
     for path, key, remedy in (("/is_paused", "is_paused", "/resume"), ("/is_sleeping", "is_sleeping", "/wake_up")):
         status, answer = await client.status("GET", path)
@@ -309,7 +310,7 @@ async def _handshake(client: Client, model: str | None, require: Collection[str]
         missing.append(f"max_model_len of {chosen[0].get('id')} in /v1/models")
     if missing:
         raise IncompatibleServer(client.url, missing)
-    return Served(version, chosen[0]["id"], chosen[0]["max_model_len"], mask, routes, config)
+    return ServerInfo(version, chosen[0]["id"], chosen[0]["max_model_len"], mask, routes, config)
 
 
 def _at_least(found: str, wanted: str) -> bool:

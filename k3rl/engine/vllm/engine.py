@@ -16,58 +16,27 @@ What was exercised against a real server, and what only against the fake of the 
 
 from __future__ import annotations
 
-import asyncio
-import collections
 import os
 import threading
-import time
-import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from torch import Tensor
 
 from k3rl.data.images import ImagePatches
-from k3rl.engine.prompts import check_numbers, token_row
-from k3rl.engine.protocol import (
-    ContextExceeded,
-    EngineError,
-    InvalidRequest,
-    Outcome,
-    PauseMode,
-    UnknownRequest,
-    WeightUpdateError,
-)
+from k3rl.engine.protocol import EngineError, Outcome, PauseMode, WeightUpdateError
 from k3rl.engine.sampling import sampler
 from k3rl.engine.vllm import wire
-from k3rl.engine.vllm.client import Client, Deadlines, EngineLost, IncompatibleServer, Unreachable, handshake
-from k3rl.engine.vllm.weights import BACKEND, WeightTransfer
+from k3rl.engine.vllm.client import Client, Deadlines
+from k3rl.engine.vllm.live_requests import Request, Requests
+from k3rl.engine.vllm.server_state import ServerState
+from k3rl.engine.vllm.session import ModelShape, Session
+from k3rl.engine.vllm.weights import WeightTransfer
 from k3rl.engine.weights import digest
 from k3rl.model import K3Config
-from k3rl.types import Completion, SamplingParams, StopReason
-
-_CANARY_TOKENS = 4
-
-
-@dataclass(eq=False, slots=True)
-class _Live:
-    """A request that has not ended. `sent` while the server may have it; `label` of the version it was sent under."""
-
-    number: int
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    name: str
-    answer: wire.Answer
-    aborted: bool = False
-    sent: bool = False
-    version: int = 0
-    task: Future[None] | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+from k3rl.types import Completion, SamplingParams
 
 
 class VLLMEngine:
@@ -106,25 +75,19 @@ class VLLMEngine:
             raise ValueError(f"require names {sorted(unknown)}; it may hold 'sampling_masks', 'routes' and 'weights'")
         if max_running < 1:
             raise ValueError(f"max_running is {max_running}; it must be at least 1")
-        self.vocab_size, self.seed = vocab_size, seed
-        self._moe_layers, self._experts_per_token = tuple(moe_layers), experts_per_token
-        self._model_name, self._require = model, tuple(require)
-        self._deadlines, self._in_flight = deadlines or Deadlines(), in_flight
-        self._requests: dict[int, _Live] = {}
+        self.seed = seed
+        self._deadlines, self._recomputes = deadlines or Deadlines(), in_flight == "recompute"
         self._submitted = 0
-        self._ended: collections.deque[tuple[int, Outcome]] = collections.deque()
         self._news = threading.Event()
-        self._pause: PauseMode | None = None
-        self._asleep = False
-        self._dropped = False  # the weights, by a deep sleep
         self._canary: wire.Answer | None = None  # of before a sleep
-        self._lost: str | None = None
         self._client = Client(url, token, self._deadlines, max_running)
-        self._transfer = WeightTransfer(self._client, transfer_dir, chunk_bytes, self._lose)
-        self._open = asyncio.Event()  # of the client's loop: requests may be sent
-        self._slots = asyncio.Semaphore(max_running)
+        self._state = ServerState(self._client.url)
+        shape = ModelShape(vocab_size, tuple(moe_layers), experts_per_token)
+        self._session = Session(self._client, shape, model, require)
+        self._requests = Requests(self._client, self._session, self._state, max_running, self._news.set)
+        self._transfer = WeightTransfer(self._client, transfer_dir, chunk_bytes, self._state.lose)
         try:
-            self._connect(version)
+            self.reconnect(version)
         except BaseException:
             self._client.close()
             raise
@@ -151,113 +114,72 @@ class VLLMEngine:
         self._client.close()
 
     def reconnect(self, version: int) -> None:
-        """A new handshake after the server was lost and started again with the weights of `version`."""
-        self._lost, self._pause, self._asleep, self._dropped = None, None, False, False
+        """A new handshake, as after the server was lost and started again with the weights of `version`."""
+        self._state.reset()
         self._transfer.forget()
-        self._connect(version)
+        self._session.shake_hands(version)
+        if self._session.updates_weights:
+            self._transfer.cancel()
+        self._session.begin()
+        self._requests.gate()
 
     @property
     def version(self) -> int:
         """The weight version that samples the next token."""
-        return self._version
+        return self._session.version
+
+    @property
+    def server(self) -> wire.ServerInfo:
+        """What the handshake found."""
+        return self._session.server
 
     @property
     def num_running(self) -> int:
         """Requests that the server may have."""
-        return sum(live.sent for live in list(self._requests.values()))
+        return self._requests.num_sent
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait here, for a place or for the end of a pause."""
-        return len(self._requests) - self.num_running
-
-    # ---- the server at start
-
-    def _connect(self, version: int) -> None:
-        self.served = handshake(self._client, self._model_name, self._require, BACKEND)
-        self._run = uuid.uuid4().hex[:12]  # in labels and names, so that a restarted server cannot answer for this one
-        self._versions: dict[str, int] = {}
-        self._version = version
-        self._versions[self._labelled(version)] = version
-        if "weights" in self._require:
-            self._transfer.cancel()
-        self._client.call("POST", "/update_weight_version", body={"new_version": self._labelled(version)})
-        try:
-            self._probe()
-        except EngineLost:
-            raise
-        except EngineError as error:
-            raise IncompatibleServer(
-                self._client.url, [f"an answer to two tokens as rollouts need it: {error}"]
-            ) from error
-        self._gate()
-
-    def _labelled(self, version: int) -> str:
-        return f"{self._run}-{version}"
-
-    def _probe(self) -> None:
-        """Samples two tokens and looks at everything that an answer must carry. Raises EngineError."""
-        params = SamplingParams(top_k=1, max_tokens=2, return_routes="routes" in self._require)
-        answer = self._ask_alone([self.vocab_size - 1], params, sampling_mask=self.served.sampling_mask)
-        if not answer.spans or answer.spans[-1][0] != self._labelled(self._version):
-            raise EngineError(f"vLLM answered with weight versions {answer.spans} right after one was set")
-        if len(answer.ids) != 2 or max(map(abs, answer.logprobs)) > 1e-3:
-            raise EngineError(
-                f"with top_k 1 vLLM sampled {answer.ids} with logprobs {answer.logprobs}; two tokens of logprob 0 "
-                "were wanted, so these are not the logprobs of the sampling distribution"
-            )
-
-    def _ask_alone(self, prompt: list[int], params: SamplingParams, *, sampling_mask: bool = True) -> wire.Answer:
-        """One request past the queue, checked as all are."""
-        answer = wire.Answer(len(prompt), params)
-        name = f"{self._run}-probe-{uuid.uuid4().hex[:8]}"
-        body = wire.generate_body(name, self.served.model, prompt, params, 0, name)
-        self._client.wait(self._client.stream(body, answer.feed, lambda: True), self._deadlines.stall)
-        if sampling_mask:
-            answer.completion([self._version], self._moe_layers, self._experts_per_token)
-        return answer
+        return len(self._requests.live) - self.num_running
 
     # ---- requests
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
         """Queues one prompt and returns its id; see `RolloutEngine`.
 
-        Raises InvalidRequest also for what vLLM would not do exactly as asked (`vllm_wire.check_options`) and for
-        images, which this engine does not send; EngineLost after the server was lost.
+        Raises InvalidRequest also for what vLLM would not do exactly as asked (`wire.check_options`) and for images,
+        which this engine does not send; EngineLost after the server was lost.
         """
-        prompt = self._validated(prompt_ids, params, images)
-        self._refuse_if_lost()
+        prompt = self._session.checked_prompt(prompt_ids, params, images)
+        self._state.refuse_if_lost()
         number, self._submitted = self._submitted, self._submitted + 1
         seed = wire.wire_seed(sampler.request_seed(params.seed, self.seed, number))
-        live = _Live(number, prompt, params, seed, f"{self._run}-{number}", wire.Answer(len(prompt), params))
-        self._requests[number] = live
-        live.task = self._client.start(self._serve(live))
+        answer = wire.Answer(len(prompt), params)
+        self._requests.start(Request(number, prompt, params, seed, self._session.name(number), answer))
         return number
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> None:
         """Raises InvalidRequest as `submit` would, and queues nothing."""
-        self._validated(prompt_ids, params, images)
+        self._session.checked_prompt(prompt_ids, params, images)
 
     def step(self) -> list[tuple[int, Outcome]]:
         """The requests that ended since the last call; waits a moment when there is none and some are running."""
-        if not self._ended and self._requests and self._pause is None:
+        if not self._requests.outcomes and self._requests.live and self._state.pause is None:
             self._news.wait(0.01)
         self._news.clear()
-        ended = []
-        while self._ended:
-            ended.append(self._ended.popleft())
-        return ended
+        return self._requests.outcomes.take()
 
     def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """(ids, logprobs) of what a live request has sampled from its `start`-th token on; nothing while it waits."""
-        answer = self._live(request).answer
+        answer = self._requests.find(request).answer
         count = min(len(answer.ids), len(answer.logprobs))
         return tuple(answer.ids[start:count]), tuple(answer.logprobs[start:count])
 
     def abort(self, request: int) -> None:
         """Takes a request back; the next `step` returns it as aborted. Raises UnknownRequest."""
-        live = self._live(request)
-        self._client.wait(self._take_back([live]), 3 * self._deadlines.call)
+        live = self._requests.find(request)
+        self._requests.abort([live], 3 * self._deadlines.call)
         live.done.wait(self._deadlines.call)
 
     def generate(
@@ -268,117 +190,20 @@ class VLLMEngine:
         for prompt, own in zip(prompts, each, strict=True):
             self.check(prompt, own)
         numbers = [self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-        outcomes: dict[int, Outcome] = {}
-        while not outcomes.keys() >= set(numbers):
-            self._refuse_if_stalled()
-            outcomes.update(self.step())
-        mine = [outcomes.pop(number) for number in numbers]
-        self._ended.extend(outcomes.items())  # of requests that others submitted
-        completions = []
-        for outcome in mine:
-            if isinstance(outcome, EngineError):
-                raise outcome
-            completions.append(outcome)
-        return completions
+        return self._requests.outcomes.wait_for(numbers, self._step_on)
 
     def drain(self) -> list[tuple[int, Outcome]]:
         """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
         outcomes: list[tuple[int, Outcome]] = []
-        while self._requests:
-            self._refuse_if_stalled()
-            outcomes += self.step()
+        while self._requests.live:
+            outcomes += self._step_on()
         return outcomes + self.step()
 
-    # ---- on the client's loop
-
-    async def _serve(self, live: _Live) -> None:
-        """Carries one request to its one outcome."""
-        outcome: Outcome
-        try:
-            outcome = await self._sampled(live)
-        except asyncio.CancelledError:
-            outcome = self._taken_back(live) if live.aborted else EngineError("the vLLM engine was closed")
-        except EngineError as error:
-            outcome = self._taken_back(live) if live.aborted and isinstance(error, Unreachable) else error
-        except Exception as error:  # whatever it is, this request's caller must hear of it
-            outcome = EngineError(f"the answer of vLLM could not be read ({type(error).__name__}: {error})")
-        live.sent = False
-        self._requests.pop(live.number, None)
-        self._ended.append((live.number, outcome))
-        self._news.set()
-        live.done.set()
-
-    async def _sampled(self, live: _Live) -> Completion:
-        async with self._slots:
-            give_up, pause = time.monotonic() + self._deadlines.busy, 0.05
-            while True:
-                if not self._open.is_set():
-                    await self._open.wait()
-                    give_up = time.monotonic() + self._deadlines.busy
-                if live.aborted:
-                    return self._taken_back(live)
-                try:
-                    return await self._attempt(live)
-                except Unreachable:
-                    live.sent = False
-                    if live.aborted or time.monotonic() + pause > give_up:
-                        raise
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, 2.0)
-
-    async def _attempt(self, live: _Live) -> Completion:
-        live.version, live.sent = self._version, True
-        salt = wire.wire_salt(self._labelled(live.version), live.params.cache_salt)
-        body = wire.generate_body(live.name, self.served.model, live.prompt, live.params, live.seed, salt)
-        await self._client.stream(body, live.answer.feed, self._moving)
-        versions = [self._number(label, live) for label, _, _ in live.answer.spans] or [self._version]
-        if live.answer.ids and not live.answer.spans:
-            raise EngineError("vLLM named no weight version for what it sampled")
-        return live.answer.completion(versions, self._moe_layers, self._experts_per_token)
-
-    def _number(self, label: str, live: _Live) -> int:
-        version = self._versions.get(label)
-        if version is None or version < live.version:
-            raise EngineError(
-                f"vLLM sampled under the weight version {label!r}, which this engine never set after version "
-                f"{live.version} was served; it was restarted or updated by someone else: reconnect and publish again"
-            )
-        return version
-
-    def _moving(self) -> bool:
-        return self._pause is None
-
-    def _taken_back(self, live: _Live) -> Completion:
-        """What an aborted request had, where the server said no more about it: no routes and no sampling masks."""
-        answer = live.answer
-        version = live.version if answer.ids else self._version
-        return Completion(tuple(answer.ids), tuple(answer.logprobs), StopReason.ABORTED, version, version)
-
-    async def _take_back(self, lives: Sequence[_Live]) -> None:
-        """Ends requests: those that wait at once, those that run by the server, or by hanging up on it."""
-        for live in lives:
-            live.aborted = True
-            if not live.sent and live.task is not None:
-                live.task.cancel()
-        names = [wire.engine_id(live.name) for live in lives if live.sent]
-        if names:
-            try:
-                await self._client.fetch("POST", "/abort_requests", body={"request_ids": names})
-                await self._finished(lives, self._deadlines.call)
-            except EngineError:
-                pass  # hanging up, which comes next, ends a request as well
-            for live in lives:
-                if not live.done.is_set() and live.task is not None:
-                    live.task.cancel()
-        await self._finished(lives, self._deadlines.call)
-
-    async def _finished(self, lives: Iterable[_Live], deadline_s: float) -> bool:
-        end = time.monotonic() + deadline_s
-        while not all(live.done.is_set() for live in lives):
-            if time.monotonic() > end:
-                return False
-            await asyncio.sleep(0.005)
-        return True
+    def _step_on(self) -> list[tuple[int, Outcome]]:
+        """`step` for whoever waits for requests. Raises EngineError where it would wait without end."""
+        if not self._requests.outcomes:
+            self._state.refuse_if_stalled(self.num_running)
+        return self.step()
 
     # ---- pauses and sleep
 
@@ -389,26 +214,25 @@ class VLLMEngine:
         """
         if mode not in ("keep", "abort", "wait"):
             raise ValueError(f"pause mode is {mode!r}; it must be 'keep', 'abort' or 'wait'")
-        self._refuse_if_lost()
-        self._pause = mode
-        self._gate()
-        lives = list(self._requests.values())
+        self._state.refuse_if_lost()
+        self._state.pause = mode
+        self._requests.gate()
+        live = list(self._requests.live.values())
         if mode == "abort":
-            for live in lives:
-                live.aborted = True
+            for request in live:
+                request.aborted = True
         limit = self._deadlines.drain if mode == "wait" else self._deadlines.call
         self._client.call("POST", "/pause", query={"mode": mode}, deadline_s=limit)
         if mode == "abort":
-            self._client.wait(self._take_back(lives), 4 * self._deadlines.call)
+            self._requests.abort(live, 4 * self._deadlines.call)
         elif mode == "wait":
-            running = [live for live in lives if live.sent]
-            self._client.wait(self._finished(running, self._deadlines.drain), 2 * self._deadlines.drain)
+            self._requests.wait_until_done([request for request in live if request.sent], self._deadlines.drain)
 
     def resume(self) -> None:
         """Ends a pause."""
         self._client.call("POST", "/resume")
-        self._pause = None
-        self._gate()
+        self._state.pause = None
+        self._requests.gate()
 
     def sleep(self, level: int = 1) -> None:
         """Frees the server's GPU memory: caches and, to host memory (1) or for good (2), weights. Aborts what runs.
@@ -417,20 +241,20 @@ class VLLMEngine:
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level is {level}; 1 keeps the weights in host memory, 2 drops them")
-        if self._pause is not None:
-            raise EngineError(f"the engine is paused ({self._pause}); call resume before sleep")
-        self._asleep = True  # from here on requests wait
+        if self._state.pause is not None:
+            raise EngineError(f"the engine is paused ({self._state.pause}); call resume before sleep")
+        self._state.asleep = True  # from here on requests wait
         query = {"level": level, "mode": "abort"}
         try:
             self.pause("abort")
             self.resume()
-            self._canary = self._greedy()
+            self._canary = self._session.greedy()
             self._client.call("POST", "/sleep", query=query, deadline_s=self._deadlines.update)
         except EngineError:
-            self._asleep = self._client.call("GET", "/is_sleeping").get("is_sleeping", True)
-            self._gate()
+            self._state.asleep = self._client.call("GET", "/is_sleeping").get("is_sleeping", True)
+            self._requests.gate()
             raise
-        self._dropped = level == 2
+        self._state.lacks_weights = level == 2
 
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Takes the memory back, all of it or that of `tags` ("weights", "kv_cache").
@@ -440,49 +264,40 @@ class VLLMEngine:
         """
         query = {"tags": list(tags)} if tags else None
         answer = self._client.call("POST", "/wake_up", query=query, deadline_s=self._deadlines.update)
-        self._asleep = answer.get("status") != "awake" if isinstance(answer, Mapping) else False
-        if not self._asleep and not self._dropped:
-            before, after = self._canary, self._greedy()
+        self._state.asleep = answer.get("status") != "awake" if isinstance(answer, Mapping) else False
+        if not self._state.asleep and not self._state.lacks_weights:
+            before, after = self._canary, self._session.greedy()
             # Equal weights give equal tokens, and logprobs that differ by less than any other weights would.
             if before is not None and (
                 before.ids != after.ids or not np.allclose(before.logprobs, after.logprobs, rtol=0, atol=0.05)
             ):
-                self._lose(
+                self._state.lose(
                     f"it woke with other weights: {before.ids} {before.logprobs}, now {after.ids} {after.logprobs}"
                 )
-        self._gate()
-
-    def _greedy(self) -> wire.Answer:
-        params = SamplingParams(temperature=0.0, max_tokens=_CANARY_TOKENS)
-        return self._ask_alone([self.vocab_size - 1], params, sampling_mask=False)
-
-    def _gate(self) -> None:
-        """Lets requests go to the server, or holds them."""
-        closed = self._pause is not None or self._asleep or self._dropped
-        self._client.soon(self._open.clear if closed else self._open.set)
+        self._requests.gate()
 
     # ---- weights
 
     def init_weight_transfer(self, names: Iterable[str]) -> None:
         """Handshake at start: raises WeightUpdateError unless `names` are the tensors of the served checkpoint."""
-        self._refuse_if_lost()
+        self._state.refuse_if_lost()
         self._transfer.init(names)
 
     def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
         """Opens an update to a later version. manifest: official name -> `weights.digest` of the stored tensor."""
-        self._refuse_if_lost()
-        if version <= self._version:
-            raise WeightUpdateError(f"version {version} is not later than {self._version}, which is served now")
+        self._state.refuse_if_lost()
+        if version <= self.version:
+            raise WeightUpdateError(f"version {version} is not later than {self.version}, which is served now")
         self._transfer.start(version, manifest)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Sends stored tensors, each part checked on arrival. An error drops the update."""
-        self._refuse_if_lost()
+        self._state.refuse_if_lost()
         self._transfer.send(named_tensors)
 
     def verify_weight_update(self) -> None:
         """First phase: the server proves the update whole and unaltered, and loads nothing yet."""
-        self._refuse_if_lost()
+        self._state.refuse_if_lost()
         self._transfer.verify()
 
     def finish_weight_update(self, version: int) -> None:
@@ -491,29 +306,19 @@ class VLLMEngine:
         Raises WeightUpdateError and drops the update for another version or when it is not whole. An error after
         that leaves a server of which nobody knows what it holds: EngineLost.
         """
-        self._refuse_if_lost()
+        self._state.refuse_if_lost()
         self._transfer.prepare(version)
-        frozen = self._pause is not None or self._asleep
-        label = self._labelled(version)
+        frozen = self._state.pause is not None or self._state.asleep
         try:
             if not frozen:
                 self._client.call("POST", "/pause", query={"mode": "keep"})
-            self._versions[label] = version
-            self._transfer.finish(label)
-            if self._in_flight == "recompute":
-                self._drop_caches()
-            self._version, self._dropped = version, False
+            self._transfer.finish(self._session.register(version), drop_caches=self._recomputes)
+            self._session.version, self._state.lacks_weights = version, False
             if not frozen:
                 self._client.call("POST", "/resume")
         except EngineError as error:
-            self._lose(f"it failed while it switched to version {version}, and what it holds is unknown: {error}")
-        self._gate()
-
-    def _drop_caches(self) -> None:
-        """Running requests are preempted, and their tokens are read again when they go on."""
-        answer = self._client.call("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"})
-        if not (isinstance(answer, Mapping) and answer.get("success")):
-            raise EngineError(f"the caches of the version before could not be dropped: {answer}")
+            self._state.lose(f"it failed while it switched to version {version}, and what it holds is unknown: {error}")
+        self._requests.gate()
 
     def abort_weight_update(self) -> None:
         """Drops an open update, if any; the current version stays."""
@@ -524,64 +329,13 @@ class VLLMEngine:
 
         Every tensor is read twice, one at a time: for its digest, and to be sent.
         """
-        if self._requests:
-            raise EngineError(f"{len(self._requests)} requests are in flight; load weights when none is")
-        before, run = self._version, self._run
-        self._version, self._run = version - 1, uuid.uuid4().hex[:12]
+        if self._requests.live:
+            raise EngineError(f"{len(self._requests.live)} requests are in flight; load weights when none is")
+        before = self._session.renumber(version - 1)
         try:
             self.start_weight_update(version, {name: digest(tensors[name]) for name in tensors})
             self.update_weights((name, tensors[name]) for name in tensors)
             self.finish_weight_update(version)
         except WeightUpdateError:
-            self._version, self._run = before, run
+            self._session.restore(before)
             raise
-
-    # ---- small things
-
-    def _validated(
-        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches]
-    ) -> list[int]:
-        prompt = token_row(prompt_ids)
-        if not prompt.size:
-            raise InvalidRequest("the prompt is empty; it needs at least one token")
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise InvalidRequest(f"the prompt is {prompt.dtype} of shape {prompt.shape}; it must be a row of token ids")
-        bad = prompt[(prompt < 0) | (prompt >= self.vocab_size)]
-        if bad.size:
-            raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}")
-        if images:
-            raise InvalidRequest("the vLLM engine does not send images; use the k3rl engine for prompts that have some")
-        room = self.served.max_context - prompt.size
-        if params.max_tokens > room:
-            raise ContextExceeded(
-                f"{prompt.size} prompt tokens and max_tokens {params.max_tokens} exceed the context of "
-                f"{self.served.max_context}; ask for at most {max(room, 0)}"
-            )
-        check_numbers(params)
-        wire.check_options(params, self.served, self.vocab_size)
-        return [int(token) for token in prompt]
-
-    def _live(self, request: int) -> _Live:
-        live = self._requests.get(request)
-        if live is None:
-            raise UnknownRequest(f"request {request} is neither waiting nor running: it ended or never was")
-        return live
-
-    def _lose(self, reason: str) -> NoReturn:
-        self._lost = reason
-        raise EngineLost(f"the vLLM server at {self._client.url} is lost: {reason}; restart it, then reconnect")
-
-    def _refuse_if_lost(self) -> None:
-        if self._lost is not None:
-            raise EngineLost(f"the vLLM server at {self._client.url} is lost: {self._lost}; restart it, then reconnect")
-
-    def _refuse_if_stalled(self) -> None:
-        """A paused engine would be waited for without end."""
-        if self._ended:
-            return
-        if self._dropped:
-            raise EngineError("the weights were dropped by sleep(2) and requests wait; update the weights first")
-        if self._asleep:
-            raise EngineError("the engine sleeps and requests wait; call wake first")
-        if self._pause is not None and not (self._pause == "wait" and self.num_running):
-            raise EngineError(f"the engine is paused ({self._pause}) and requests wait; call resume first")

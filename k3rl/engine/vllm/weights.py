@@ -26,7 +26,7 @@ BACKEND = "k3rl"  # the name under which `vllm_worker.py` registers
 
 @dataclass(slots=True)
 class _Update:
-    """What was promised, what was sent, and where files of it lie."""
+    """What the manifest lists, what was sent, and where files of it lie."""
 
     version: int
     manifest: dict[str, str]
@@ -110,14 +110,22 @@ class WeightTransfer:
             self.abort()
             raise WeightUpdateError(f"version {version} is not the one that was prepared; send it again")
 
-    def finish(self, label: str) -> None:
-        """The server loads the verified update and takes `label` for its version. An EngineError leaves it unknown."""
+    def finish(self, label: str, *, drop_caches: bool) -> None:
+        """The server loads the verified update and takes `label` for its version. An EngineError leaves it unknown.
+
+        drop_caches: running requests are preempted, and their tokens are read again when they go on.
+        """
         try:
             limit = self._client.deadlines.update
             self._client.call("POST", "/finish_weight_update", body={"weight_version": label}, deadline_s=limit)
             found = self._client.call("GET", "/weight_info").get("weight_version")
             if found != label:
                 raise EngineError(f"the server says its weight version is {found!r}, not {label!r}")
+            if drop_caches:
+                query = {"reset_running_requests": "true"}
+                answer = self._client.call("POST", "/reset_prefix_cache", query=query)
+                if not (isinstance(answer, Mapping) and answer.get("success")):
+                    raise EngineError(f"the caches of the version before could not be dropped: {answer}")
         finally:
             self.forget()
 

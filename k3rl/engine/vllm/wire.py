@@ -1,7 +1,8 @@
 """What goes over the wire to a vLLM server and back: request bodies, streamed chunks, errors. No sockets here.
 
-The door is `POST /inference/v1/generate`, vLLM's own token-in-token-out dialect (not OpenAI's), because it alone gives
-the sampling masks of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, routed experts and weight versions.
+The endpoint is `POST /inference/v1/generate`, vLLM's own token-in-token-out dialect, because it alone gives the
+sampling masks of top-p, top-k and min-p (`sampling_mask`) beside ids, logprobs, routed experts and weight versions. Its
+usage, finish reasons, errors and events are those of the OpenAI dialect (`k3rl.tokens.openai`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.engine.protocol import EngineError, InvalidRequest
+from k3rl.engine.prompts import check_numbers, token_row
+from k3rl.engine.protocol import ContextExceeded, EngineError, InvalidRequest
+from k3rl.tokens import openai
 from k3rl.types import Completion, SamplingParams, StopReason
 
 GENERATE = "/inference/v1/generate"
@@ -24,11 +27,11 @@ _ID_PREFIX = "generate-tokens-"  # vLLM's, before the id that a request brings
 
 _BIAS = 100.0  # what the OpenAI dialect allows on either side; vLLM clamps to it at some of its doors
 _TEMPERATURES = (0.01, 2.0)  # vLLM raises what is below to 0.01 and refuses what is above
-_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_REASONS = {word: reason for reason, word in openai.FINISH_REASONS.items()} | {"abort": StopReason.ABORTED}
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerInfo:
     """What a handshake found. vllm_version of the server; model: the name it serves; max_context: tokens of prompt and
     answer; sampling_mask, routed_experts: whether an answer carries them; config: `/server_info`, as JSON."""
 
@@ -50,19 +53,39 @@ def cuts(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
-def check_options(params: SamplingParams, served: Served, vocabulary: int) -> None:
+def checked_prompt(prompt_ids: Sequence[int], max_tokens: int, server: ServerInfo, vocabulary: int) -> list[int]:
+    """The prompt as it is sent. Raises InvalidRequest, ContextExceeded where it leaves no room for `max_tokens`."""
+    prompt = token_row(prompt_ids)
+    if not prompt.size:
+        raise InvalidRequest("the prompt is empty; it needs at least one token")
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        raise InvalidRequest(f"the prompt is {prompt.dtype} of shape {prompt.shape}; it must be a row of token ids")
+    bad = prompt[(prompt < 0) | (prompt >= vocabulary)]
+    if bad.size:
+        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {vocabulary}")
+    room = server.max_context - prompt.size
+    if max_tokens > room:
+        raise ContextExceeded(
+            f"{prompt.size} prompt tokens and max_tokens {max_tokens} exceed the context of "
+            f"{server.max_context}; ask for at most {max(room, 0)}"
+        )
+    return [int(token) for token in prompt]
+
+
+def check_options(params: SamplingParams, server: ServerInfo, vocabulary: int) -> None:
     """Raises InvalidRequest for what vLLM cannot do exactly as asked, or would change without a word."""
+    check_numbers(params)
     low, high = _TEMPERATURES
     if params.temperature != 0 and not low <= params.temperature <= high:
         raise InvalidRequest(f"temperature is {params.temperature}; vLLM samples at 0 or in [{low}, {high}]")
     if params.top_logprobs:
         raise InvalidRequest("top_logprobs are not taken from vLLM; use the k3rl engine, or leave them at 0")
-    if cuts(params) and not served.sampling_mask:
+    if cuts(params) and not server.sampling_mask:
         raise InvalidRequest(
             "top_p, top_k and min_p need the sampling masks, which this vLLM does not return; "
             "start it with --return-sampling-mask, or sample without them"
         )
-    if params.return_routes and not served.routed_experts:
+    if params.return_routes and not server.routed_experts:
         raise InvalidRequest("this vLLM returns no routed experts; start it with --enable-return-routed-experts")
     if params.constraint is not None:
         raise InvalidRequest("the vLLM engine takes no schemas or grammars; use the k3rl engine for constrained text")
@@ -125,8 +148,7 @@ class Answer:
         """Takes one event of the stream in."""
         if "error" in chunk:
             raise error_of(int(chunk["error"].get("code") or 500), chunk)
-        details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
-        self._cached = details.get("cached_tokens") or self._cached
+        self._cached = openai.cached_tokens(chunk) or self._cached
         for choice in chunk.get("choices", ()):
             ids = [int(token) for token in choice.get("token_ids") or ()]
             content = (choice.get("logprobs") or {}).get("content") or []
@@ -136,7 +158,7 @@ class Answer:
                 value = float(entry["logprob"])
                 if entry.get("token_id", token) != token:
                     raise EngineError(f"vLLM sent the logprob of token {entry['token_id']} with token {token}")
-                if not -9999.0 < value <= 0.0 + 1e-3:  # it writes -9999 for minus infinity
+                if not openai.LEAST_LOGPROB < value <= 0.0 + 1e-3:
                     raise EngineError(f"vLLM gave token {token} the logprob {value}; its logits are broken")
                 self.logprobs.append(min(value, 0.0))
             self.ids += ids
@@ -194,11 +216,7 @@ def decode_array(text: str) -> np.ndarray:
 
 def error_of(status: int, body: Any) -> EngineError:
     """The typed error of an HTTP answer: 400, 413 and 422 are the request's fault, everything else the engine's."""
-    message = body
-    if isinstance(body, Mapping):
-        inner = body.get("error", body.get("detail", body))
-        message = inner.get("message", inner) if isinstance(inner, Mapping) else inner
-    text = f"vLLM answered {status}: {str(message)[:1000]}"
+    text = f"vLLM answered {status}: {str(openai.error_message(body))[:1000]}"
     return InvalidRequest(text) if status in (400, 413, 422) else EngineError(text)
 
 

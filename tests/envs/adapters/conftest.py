@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from k3rl.envs import Environment, EpisodeContext, make
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import gradable, run_episode
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Budgets, Completion, Episode, Message, SamplingParams, Score, StopReason, Task
@@ -49,10 +50,8 @@ async def episode_of(
     environment: Environment, task: Task, script: Script, wall_s: float | None = None
 ) -> tuple[Episode, Score]:
     context = EpisodeContext(budgets=Budgets(wall_s=wall_s))
-    sampling = SamplingParams(max_tokens=4000)
-    episode = await run_episode(
-        environment.make_env(), task, script, TOKENIZER, episode_id="e", sampling=sampling, context=context
-    )
+    settings = TurnSettings(TOKENIZER, SamplingParams(max_tokens=4000))
+    episode = await run_episode(environment.make_env(), task, script, settings, episode_id="e", context=context)
     if not gradable(episode):
         return episode, episode.score
     rubric = environment.grader()

@@ -51,8 +51,8 @@ def gone(group: int) -> bool:
 async def started(chosen: BridgeSpec) -> tuple[Bridge, int]:
     bridge = Bridge(chosen)
     await bridge.start()
-    assert bridge._process is not None
-    return bridge, bridge._process.pid
+    assert bridge.pid is not None
+    return bridge, bridge.pid
 
 
 def test_a_hanging_call_is_killed_with_the_processes_that_it_started():
@@ -121,7 +121,7 @@ def test_the_process_ends_when_its_owner_is_killed():
         "    bridge = Bridge(BridgeSpec('gymnasium', 'gymnasium', options, paths=paths))\n"
         "    await bridge.start()\n"
         "    await bridge.call('open', row={}, seed=1)\n"
-        "    print(bridge._process.pid, flush=True)\n"
+        "    print(bridge.pid, flush=True)\n"
         "    await bridge.call('act', text='1')\n"
         "asyncio.run(work())\n"
     )
@@ -172,8 +172,7 @@ def test_a_blocking_bridge_starts_again_after_its_process_died_and_ends_when_nob
         with pytest.raises(ForeignDied):
             bridge.call("act", text="1")
     bridge.call("open", row={}, seed=1)
-    assert bridge._holder is not None
-    process = bridge._holder._bridge._process
-    assert process is not None
+    group = bridge.pid
+    assert group is not None
     del bridge
-    assert gone(process.pid)
+    assert gone(group)

@@ -13,6 +13,7 @@ from k3rl.envs import EpisodeContext, make
 from k3rl.envs.harness import HarnessConfig
 from k3rl.envs.kernel import KernelLadder, KernelRubric, driver, operators, toolchain
 from k3rl.envs.kernel.source import files_of
+from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
 from k3rl.envs.sandbox import provider_named
 from k3rl.tokens import Tokenizer, xtml
@@ -191,11 +192,9 @@ def test_a_scripted_agent_makes_a_kernel_faster_through_its_tools(grader) -> Non
         Message("assistant", "done"),
         Message("assistant", "done"),
     )
-    sampling = SamplingParams(max_tokens=8000)
+    settings = TurnSettings(TOKENIZER, SamplingParams(max_tokens=8000))
     context = EpisodeContext(sandboxes=provider_named("bwrap"))
-    work = run_episode(
-        environment.make_env(), task, script, TOKENIZER, episode_id="e", sampling=sampling, context=context
-    )
+    work = run_episode(environment.make_env(), task, script, settings, episode_id="e", context=context)
     episode = asyncio.run(work)
     said = [str(message.content) for message in episode.messages if message.role == "tool"]
     assert "WRONG" in said[0]

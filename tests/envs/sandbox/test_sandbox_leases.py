@@ -25,10 +25,10 @@ from k3rl.envs.sandbox import (
     SandboxDied,
     SandboxError,
     SandboxLimits,
+    launch,
     leases,
     provider_named,
 )
-from k3rl.envs.sandbox import launch as launching
 from k3rl.envs.sandbox.leases import Lease, is_over, owner_now, reap, start_time
 
 # Makes two sandboxes with something running in each and a program server, tells where, and hangs.
@@ -43,7 +43,7 @@ async def body():
     script = f"(setsid setsid sleep {sys.argv[1]} &) ; sleep {sys.argv[1]}"
     work = [asyncio.create_task(box.exec(["sh", "-c", script])) for box in boxes]
     await asyncio.sleep(0.7)
-    print(*(box._holding.workspace.path for box in boxes), flush=True)
+    print(*(box.holding.workspace.path for box in boxes), flush=True)
     await asyncio.gather(*work)
 asyncio.run(body())
 """
@@ -153,7 +153,7 @@ def test_nothing_is_left_after_many_calls_crashes_included() -> None:
         await asyncio.sleep(0.05)
         dropped.cancel()
         await asyncio.wait({dropped})
-        launching._shared.get().process.kill()  # the worst that can happen to the starting of commands
+        launch.launcher().process.kill()  # the worst that can happen to the starting of commands
         with contextlib.suppress(SandboxDied):
             await boxes[0].exec(["true"])
         for box in boxes:
@@ -161,11 +161,11 @@ def test_nothing_is_left_after_many_calls_crashes_included() -> None:
         assert list(folder.iterdir()) == []
 
     with watched() as watch:
-        before = Census.take(watch._folder)
-        asyncio.run(body(watch._folder))
+        before = Census.take(watch.folder)
+        asyncio.run(body(watch.folder))
         with ProgramRunner(provider_named("bwrap")) as runner:
             jobs = [ProgramJob(source, "f", ((1,),)) for source in ("import os\nos._exit(3)", "def f(a):\n return a")]
             statuses = [outcome.status for outcome in runner.run_batch(jobs)]
             assert statuses == [ProgramStatus.CRASHED, ProgramStatus.RETURNED]
         assert watch.leaks() == []
-        assert before.kinds["cgroup"] == Census.take(watch._folder).kinds["cgroup"]
+        assert before.kinds["cgroup"] == Census.take(watch.folder).kinds["cgroup"]

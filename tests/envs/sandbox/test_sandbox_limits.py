@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from k3rl.envs.sandbox import ExecOutcome, ExecResult, SandboxDied, SandboxLimits, provider_named
-from k3rl.envs.sandbox import launch as launching
+from k3rl.envs.sandbox import ExecOutcome, ExecResult, SandboxDied, SandboxLimits, launch, provider_named
 from k3rl.envs.sandbox.base import SandboxError
 from k3rl.envs.sandbox.bwrap import BwrapProvider
 from k3rl.envs.sandbox.cgroups import Cgroup, Cgroups, available, find
@@ -119,7 +118,7 @@ def test_a_command_sees_its_control_group_and_no_group_stays() -> None:
 
     async def body() -> tuple[list[str], list[Path]]:
         async with await provider_named("bwrap").create() as box:
-            group = box._holding.group  # type: ignore[attr-defined]
+            group = box.holding.group  # type: ignore[attr-defined]
             running = asyncio.create_task(box.exec(["sleep", "5"], timeout_s=0.4))
             await asyncio.sleep(0.25)
             inside = [] if group is None else [Path(f"/proc/{pid}/comm").read_text().strip() for pid in group.members()]
@@ -152,7 +151,7 @@ def test_version_2_is_preferred_and_its_files_get_the_limits(tmp_path: Path, mon
     (group.all_folders()[0]).mkdir()
     for name in ("memory.swap.max", "memory.oom.group"):
         (group.all_folders()[0] / name).write_text("")
-    group._limit(SandboxLimits(memory_bytes=2**20, processes=5, cpus=1.5))
+    group.set_limits(SandboxLimits(memory_bytes=2**20, processes=5, cpus=1.5))
     read = {path.name: path.read_text() for path in group.all_folders()[0].iterdir()}
     assert read == {
         "memory.max": "1048576",
@@ -186,19 +185,19 @@ def test_cgroup_kill_ends_every_member() -> None:
         return
 
     async def body() -> int:
-        launching.enter()
-        order = launching.Order(
+        launch.enter()
+        order = launch.Order(
             ["/bin/sh", "-c", "sleep 60 & sleep 60"], {}, groups=[str(group.all_folders()[0] / "cgroup.procs")]
         )
         null = os.open("/dev/null", os.O_RDWR)
-        started = launching.launch(order, [null, null, null])
+        started = launch.launch(order, [null, null, null])
         await started.started
         while len(group.members()) < 2:
             await asyncio.sleep(0.01)
         group.kill()
         os.close(null)
         code = await started.ended
-        launching.leave()
+        launch.leave()
         return code
 
     try:
@@ -214,7 +213,7 @@ def test_a_launcher_that_is_killed_is_a_dead_sandbox_and_the_next_command_has_a_
         async with await provider_named("bwrap").create() as box:
             running = asyncio.create_task(box.exec(["sleep", "30"]))
             await asyncio.sleep(0.3)
-            launching._shared.get().process.kill()
+            launch.launcher().process.kill()
             with pytest.raises(SandboxDied, match="starts sandboxes has ended"):
                 await running
             assert (await box.exec(["echo", "on"])).stdout == b"on\n"

@@ -49,7 +49,7 @@ def test_the_environment_is_not_inherited(provider: SandboxProvider, monkeypatch
 def test_stop_removes_the_workspace_whatever_is_in_it(provider: SandboxProvider) -> None:
     async def body(box: Any) -> Path:
         await box.exec(["/bin/sh", "-c", "mkdir -p a/b; touch a/b/c; chmod 000 a/b; chmod 500 a"])
-        path: Path = box._holding.workspace.path
+        path: Path = box.holding.workspace.path
         assert path.is_dir()
         await box.stop()
         return path

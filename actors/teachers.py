@@ -1,0 +1,52 @@
+"""Teachers for distillation: frozen policies, one for each domain of tasks, whole on each rank of the learner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from k3rl.checkpoint import load_checkpoint
+from k3rl.data.batch import TrainBatch
+from k3rl.parallel import Trainer, TrainerConfig
+
+
+class Teachers:
+    """Frozen policies by domain; the one named `*` is of every domain that has none of its own."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._of: dict[str, Trainer] = {}
+
+    def load(self, checkpoints: Mapping[str, str], config: TrainerConfig) -> None:
+        """Loads a checkpoint for each domain; domains that name one directory share its weights."""
+        config = config.replace(expert_parallel=1, context_parallel=1, shard_frozen=1, exact=False)
+        shared = {path: self._teacher(path, config) for path in set(checkpoints.values())}
+        self._of = {domain: shared[path] for domain, path in checkpoints.items()}
+
+    def clear(self) -> None:
+        """Lets all of them go."""
+        self._of.clear()
+
+    def _teacher(self, checkpoint: str, config: TrainerConfig) -> Trainer:
+        """A frozen policy; its adapter, if it has one, stays attached."""
+        model = load_checkpoint(checkpoint, self._dtype, self._device)
+        return Trainer(model, config.replace(lora=None if model.adapter is None else model.adapter.config))
+
+    def logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
+        """float32 [N]: each sequence scored by the teacher of its domain. Raises KeyError for one without a teacher.
+
+        Routes of the batch are those of the policy; a teacher goes its own.
+        """
+        batch = dataclasses.replace(batch, routes=None)
+        chosen = [domain if domain in self._of else "*" for domain in domains]
+        if missing := sorted(set(chosen) - set(self._of)):
+            raise KeyError(f"no teacher for {missing}; there are {sorted(self._of)}")
+        out = np.zeros(batch.input_ids.size, np.float32)
+        for domain in sorted(set(chosen)):
+            members = [i for i, name in enumerate(chosen) if name == domain]
+            rows = np.concatenate([np.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in members])
+            out[rows] = self._of[domain].logprobs(batch.select(members), temperature)
+        return out

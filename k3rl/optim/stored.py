@@ -1,0 +1,21 @@
+"""What a checkpoint stores of a master, by kernels where they run: `Project` of the trainers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from k3rl.kernels.optim.muon import mxfp4
+from k3rl.numerics import project, stored_dtype
+
+
+def stored_values(name: str, master: Tensor, weights: str, rule: str) -> Tensor:
+    """The values of `k3rl.numerics.project` for this official name, master [..., n], in a dtype that holds them.
+
+    weights, rule: `QuantizationConfig.weights` and `.scale_rule`. Raises QuantizationError as `project` does.
+    """
+    stored = stored_dtype(name, weights)
+    if stored == "bf16" and master.dtype == torch.float32:
+        return master.to(torch.bfloat16)
+    found = mxfp4(master) if stored == "mxfp4" and rule == "ceil" else None
+    return project(master, stored, rule) if found is None else found

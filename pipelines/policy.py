@@ -1,0 +1,98 @@
+"""The policy loop of RL and distillation: sample groups, grade them, step on them, publish, repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from k3rl.actors.learner_group import LearnerGroup
+from k3rl.data.batch import TrainBatch
+from k3rl.parallel import Loss
+from k3rl.pipelines.configs import DistillConfig, RLConfig
+from k3rl.pipelines.curriculum import Curriculum
+from k3rl.pipelines.distill import Distillation
+from k3rl.pipelines.rl import Reinforcement
+from k3rl.pipelines.rollout_buffer import RolloutBuffer
+from k3rl.pipelines.rollout_metrics import check_failures, rollout_metrics
+from k3rl.pipelines.session import Session
+from k3rl.pipelines.stage import Stage, StageResult
+from k3rl.pipelines.start import start_policy
+from k3rl.types import Group
+
+
+class Algorithm(Protocol):
+    """What one algorithm adds to the loop. name: of its stage; loss: of every optimizer step."""
+
+    name: str
+
+    @property
+    def loss(self) -> Loss: ...
+
+    def prepare(self, learner: LearnerGroup) -> None:
+        """Gives the learner what it needs beside the policy."""
+        ...
+
+    def regraded(self, groups: list[Group], step: int) -> list[Group]:
+        """The groups with the scores that are trained on."""
+        ...
+
+    def batches(self, groups: Sequence[Group], stage: Stage) -> list[TrainBatch]:
+        """One batch for each optimizer step, scored by whatever else the loss needs."""
+        ...
+
+    def shown(self, values: Mapping[str, float]) -> dict[str, float]:
+        """What the progress line says of a step's metrics, by label."""
+        ...
+
+    def notes(self, curriculum: Curriculum) -> dict[str, Any]:
+        """What the checkpoint's card says."""
+        ...
+
+
+def algorithm_of(config: RLConfig | DistillConfig) -> Algorithm:
+    """The algorithm of a stage."""
+    return Reinforcement(config) if isinstance(config, RLConfig) else Distillation(config)
+
+
+def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
+    """Runs the stage and returns its result; a finished stage of a resumed run is returned as it was."""
+    algorithm = algorithm_of(config)
+    stage = Stage(session, algorithm.name, config, config.steps)
+    if (result := stage.finished()) is not None:
+        return result
+    learner, workers = session.fleet.learner, session.fleet.rollouts
+    start_policy(session.fleet, config)
+    algorithm.prepare(learner)
+    curriculum = Curriculum(config.env, config.seed)
+    if (state := stage.restore()) is not None:
+        curriculum.restore(state)
+    buffer = RolloutBuffer(stage, config, curriculum)
+    schedule, temperature = config.schedule.build(config.steps), config.sampling.temperature
+
+    for step in stage.steps():
+        if buffer.empty:
+            buffer.fill(step, off_policy_steps=0)
+        with stage.clock("wait_for_batch"):
+            batch = buffer.take()
+        more = stage.more()
+        check_failures(batch.groups, config.failure_limit)
+        metrics = rollout_metrics(batch.groups, workers.env, batch.version + batch.off_policy_steps)
+        metrics.merge(workers.take_metrics())
+        groups = algorithm.regraded(batch.groups, step)
+        curriculum.update(groups)
+        session.record(groups, step)
+        if more and config.max_staleness:  # sampled while the learner trains on this batch
+            buffer.fill(step + 1, off_policy_steps=config.max_staleness)
+        batches = algorithm.batches(groups, stage)
+        with stage.clock("wait_for_policy"):
+            started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
+            metrics.merge(learner.trained(started))
+        if more and not config.max_staleness:
+            buffer.fill(step + 1, off_policy_steps=0)
+        metrics.merge(buffer.take_metrics())
+        values = metrics.values()
+        reward = values[f"reward/{workers.env}/mean"]
+        stage.done(metrics, curriculum.state(), rollouts=buffer, reward=reward, shown=algorithm.shown(values))
+        if not more:
+            break
+    return stage.finish(curriculum.state(), algorithm.notes(curriculum))

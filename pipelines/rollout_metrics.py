@@ -1,0 +1,94 @@
+"""What a batch of rollouts says before anything is trained on it: rewards, failures, and metrics as sums and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from k3rl.config import K3Error
+from k3rl.run.metrics import Accumulator
+from k3rl.types import Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason
+
+
+class TooManyFailures(K3Error):
+    """More episodes than allowed have no reward: the infrastructure, not the policy, is at fault."""
+
+
+def reward_of(episode: Episode) -> float | None:
+    """The reward, 0 for a submission that tried to cheat, None when there is none."""
+    match episode.score:
+        case Scored(reward):
+            return float(reward)
+        case Invalid():
+            return 0.0
+        case Failed():
+            return None
+
+
+def check_failures(groups: Sequence[Group], limit: float) -> None:
+    """Raises TooManyFailures, naming the most frequent reasons, when the share of failed episodes exceeds `limit`.
+
+    Episodes that a circuit breaker skipped do not count; it has spoken for them.
+    """
+    episodes = [e for group in groups for e in group.episodes if not _skipped(e)]
+    reasons: dict[str, int] = {}
+    for episode in episodes:
+        if isinstance(episode.score, Failed):
+            reasons[episode.score.reason] = reasons.get(episode.score.reason, 0) + 1
+    failed = sum(reasons.values())
+    if failed > limit * len(episodes):
+        worst = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+        listing = "\n".join(f"  {count} x {reason}" for reason, count in worst)
+        raise TooManyFailures(
+            f"{failed} of {len(episodes)} episodes have no reward, more than --failure-limit {limit:g} allows:\n"
+            f"{listing}\n"
+            "Mend the environment or its sandbox; missing rewards are never trained on"
+        )
+
+
+def _skipped(episode: Episode) -> bool:
+    return isinstance(episode.score, Failed) and episode.score.kind is FailureKind.TRIPPED
+
+
+def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumulator:
+    """Of the rollouts themselves. version: the learner's when it takes them, for staleness."""
+    metrics = Accumulator()
+    for group in groups:
+        rewards = [r for r in map(reward_of, group.episodes) if r is not None]
+        metrics.add("group/frac_zero_std", float(len(set(rewards)) <= 1))
+        for episode in group.episodes:
+            _episode_metrics(metrics, episode, env, version)
+    metrics.add("perf/sampled_tokens", sampled_tokens(groups))
+    return metrics
+
+
+def publication_metrics(published: Mapping[str, float]) -> Accumulator:
+    """What a publication cost, and whether engines agree after it; nothing without one. See `Fleet.publish`."""
+    metrics = Accumulator()
+    if published:
+        metrics.add("mismatch/canary", published["canary"])
+        for name in ("bytes", "bytes_full", "deltas", "refused", "seconds", "transfer_seconds", "fell_back"):
+            metrics.add(f"publish/{name}", published[name])
+    return metrics
+
+
+def sampled_tokens(groups: Sequence[Group]) -> int:
+    """Tokens that the policy sampled, all turns of all episodes."""
+    return sum(len(t.sampled_ids) for g in groups for e in g.episodes for b in e.branches for t in b.turns)
+
+
+def _episode_metrics(metrics: Accumulator, episode: Episode, env: str, version: float) -> None:
+    reward = reward_of(episode)
+    metrics.add(f"env/{env}/failed", float(reward is None))
+    metrics.add(f"env/{env}/invalid", float(isinstance(episode.score, Invalid)))
+    metrics.add(f"env/{env}/parse_error", float(episode.stop_reason is StopReason.PARSE_ERROR))
+    if reward is not None:
+        metrics.add(f"reward/{env}/mean", reward)
+        metrics.add(f"reward/{env}/{episode.family}", reward)
+        metrics.add(f"reward/{env}/{episode.family}/level_{episode.level}", reward)
+    turns = [turn for branch in episode.branches for turn in branch.turns]
+    metrics.add(f"env/{env}/num_turns", len(turns))
+    for turn in turns:
+        metrics.add("response_length/mean", len(turn.sampled_ids))
+        metrics.add("response_length/clip_ratio", float(turn.stop_reason is StopReason.LENGTH))
+        metrics.add("staleness/mean", version - turn.first_version)
+        metrics.maximum("staleness/max", version - turn.first_version)

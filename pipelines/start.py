@@ -1,0 +1,169 @@
+"""How a stage starts: which weights and teachers it takes, and what refuses it before any actor does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from k3rl.actors import ClusterConfig, Fleet, LearnerGroup
+from k3rl.actors.weight_sync import POLICY
+from k3rl.checkpoint import is_adapter, weights_of
+from k3rl.checkpoint.adapter import read_adapter_config
+from k3rl.config import ConfigError
+from k3rl.model import K3Config
+from k3rl.parallel import check_slices, data_degree
+from k3rl.parallel.mesh import expert_run
+from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
+from k3rl.types import SamplingParams
+
+
+def resolve_start(start: str) -> Path | None:
+    """The directory of a checkpoint or an adapter that `model.start` names, or None for a named size."""
+    path = Path(start)
+    return path if (path / "config.json").is_file() or is_adapter(path) else None
+
+
+def start_learner(learner: LearnerGroup, config: StageConfig) -> None:
+    """Fresh weights of a named size, or a checkpoint's, with fresh optimizer state."""
+    directory = resolve_start(config.model.start)
+    if directory is not None:
+        learner.load(str(directory), config.trainer, config.learner)
+        return
+    learner.create(model_config(config).to_dict(), config.trainer, config.seed, config.learner)
+
+
+def check_start(config: StageConfig) -> None:
+    """Refuses a stage that cannot start, before anything is started. Raises ConfigError.
+
+    A policy of random weights samples no answer that a reward could tell apart, so rollout stages need a checkpoint.
+    """
+    check_layout(config.cluster, config)
+    check_adapter(config)
+    check_experts(config)
+    if not isinstance(config, RolloutStageConfig):
+        if resolve_start(config.model.start) is None:
+            model_config(config)
+        return
+    if resolve_start(config.model.start) is None:
+        raise ConfigError(
+            f"model.start is {config.model.start!r}; RL and distillation start from a checkpoint directory. "
+            "Run `k3rl sft` first and name its export, or run `k3rl rl quickstart`",
+            key="model.start",
+            got=config.model.start,
+        )
+    if isinstance(config, DistillConfig):
+        teachers_of(config)
+
+
+def check_experts(config: StageConfig, *later: StageConfig) -> None:
+    """Refuses more expert ranks than the model has experts, in this stage and later ones. Raises ConfigError."""
+    start, ranks = resolve_start(config.model.start), max(s.trainer.expert_parallel for s in (config, *later))
+    if ranks > 1 and (start is not None or not isinstance(config, RolloutStageConfig)):
+        built = model_config(config) if start is None else K3Config.from_json(weights_of(start) / "config.json")
+        expert_run(built.num_experts, 0, ranks)
+
+
+def check_adapter(config: StageConfig) -> None:
+    """Refuses to start from an adapter that the stage would not go on training. Raises ConfigError."""
+    start, wanted = config.model.start, config.trainer.lora
+    if not is_adapter(start):
+        return
+    found, _ = read_adapter_config(start)
+    if wanted is None or wanted.replace(seed=found.seed) != found:
+        flags = f"--trainer.lora.rank {found.rank} --trainer.lora.alpha {found.alpha:g}"
+        raise ConfigError(
+            f"model.start is the adapter {start} of rank {found.rank}, alpha {found.alpha:g} and targets "
+            f"{', '.join(found.targets)}; go on training it with {flags} and the same targets, or make a checkpoint of "
+            "it first with `k3rl export --merge`",
+            key="trainer.lora",
+            got=None if wanted is None else wanted.model_dump(mode="json"),
+        )
+
+
+def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
+    """Refuses degrees that do not divide the learner's ranks, and adapters for servers that serve none.
+
+    Raises ConfigError.
+    """
+    for stage in stages:
+        if stage.trainer.lora is not None and cluster.rollout.backend != "k3rl":
+            raise ConfigError(
+                "trainer.lora needs engines that serve adapters; set cluster.rollout.backend to k3rl, or train the "
+                "weights",
+                key="cluster.rollout.backend",
+                got=cluster.rollout.backend,
+            )
+        if isinstance(stage, RolloutStageConfig) and stage.trainer.exact != cluster.engine.exact:
+            raise ConfigError(
+                f"trainer.exact is {stage.trainer.exact} and cluster.engine.exact is {cluster.engine.exact}: logprobs "
+                "are bit-equal only where both compute exactly, and alone either is slow for nothing; set both to one",
+                key="trainer.exact",
+                got=stage.trainer.exact,
+                wanted=f"the same as cluster.engine.exact, {cluster.engine.exact}",
+            )
+        if stage.trainer.exact and cluster.rollout.backend != "k3rl":
+            raise ConfigError(
+                "trainer.exact needs engines that compute exactly too; set cluster.rollout.backend to k3rl, or "
+                "trainer.exact and cluster.engine.exact to false",
+                key="cluster.rollout.backend",
+                got=cluster.rollout.backend,
+                wanted="k3rl",
+            )
+        data_degree(cluster.learner_actors, stage.trainer.expert_parallel, stage.trainer.context_parallel)
+        check_slices(cluster.learner_actors, stage.trainer.shard_frozen)
+
+
+def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
+    """The checkpoint that a rollout stage starts from, in the learner and in every engine."""
+    fleet.learner.load(config.model.start, config.trainer, config.learner)
+    fleet.learner.set_version(0)
+    fleet.rollouts.load(str(weights_of(config.model.start)) if config.trainer.lora else config.model.start)
+
+
+def policy_sampling(config: RolloutStageConfig) -> SamplingParams:
+    """How rollouts sample: with the adapter that the learner trains and publishes, where it trains one."""
+    chosen = config.sampling
+    adapter = "" if config.trainer.lora is None else POLICY
+    return SamplingParams(
+        chosen.temperature,
+        chosen.top_p,
+        chosen.top_k,
+        min_p=chosen.min_p,
+        max_tokens=chosen.max_tokens,
+        adapter=adapter,
+        return_routes=chosen.replay_routes,
+    )
+
+
+def teachers_of(config: DistillConfig) -> dict[str, str]:
+    """Teacher directory by task family, `*` for the rest. Raises ConfigError when a family has none."""
+    missing = [family for family in config.env.families if family not in config.teachers and "*" not in config.teachers]
+    if missing:
+        raise ConfigError(
+            f"no teacher for {', '.join(missing)}; name one with --teachers.{missing[0]} DIR, "
+            "or one for all with --teachers.* DIR",
+            key="teachers",
+            got=dict(config.teachers),
+        )
+    for domain, directory in config.teachers.items():
+        if resolve_start(directory) is None:
+            raise ConfigError(
+                f"the teacher of {domain} is {directory!r}, which holds no checkpoint", key=f"teachers.{domain}"
+            )
+    return dict(config.teachers)
+
+
+def model_config(config: StageConfig) -> K3Config:
+    """The config of fresh weights. Raises ConfigError when `model.start` is neither a size nor a checkpoint."""
+    try:
+        named = K3Config.named(config.model.start)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"model.start is {config.model.start!r}: neither a named size nor a directory with a config.json ({error})",
+            key="model.start",
+            got=config.model.start,
+        ) from error
+    chosen = config.model
+    return named.replace(
+        quantization=type(named.quantization)(**chosen.quantization.model_dump()),
+        ablation=type(named.ablation)(**chosen.ablation.model_dump()),
+    )
