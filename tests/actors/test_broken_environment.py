@@ -9,8 +9,8 @@ from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWork
 from k3rl.envs.faults import EnvironmentTripped, FaultConfig
 from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures
-from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, Failed, FailureKind, SamplingParams, Scored, StopReason
+from k3rl.types import Failed, FailureKind, SamplingParams, Scored
+from tests.actors.scripted_engines import Echo
 
 BROKEN = """
 from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult, Task
@@ -50,20 +50,6 @@ class Grader(Rubric):
 def environment():
     return Environment("broken", "raises", Source(), Broken, lambda **_: Grader(), lambda task: "fine")
 """
-
-
-class Echo:
-    """Stands where the engine stands: one valid message for every prompt."""
-
-    def __init__(self) -> None:
-        tokenizer = Tokenizer.builtin()
-        body = tokenizer.encode("a")
-        ends = [tokenizer.special(name) for name in ("close", "sep", "end_of_msg")]
-        close, sep, end = ends
-        self._ids = (*body, close, *tokenizer.encode("response"), sep, close, *tokenizer.encode("message"), sep, end)
-
-    async def generate(self, requests: list) -> list[Completion]:
-        return [Completion(self._ids, (-0.1,) * len(self._ids), StopReason.STOP, 1, 1) for _ in requests]
 
 
 HOSTILE = """

@@ -11,11 +11,11 @@ from k3rl.envs import make
 from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.presets import rl
 from k3rl.pipelines.rl import policy_batches
-from k3rl.tokens import Tokenizer, xtml
-from k3rl.types import Completion, SamplingParams, Scored, StopReason
+from k3rl.tokens import Tokenizer
+from k3rl.types import SamplingParams, Scored
+from tests.actors.scripted_engines import ScriptedRollout
 
 ENV = "coding-lists"
-TURN_STRIDE = 1_000_003  # a turn's seed is the episode's times this, plus the turn's number
 BAD = (
     "def f(a):\n return 1/0",
     "def f(a):\n while True: pass",
@@ -25,27 +25,6 @@ BAD = (
     "def f(a)\n return a",
     "def g(a):\n return a",
 )
-
-
-class ScriptedRollout:
-    """Stands where the engine stands and says what it is told, by sampling seed."""
-
-    def __init__(self, answers: dict[int, str]) -> None:
-        self.answers = answers
-        self.tokenizer = Tokenizer.builtin()
-
-    async def set_tokenizer(self, directory: str | None) -> None:
-        pass
-
-    async def generate(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
-        return [self._complete(params) for _, params in requests]
-
-    def _complete(self, params: SamplingParams) -> Completion:
-        message = {"role": "assistant", "content": self.answers[params.seed // TURN_STRIDE]}
-        segments = xtml.render([message], thinking=False, add_generation_prompt=False)
-        prefix = xtml.render([], thinking=False, add_generation_prompt=True)
-        ids = tuple(self.tokenizer.encode_segments(segments[len(prefix) :]))
-        return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)
 
 
 PLACES = (0, 3, 7)
