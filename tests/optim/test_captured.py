@@ -49,7 +49,8 @@ class Recorded(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else [v for v in value or () if isinstance(v, torch.Tensor)]
+    values = value if isinstance(value, tuple | list) else [value]
+    return [one for one in values if isinstance(one, torch.Tensor)]
 
 
 def recorder(optimizer: PerHeadMuon, seen: list[int]) -> Callable:

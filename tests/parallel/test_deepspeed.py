@@ -322,12 +322,15 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_at_start_with_the_rea
 def test_a_build_that_takes_too_long_is_ended_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(
         extensions,
-        "_BUILD",
+        "BUILD",
         "import subprocess; subprocess.run(['sleep', '86399'])",  # as ninja runs the compiler
     )
     before = time.monotonic()
-    with extensions._alone(tmp_path, 1) as lock, pytest.raises(extensions.BuildFailed, match="not built within 1 s"):
-        extensions._compile(1, tmp_path, lock)
+    with (
+        extensions.lock_folder(tmp_path, 1) as lock,
+        pytest.raises(extensions.BuildFailed, match="not built within 1 s"),
+    ):
+        extensions.compile_extension(1, tmp_path, lock)
     assert time.monotonic() - before < 20
     while b"sleep\x0086399\x00" in {_command(path) for path in Path("/proc").glob("[0-9]*")}:
         assert time.monotonic() - before < 20, "a process of the build lives on"
@@ -343,12 +346,12 @@ def _command(process: Path) -> bytes:
 
 def test_a_second_builder_waits_for_the_first_and_not_for_ever(tmp_path):
     with (
-        extensions._alone(tmp_path, 1),
+        extensions.lock_folder(tmp_path, 1),
         pytest.raises(extensions.BuildFailed, match="another process has been building"),
-        extensions._alone(tmp_path, 0.3),
+        extensions.lock_folder(tmp_path, 0.3),
     ):
         pass
-    with extensions._alone(tmp_path, 0.3):
+    with extensions.lock_folder(tmp_path, 0.3):
         pass
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +19,7 @@ from k3rl.losses import GRPO, CrossEntropy, K3Policy, LossInputs, LossOutput, On
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.parallel.captured import CapturedForwardBackward, ShapeBucket
+from tests.optim.test_captured import Recorded
 
 TINY = K3Config.named("k3-nano").replace(num_experts=8)
 BUDGET = 128
@@ -23,12 +28,13 @@ BUDGET = 128
 @pytest.fixture(scope="module")
 def trainers():
     """Two trainers of one model: eager, and by captured steps."""
-    found = []
-    for capture in ("off", "on"):
-        model = K3ForCausalLM(TINY, dtype=torch.float64)
-        model.init_weights(5)
-        found.append(Trainer(model, TrainerConfig(micro_batch_tokens=BUDGET, capture=capture, balance="fresh")))
-    return found
+    return [trainer_with("off"), trainer_with("on")]
+
+
+def trainer_with(capture: str) -> Trainer:
+    model = K3ForCausalLM(TINY, dtype=torch.float64)
+    model.init_weights(5)
+    return Trainer(model, TrainerConfig(micro_batch_tokens=BUDGET, capture=capture, balance="fresh"))
 
 
 def batch(seed: int, lengths: list[int], *, routes: bool = False, teacher: bool = False) -> TrainBatch:
@@ -197,3 +203,82 @@ def test_what_no_captured_step_has_is_refused_where_they_are_wanted(other):
     with pytest.raises(ValueError, match=f"no captured step has {next(iter(other))}"):
         TrainerConfig(capture="on", **other)
     assert TrainerConfig(**other).capture == "auto"
+
+
+class _FakeGraph:
+    """What a CUDA graph keeps of a run, and does again."""
+
+    def __init__(self) -> None:
+        self.recorded = Recorded()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.recorded.replay()
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch) -> list[str]:
+    """Lets steps be captured on a CPU; what the device was asked for, in order."""
+    asked: list[str] = []
+
+    @contextlib.contextmanager
+    def graph(made: _FakeGraph, pool: object, capture_error_mode: str):
+        assert capture_error_mode == "thread_local"
+        asked.append(f"capture into {pool}")
+        with made.recorded:
+            yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    pools = itertools.count()
+    fakes = {
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda given: contextlib.nullcontext(),
+        "CUDAGraph": _FakeGraph,
+        "graph": graph,
+        "graph_pool_handle": lambda: f"pool {next(pools)}",
+        "empty_cache": lambda: asked.append("empty the cache"),
+        "is_initialized": lambda: True,
+        "memory_reserved": lambda: 100 * len(asked),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr("k3rl.parallel.captured.can_capture", lambda model: True)
+    return asked
+
+
+def test_replayed_micro_batches_equal_the_eager_path(fake_gpu):
+    """The first step captures, later ones replay on other tokens; a larger bucket takes its place."""
+    eager, replayed = (trainer_with(capture) for capture in ("off", "on"))
+    steps = captured([eager, replayed])
+    for seed in range(3):
+        check_equal(*(sums(one, batch(seed, [30, 50]), CrossEntropy()) for one in (eager, replayed)))
+        assert steps.captured == 1
+    assert fake_gpu == ["empty the cache", "capture into pool 0"]
+    assert steps.graph_bytes == replayed.backend.graph_bytes == 100
+    assert steps.will_replay([batch(9, [40, 40])], CrossEntropy(), 1.0)
+    assert not steps.will_replay([batch(9, [5] * 16)], CrossEntropy(), 1.0)
+    for seed in range(2):
+        check_equal(*(sums(one, batch(seed, [5] * 16), CrossEntropy()) for one in (eager, replayed)))
+    assert fake_gpu[2:] == ["empty the cache", "capture into pool 1"], "the pool's only graph was replaced"
+    assert steps.captured == 1
+    assert replayed.notes == []
+    for one in (eager, replayed):
+        one.train(batch(0, [5] * 16), CrossEntropy())
+    wanted, found = (one.native.optimizer.masters(one.native.optimizer.params) for one in (eager, replayed))
+    # float64 sums in another order, magnified by AdamW's root where a gradient is almost zero
+    assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=1e-6) for name in wanted)
+
+
+def test_what_cannot_be_captured_takes_the_eager_path_and_says_where(fake_gpu, monkeypatch):
+    def refuse(self: _FakeGraph) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(Recorded, "__enter__", refuse)
+    eager, refused = (trainer_with(capture) for capture in ("off", "on"))
+    for seed in range(2):
+        check_equal(*(sums(one, batch(seed, [30, 50]), CrossEntropy()) for one in (eager, refused)))
+    (note,) = refused.notes
+    assert "could not be captured: test_forward_backward.py line" in note
+    assert note.endswith("RuntimeError: operation not permitted when stream is capturing")
+    assert captured([eager, refused]).graph_bytes == 0

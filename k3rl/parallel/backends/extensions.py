@@ -21,7 +21,7 @@ from pathlib import Path
 
 from k3rl.config import K3Error, MissingResource
 
-_BUILD = (
+BUILD = (
     "from deepspeed.accelerator import get_accelerator\n"
     "get_accelerator().create_op_builder('ShareMemCommBuilder').load()\n"
 )
@@ -64,7 +64,7 @@ def prepare(timeout_s: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if _has_gpu() else "cpu")
-    with _alone(folder, timeout_s) as lock:
+    with lock_folder(folder, timeout_s) as lock:
         for leftover in folder.glob("*/lock"):
             leftover.unlink()
         from deepspeed.accelerator import get_accelerator
@@ -75,7 +75,7 @@ def prepare(timeout_s: float) -> None:
             return  # a GPU, or no compiler: DeepSpeed then takes torch's own collectives
         built = folder / builder.NAME / "k3rl.built"  # goes with what was built
         if not built.is_file() or built.read_text(encoding="utf-8") != _versions():
-            _compile(timeout_s, folder, lock)
+            compile_extension(timeout_s, folder, lock)
             built.write_text(_versions(), encoding="utf-8")
         builder.load()  # it is there; from now on DeepSpeed finds it without looking at the folder
 
@@ -86,12 +86,12 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _compile(timeout_s: float, folder: Path, lock: int) -> None:
+def compile_extension(timeout_s: float, folder: Path, lock: int) -> None:
     """Compiles in a process group of its own, which is ended whole when it takes too long."""
     log = folder / "build.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", _BUILD],
+            [sys.executable, "-c", BUILD],
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -112,7 +112,7 @@ def _compile(timeout_s: float, folder: Path, lock: int) -> None:
 
 
 @contextmanager
-def _alone(folder: Path, timeout_s: float) -> Iterator[int]:
+def lock_folder(folder: Path, timeout_s: float) -> Iterator[int]:
     """Holds the folder for this process; yields the lock's descriptor.
 
     Raises BuildFailed when another process does not give it back in time.
