@@ -256,7 +256,7 @@ class Engine:
             drawn = [(rows, draws), *drawn]
             ended += [(running, DeadEnd.of(running.number)) for running in table.running[dead]]
         for rows, draws in drawn:
-            complete = table.append(rows, draws, self.weights.versions_for(table.running[rows]))
+            complete = table.append(rows, draws, self.weights.versions_in(rows, table.running))
             self.counters.sampled_tokens += int(draws.finite.sum())
             ended += [(table.running[row], table.completion(row)) for row in complete]
             if not draws.finite.all():
