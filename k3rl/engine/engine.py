@@ -272,7 +272,9 @@ class Engine:
         check_names(self.model, names)
 
     def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
-        """Opens an update to a later version. manifest: official name -> `weights.digest` of the stored tensor."""
+        """Opens an update to a later version. manifest: official name -> `k3rl.checkpoint.digest` of the stored
+        tensor.
+        """
         self.weights.open(WeightUpdate(version, manifest))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from k3rl.checkpoint import CheckpointError, fill, official_tensors
 from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
-from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
+from k3rl.checkpoint.manifest import digest, manifest_of
 from k3rl.checkpoint.official import StoredView, copy_with, second_model
 from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.memory import keep_experts_transposed
@@ -26,17 +26,6 @@ from k3rl.engine.protocol import WeightUpdateError
 from k3rl.model import K3ForCausalLM
 from k3rl.model.packed import serves_packed
 from k3rl.types import SamplingParams
-
-__all__ = [
-    "DeltaUpdate",
-    "ServedWeights",
-    "WeightUpdate",
-    "as_served",
-    "check_names",
-    "digest",
-    "manifest_digest",
-    "manifest_of",
-]
 
 
 def as_served(model: K3ForCausalLM, exact: bool) -> K3ForCausalLM:
