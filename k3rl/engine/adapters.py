@@ -55,7 +55,7 @@ class AdapterHeader:
 
 
 @dataclass
-class _Update:
+class _AdapterUpdate:
     version: int
     header: AdapterHeader
     manifest: dict[str, str]
@@ -94,8 +94,8 @@ class AdapterStore:
 
     def __init__(self) -> None:
         self._served: dict[str, tuple[int, Adapter]] = {}
-        self._update: _Update | None = None
-        self._next: tuple[_Update, Adapter] | None = None
+        self._update: _AdapterUpdate | None = None
+        self._next: tuple[_AdapterUpdate, Adapter] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -137,7 +137,7 @@ class AdapterStore:
         """Begins a version. base: `manifest_digest` of the weights that are served. Raises WeightUpdateError."""
         if self._update is not None or self._next is not None:
             raise WeightUpdateError("another version of an adapter is open; finish or abort it first")
-        update = _Update(version, AdapterHeader.from_bytes(header), dict(manifest))
+        update = _AdapterUpdate(version, AdapterHeader.from_bytes(header), dict(manifest))
         served = self._served.get(update.header.name)
         if served is not None and version <= served[0]:
             raise update.refused(f"{served[0]} is served now, and it is not later")
@@ -187,7 +187,7 @@ class AdapterStore:
                 f"this engine serves {', '.join(self.names)}, trained beside its weights; load other weights afresh"
             )
 
-    def _take(self) -> _Update:
+    def _take(self) -> _AdapterUpdate:
         update, self._update = self._update, None
         if update is None:
             raise WeightUpdateError("no version of an adapter is open (a refused one is dropped); open one first")

@@ -256,7 +256,7 @@ class Engine:
             drawn = [(rows, draws), *drawn]
             ended += [(running, DeadEnd.of(running.number)) for running in table.running[dead]]
         for rows, draws in drawn:
-            complete = table.append(rows, draws, self.weights.versions_for(table.running[rows]))
+            complete = table.append(rows, draws, self.weights.versions_in(rows, table.running))
             self.counters.sampled_tokens += int(draws.finite.sum())
             ended += [(table.running[row], table.completion(row)) for row in complete]
             if not draws.finite.all():
@@ -272,7 +272,9 @@ class Engine:
         check_names(self.model, names)
 
     def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
-        """Opens an update to a later version. manifest: official name -> `weights.digest` of the stored tensor."""
+        """Opens an update to a later version. manifest: official name -> `k3rl.checkpoint.digest` of the stored
+        tensor.
+        """
         self.weights.open(WeightUpdate(version, manifest))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -116,7 +116,7 @@ class RolloutEngine(Protocol):
         ...
 
     def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
-        """Opens an update. manifest: official name -> `weights.digest` of the stored tensor."""
+        """Opens an update. manifest: official name -> `k3rl.checkpoint.digest` of the stored tensor."""
         ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

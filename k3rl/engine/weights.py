@@ -10,7 +10,7 @@ of. Peak memory: both models, and the stored tensors or the delta as it came. Ex
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -18,26 +18,14 @@ from torch import Tensor
 
 from k3rl.checkpoint import CheckpointError, fill, official_tensors
 from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
-from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
+from k3rl.checkpoint.manifest import digest, manifest_of
 from k3rl.checkpoint.official import StoredView, copy_with, second_model
 from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.memory import keep_experts_transposed
 from k3rl.engine.protocol import WeightUpdateError
-from k3rl.engine.running import Running
 from k3rl.model import K3ForCausalLM
 from k3rl.model.packed import serves_packed
 from k3rl.types import SamplingParams
-
-__all__ = [
-    "DeltaUpdate",
-    "ServedWeights",
-    "WeightUpdate",
-    "as_served",
-    "check_names",
-    "digest",
-    "manifest_digest",
-    "manifest_of",
-]
 
 
 def as_served(model: K3ForCausalLM, exact: bool) -> K3ForCausalLM:
@@ -175,11 +163,11 @@ class ServedWeights:
         """The version that a request with these parameters samples from: its adapter's, or the model's."""
         return self.adapters.version(params.adapter, self.version)
 
-    def versions_for(self, running: Collection[Running]) -> np.ndarray:
-        """`version_for` each of these requests, int64 [R]."""
+    def versions_in(self, rows: np.ndarray, running: np.ndarray) -> np.ndarray:
+        """`version_for` the request in each of these rows, int64 [R]; running: the `Running` of every row."""
         if not self.adapters.names:
-            return np.full(len(running), self.version)
-        return np.array([self.version_for(one.params) for one in running], np.int64)
+            return np.full(len(rows), self.version)
+        return np.array([self.version_for(one.params) for one in running[rows]], np.int64)
 
     def open(self, update: Update) -> None:
         """Begins an update. Raises WeightUpdateError while another one is open, where adapters are served, or when it

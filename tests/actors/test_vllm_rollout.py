@@ -16,10 +16,9 @@ from safetensors.torch import save
 
 from k3rl.actors import ClusterConfig, RolloutActor, RolloutConfig
 from k3rl.actors.weight_sync import Payload
-from k3rl.checkpoint import load_checkpoint, save_checkpoint
+from k3rl.checkpoint import load_checkpoint, manifest_of, save_checkpoint
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, InvalidRequest, WeightUpdateError
-from k3rl.engine.weights import manifest_of
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams

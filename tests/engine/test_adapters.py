@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.checkpoint import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.checkpoint.manifest import manifest_digest
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.engine import Engine, PrefixCache
 from k3rl.engine.adapters import AdapterHeader
 from k3rl.engine.protocol import InvalidRequest, WeightUpdateError
-from k3rl.engine.weights import manifest_of
 from k3rl.losses import CrossEntropy
 from k3rl.model import Adapter, LoraConfig
 from k3rl.model.lora import adapted

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.checkpoint import load_checkpoint
+from k3rl.checkpoint import load_checkpoint, manifest_of
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import (
     ContextExceeded,
@@ -33,7 +33,6 @@ from k3rl.engine import (
     VLLMEngine,
     WeightUpdateError,
 )
-from k3rl.engine.weights import manifest_of
 from k3rl.types import Completion, SamplingParams, StopReason
 
 URL = os.environ.get("K3RL_VLLM_URL")

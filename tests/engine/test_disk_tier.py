@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from k3rl.checkpoint import manifest_of
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, PrefixCache
 from k3rl.engine.prefix.cache import MemoryTier
 from k3rl.engine.prefix.disk_tier import DiskTier
-from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams
 
 TOLERANCE = 1e-9  # float64: only the order of summation differs between a cached and a computed prefix

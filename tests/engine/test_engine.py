@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.engine import Engine, RolloutEngine
 from k3rl.engine.protocol import EngineError, InvalidRequest, NonFiniteLogits, UnknownRequest
-from k3rl.engine.weights import manifest_of
 from k3rl.model import QuantizationConfig
 from k3rl.types import Completion, SamplingParams, StopReason
 

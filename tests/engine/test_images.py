@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.data.images import ImagePatches, rows_per_token, stack
 from k3rl.engine import Engine, InvalidRequest, NonFiniteLogits, PrefixCache
-from k3rl.engine.weights import manifest_of
 from k3rl.model import VisionConfig
 from k3rl.model.flat_step import FlatStep
 from k3rl.types import SamplingParams

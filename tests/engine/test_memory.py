@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from k3rl.checkpoint import manifest_of
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.scheduler import Scheduler
-from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams, StopReason
 
 TOLERANCE = 1e-9  # float64: preemption computes a state again in another order of summation

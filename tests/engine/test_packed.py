@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
+from k3rl.checkpoint import load_checkpoint, manifest_of, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import encode
 from k3rl.engine import Engine, WeightUpdateError
-from k3rl.engine.weights import manifest_of
 from k3rl.kernels import limits
 from k3rl.kernels.gemm import w4_grouped_skinny
 from k3rl.model import LoraConfig

@@ -8,12 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from k3rl.checkpoint import manifest_of
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.compute.decode_graph import CapturedDecode
 from k3rl.engine.compute.prefill_graph import RUNS, SEGMENTS, TOKENS, CapturedPrefill
-from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams
 
 TOLERANCE = 1e-9  # float64: only the order of summation differs

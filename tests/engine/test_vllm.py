@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
+from k3rl.checkpoint import digest as engine_digest
+from k3rl.checkpoint import manifest_of
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.config import MissingResource
 from k3rl.engine import Engine, EngineError, EngineLost, IncompatibleServer, InvalidRequest, VLLMEngine
 from k3rl.engine.vllm.client import Deadlines, Unreachable
 from k3rl.engine.vllm.vllm_worker import StagedUpdate, UpdateInfo, check_names, digest
 from k3rl.engine.vllm.weights import BACKEND
-from k3rl.engine.weights import digest as engine_digest
-from k3rl.engine.weights import manifest_of
 from k3rl.types import Completion, Constraint, SamplingParams, StopReason
 
 HERE = Path(__file__).parent

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3rl.checkpoint import load_checkpoint, save_checkpoint
+from k3rl.checkpoint import load_checkpoint, manifest_of, save_checkpoint
 from k3rl.checkpoint.delta import encode
 from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, WeightUpdateError
-from k3rl.engine.weights import manifest_of
 from k3rl.types import SamplingParams
 
 PROMPT, PARAMS = [5, 9, 2], SamplingParams(max_tokens=8, seed=1)

@@ -25,6 +25,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from torch import Tensor
 
+from k3rl.checkpoint import digest
 from k3rl.data.images import ImagePatches
 from k3rl.engine.protocol import EngineError, Outcome, PauseMode, WeightUpdateError
 from k3rl.engine.sampling import sampler
@@ -34,7 +35,6 @@ from k3rl.engine.vllm.live_requests import Request, Requests
 from k3rl.engine.vllm.server_state import ServerState
 from k3rl.engine.vllm.session import ModelShape, Session
 from k3rl.engine.vllm.weights import WeightTransfer
-from k3rl.engine.weights import digest
 from k3rl.model import K3Config
 from k3rl.types import Completion, SamplingParams
 
@@ -284,7 +284,9 @@ class VLLMEngine:
         self._transfer.init(names)
 
     def start_weight_update(self, version: int, manifest: Mapping[str, str]) -> None:
-        """Opens an update to a later version. manifest: official name -> `weights.digest` of the stored tensor."""
+        """Opens an update to a later version. manifest: official name -> `k3rl.checkpoint.digest` of the stored
+        tensor.
+        """
         self._state.refuse_if_lost()
         if version <= self.version:
             raise WeightUpdateError(f"version {version} is not later than {self.version}, which is served now")

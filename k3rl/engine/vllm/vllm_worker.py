@@ -29,7 +29,7 @@ BACKEND = "k3rl"
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """SHA-256, in hex, of dtype, shape and bytes: what a manifest holds (`k3rl.engine.weights.digest`)."""
+    """SHA-256, in hex, of dtype, shape and bytes: what a manifest holds (`k3rl.checkpoint.digest`)."""
     header = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}\n".encode()
     sha = hashlib.sha256(header)
     sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

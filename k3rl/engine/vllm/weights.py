@@ -25,7 +25,7 @@ BACKEND = "k3rl"  # the name under which `vllm_worker.py` registers
 
 
 @dataclass(slots=True)
-class _Update:
+class _SentUpdate:
     """What the manifest lists, what was sent, and where files of it lie."""
 
     version: int
@@ -53,7 +53,7 @@ class WeightTransfer:
             raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be at least 1")
         self._client, self._chunk_bytes, self._lose = client, chunk_bytes, lose
         self._folder = None if folder is None else Path(folder).resolve()
-        self._update: _Update | None = None
+        self._update: _SentUpdate | None = None
 
     def init(self, names: Iterable[str]) -> None:
         """Raises WeightUpdateError unless `names` are the tensors of the checkpoint that the server started with."""
@@ -64,7 +64,7 @@ class WeightTransfer:
         if self._update is not None:
             raise WeightUpdateError("another weight update is open; finish or abort it first")
         self._message("/start_weight_update", None)
-        self._update = _Update(version, dict(manifest))
+        self._update = _SentUpdate(version, dict(manifest))
 
     def send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Sends stored tensors. Raises WeightUpdateError and drops the update at the first that does not fit."""
@@ -150,7 +150,7 @@ class WeightTransfer:
         for place in update.files if update is not None else ():
             place.unlink(missing_ok=True)
 
-    def _send_part(self, update: _Update, part: dict[str, Tensor]) -> None:
+    def _send_part(self, update: _SentUpdate, part: dict[str, Tensor]) -> None:
         info: dict[str, Any]
         if self._folder is None:
             info = {"data": base64.b64encode(save(part)).decode()}
@@ -178,7 +178,7 @@ class WeightTransfer:
         except EngineError as error:
             self._lose(f"it does not answer any more: {error}")
 
-    def _opened(self) -> _Update:
+    def _opened(self) -> _SentUpdate:
         if self._update is None:
             raise WeightUpdateError(
                 "no weight update is open (a refused one is dropped); call start_weight_update first"
@@ -186,5 +186,5 @@ class WeightTransfer:
         return self._update
 
 
-def _refused(update: _Update, reason: str) -> WeightUpdateError:
+def _refused(update: _SentUpdate, reason: str) -> WeightUpdateError:
     return WeightUpdateError(f"weight version {update.version} refused: {reason}; send the whole version again")
