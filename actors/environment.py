@@ -8,12 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from k3rl.actors.jobs import EpisodeJob, Tasks
-from k3rl.envs import EnvConfig, EpisodeContext, make
-from k3rl.envs.faults import EngineFailed
+from k3rl.envs import (
+    BlockWatch,
+    EngineFailed,
+    EnvConfig,
+    EpisodeContext,
+    GuardedEnv,
+    GuardedHarness,
+    TurnSettings,
+    make,
+    run_episode,
+)
 from k3rl.envs.gateway import run_program
-from k3rl.envs.guard import BlockWatch, GuardedEnv, GuardedHarness
-from k3rl.envs.recording import TurnSettings
-from k3rl.envs.rollout import ContextOutgrown, run_episode
+from k3rl.envs.rollout import ContextOutgrown
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams

@@ -13,16 +13,22 @@ import torch
 
 from k3rl.actors.teachers import Teachers
 from k3rl.actors.weight_sync import BaseVersion, Link, Location, Publication, Transport, WeightSource
-from k3rl.checkpoint import load_checkpoint, save_adapter, save_checkpoint, weights_of
-from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.state_writer import StateWriter, refuse_foreign, restore
-from k3rl.checkpoint.train_state import TrainState, TrainStateError
-from k3rl.data.batch import TrainBatch
-from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.model.device import DeviceName, place_of
-from k3rl.model.lora import adapted
+from k3rl.checkpoint import (
+    StateWriter,
+    TrainState,
+    TrainStateError,
+    load_checkpoint,
+    refuse_foreign,
+    restore,
+    save_adapter,
+    save_checkpoint,
+    weights_fingerprint,
+    weights_of,
+)
+from k3rl.data import TrainBatch
+from k3rl.model import DeviceName, K3Config, K3ForCausalLM, adapted, place_of
 from k3rl.parallel import LearnerConfig, Loss, Mesh, Trainer, TrainerConfig, World, make_trainer, pair_cost
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 from k3rl.tokens import Tokenizer
 
 _NATIVE = LearnerConfig()

@@ -12,10 +12,9 @@ import ray
 
 from k3rl.actors.calls import ActorHung, ActorLost, no_answer, wait
 from k3rl.config import K3Error
-from k3rl.data.batch import TrainBatch
-from k3rl.data.packing import sequence_costs
+from k3rl.data import TrainBatch, sequence_costs
 from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, balanced_shares, find_lost
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 
 
 class LearnerGroup:

@@ -12,14 +12,12 @@ import torch
 
 from k3rl.actors.cluster import ClusterConfig, EngineConfig
 from k3rl.actors.weight_sync import BaseVersion, Link, Location, Payload, WeightSink, base_version
-from k3rl.checkpoint import is_adapter, load_checkpoint
-from k3rl.checkpoint.hf import StoredFiles
+from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint
 from k3rl.config import K3Error
-from k3rl.data.images import ImageError, ImagePatches, preprocess_files
+from k3rl.data import ImageError, ImagePatches, preprocess_files
 from k3rl.engine import ContextExceeded, Engine, PrefixCache, VLLMEngine, WeightUpdateError
 from k3rl.envs.rollout import ContextOutgrown
-from k3rl.model import K3Config
-from k3rl.model.device import place_of
+from k3rl.model import K3Config, place_of
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, SamplingParams
 

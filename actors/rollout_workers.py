@@ -11,9 +11,8 @@ from typing import Any
 from k3rl.actors.calls import outcome, wait
 from k3rl.actors.jobs import EpisodeJob
 from k3rl.actors.worker_pool import WorkerPool
-from k3rl.envs.faults import Breaker, FaultConfig, worth_retrying
-from k3rl.envs.rollout import gradable
-from k3rl.run.metrics import Accumulator
+from k3rl.envs import Breaker, FaultConfig, gradable, worth_retrying
+from k3rl.run import Accumulator
 from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams
 
 _FETCH_S = 30.0

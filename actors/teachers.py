@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from k3rl.checkpoint import load_checkpoint
-from k3rl.data.batch import TrainBatch
+from k3rl.data import TrainBatch
 from k3rl.parallel import Trainer, TrainerConfig
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from k3rl.envs.episode_state import BranchState, EpisodeState
-from k3rl.tokens import Tokenizer, xtml
-from k3rl.tokens.images import encoded_images, image_prompts, image_rows
+from k3rl.tokens import Tokenizer, encoded_images, image_prompts, image_rows, xtml
 from k3rl.types import (
     Branch,
     Budgets,

@@ -19,15 +19,13 @@ import numpy as np
 import torch
 
 from k3rl.checkpoint import assign_official_tensors, official_tensors
-from k3rl.data.batch import TrainBatch
-from k3rl.data.sft import encode_example, sft_sequence
+from k3rl.data import TrainBatch, encode_example, sft_sequence
 from k3rl.envs import make
 from k3rl.losses import CrossEntropy
-from k3rl.model import ABLATION_CHOICES, AblationConfig, K3Config, K3ForCausalLM, QuantizationConfig
-from k3rl.model.watch import watch_activations
+from k3rl.model import ABLATION_CHOICES, AblationConfig, K3Config, K3ForCausalLM, QuantizationConfig, watch_activations
 from k3rl.optim import Schedule
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.run.files import write_atomic
+from k3rl.run import write_atomic
 from k3rl.tokens import Tokenizer
 
 ENVIRONMENT = "coding-lists"

@@ -10,13 +10,12 @@ import datasets
 import numpy as np
 
 from k3rl.config import ConfigError, MissingResource
-from k3rl.data.batch import TrainBatch, TrainSequence
-from k3rl.data.sft import ChatDataset, chat_sequence, load_chat_dataset
+from k3rl.data import ChatDataset, TrainBatch, TrainSequence, chat_sequence, load_chat_dataset
 from k3rl.envs import make
 from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.start import resolve_start
-from k3rl.run.files import write_atomic
+from k3rl.run import write_atomic
 from k3rl.tokens import Tokenizer
 
 

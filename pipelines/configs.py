@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 
 from k3rl.actors import ClusterConfig
 from k3rl.config import NOT_HASHED, Config, ConfigError
-from k3rl.envs.config import EnvConfig
+from k3rl.envs import EnvConfig
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill
 from k3rl.optim import Schedule
 from k3rl.parallel import LearnerConfig, TrainerConfig, check_backend
-from k3rl.run.sinks import MetricsConfig
+from k3rl.run import MetricsConfig
 
 
 class QuantizationConfig(Config):

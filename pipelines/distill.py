@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from k3rl.actors.learner_group import LearnerGroup
-from k3rl.data.batch import TrainBatch, from_episodes
+from k3rl.actors import LearnerGroup
+from k3rl.data import TrainBatch, from_episodes
 from k3rl.parallel import Loss
 from k3rl.pipelines.configs import DistillConfig
 from k3rl.pipelines.curriculum import Curriculum

@@ -28,8 +28,7 @@ from k3rl.pipelines.evaluation import held_out
 from k3rl.pipelines.session import Session, open_session, with_restarts
 from k3rl.pipelines.stage import StageResult, cut_notes
 from k3rl.pipelines.start import check_start, resolve_start
-from k3rl.run import RunOptions
-from k3rl.run.summary import StageSummary, print_summary
+from k3rl.run import RunOptions, StageSummary, print_summary
 
 
 def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from k3rl.actors.learner_group import LearnerGroup
-from k3rl.data.batch import TrainBatch
+from k3rl.actors import LearnerGroup
+from k3rl.data import TrainBatch
 from k3rl.parallel import Loss
 from k3rl.pipelines.configs import DistillConfig, RLConfig
 from k3rl.pipelines.curriculum import Curriculum

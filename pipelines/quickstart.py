@@ -18,10 +18,7 @@ from k3rl.pipelines.evaluation import Evaluation, evaluate, held_out
 from k3rl.pipelines.session import Session, open_session, with_restarts
 from k3rl.pipelines.stage import StageResult, cut_notes
 from k3rl.pipelines.start import check_experts, check_layout
-from k3rl.run import RunOptions
-from k3rl.run.files import write_atomic
-from k3rl.run.metrics import read_metrics, series
-from k3rl.run.summary import StageSummary, plot_rewards, print_summary
+from k3rl.run import RunOptions, StageSummary, plot_rewards, print_summary, read_metrics, series, write_atomic
 
 
 def run(config: QuickstartConfig, options: RunOptions) -> dict[str, Any]:

@@ -13,12 +13,10 @@ import torch
 
 from k3rl.checkpoint import load_checkpoint
 from k3rl.config import NO_CHECKPOINT, ConfigError, K3Error, MissingResource
-from k3rl.data import from_episodes
-from k3rl.data.trajectories import ManifestEntry, TrajectoryError, read_groups, read_manifest
+from k3rl.data import ManifestEntry, TrajectoryError, from_episodes, read_groups, read_manifest
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.pipelines.start import resolve_start
-from k3rl.run import RunDirectory
-from k3rl.run.files import read_lines
+from k3rl.run import RunDirectory, read_lines
 from k3rl.types import Branch, Episode, Scored, Turn
 
 TOLERANCE = 5e-4  # nats, of any token: what engine and learner keep to in float32 on a trained model

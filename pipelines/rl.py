@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.actors.learner_group import LearnerGroup
-from k3rl.data.batch import TrainBatch, from_episodes
+from k3rl.actors import LearnerGroup
+from k3rl.data import TrainBatch, from_episodes
 from k3rl.losses import group_advantages
 from k3rl.parallel import Loss
 from k3rl.pipelines.configs import RLConfig

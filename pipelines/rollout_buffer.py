@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k3rl.data.trajectories import ManifestEntry, TrajectoryWriter, read_groups
+from k3rl.data import ManifestEntry, TrajectoryWriter, read_groups
 from k3rl.pipelines.configs import RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.rollout_metrics import publication_metrics
 from k3rl.pipelines.stage import Stage
 from k3rl.pipelines.start import policy_sampling
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 from k3rl.types import Group
 
 

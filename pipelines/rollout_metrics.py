@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from k3rl.config import K3Error
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 from k3rl.types import Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason
 
 

@@ -13,15 +13,13 @@ from typing import Any, TypeVar
 from k3rl.actors import ActorLost, Fleet, FleetConfig, start_fleet, start_ray
 from k3rl.actors.weight_sync import Canary
 from k3rl.config import to_tree
-from k3rl.data.trajectories import TrajectoryWriter
+from k3rl.data import TrajectoryWriter
 from k3rl.envs import make
 from k3rl.envs.sandbox import provider_named
 from k3rl.parallel import PeerFailed
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
-from k3rl.run import MetricsWriter, Recorder, RunDirectory, RunOptions
-from k3rl.run.progress import Progress
-from k3rl.run.sinks import check_sinks, open_sinks
+from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Group, Message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from k3rl.actors import LearnerGroup
-from k3rl.data.batch import TrainBatch
+from k3rl.data import TrainBatch
 from k3rl.parallel import Loss
 from k3rl.pipelines.chat_data import ChatBatches, chat_data
 from k3rl.pipelines.configs import SFTConfig

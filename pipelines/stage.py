@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3rl.checkpoint.train_state import chosen_train_state, clear_unfinished, go_back_to, prune_train_states
+from k3rl.checkpoint import chosen_train_state, clear_unfinished, go_back_to, prune_train_states
 from k3rl.config import ConfigError
 from k3rl.pipelines.configs import StageConfig
 from k3rl.pipelines.session import Session
-from k3rl.run.files import write_atomic
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator, write_atomic
 
 if TYPE_CHECKING:
     from k3rl.pipelines.rollout_buffer import RolloutBuffer

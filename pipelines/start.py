@@ -6,12 +6,10 @@ from pathlib import Path
 
 from k3rl.actors import ClusterConfig, Fleet, LearnerGroup
 from k3rl.actors.weight_sync import POLICY
-from k3rl.checkpoint import is_adapter, weights_of
-from k3rl.checkpoint.adapter import read_adapter_config
+from k3rl.checkpoint import is_adapter, read_adapter_config, weights_of
 from k3rl.config import ConfigError
 from k3rl.model import K3Config
-from k3rl.parallel import check_slices, data_degree
-from k3rl.parallel.mesh import expert_run
+from k3rl.parallel import check_slices, data_degree, expert_run
 from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
 from k3rl.types import SamplingParams
 

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from k3rl.config import K3Error
-from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.data import TrainBatch, TrainSequence
 from k3rl.types import SamplingParams
 
 _TOKENS = 4

@@ -12,9 +12,9 @@ from k3rl.actors.weight_sync.buckets import content_of, tensors_in
 from k3rl.actors.weight_sync.payload import BaseVersion, Encoding, Payload
 from k3rl.actors.weight_sync.transfer import Link, Receiver, TransferBroken
 from k3rl.actors.weight_sync.transport import Location, location_here
-from k3rl.checkpoint.manifest import manifest_digest
+from k3rl.checkpoint import manifest_digest
 from k3rl.engine import Engine, VLLMEngine, WeightUpdateError
-from k3rl.model.device import DeviceName, place_of
+from k3rl.model import DeviceName, place_of
 
 
 def base_version(engine: Engine | VLLMEngine) -> BaseVersion:

@@ -13,11 +13,8 @@ from k3rl.actors.weight_sync.buckets import Bucket, BytesBucket, tensor_buckets
 from k3rl.actors.weight_sync.payload import POLICY, BaseVersion, Encoding, Payload, Publication
 from k3rl.actors.weight_sync.transfer import Link, Sender
 from k3rl.actors.weight_sync.transport import Location, Transport, location_here
-from k3rl.checkpoint import official_tensors
-from k3rl.checkpoint.delta import BUCKET_BYTES, encode
-from k3rl.checkpoint.manifest import manifest_digest, manifest_of
-from k3rl.checkpoint.official import collected_tensors
-from k3rl.engine.adapters import AdapterHeader
+from k3rl.checkpoint import BUCKET_BYTES, collected_tensors, encode, manifest_digest, manifest_of, official_tensors
+from k3rl.engine import AdapterHeader
 from k3rl.model import K3ForCausalLM
 from k3rl.parallel import Trainer
 from k3rl.types import WeightVersion

@@ -18,7 +18,7 @@ from k3rl.envs.judge.shown import Submission
 from k3rl.envs.judge.tournament import Pair, bradley_terry, schedule, win_rates
 from k3rl.envs.judge.verdict import Asking, Criterion, compare, write_rubric
 from k3rl.envs.rubric import FunctionGrader
-from k3rl.tokens.images import shown_text
+from k3rl.tokens import shown_text
 from k3rl.types import Failed, FailureKind, Score, Scored, Task
 
 

@@ -14,11 +14,9 @@ from k3rl.checkpoint.official import official_tensors
 from k3rl.checkpoint.state_writer import refuse_foreign, restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
 from k3rl.config import K3Error
-from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.model.lora import adapted, merge
+from k3rl.model import K3Config, K3ForCausalLM, adapted, merge
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.tokens import Tokenizer
-from k3rl.tokens.vocab import RANKS_FILE, SMALL_FILE
+from k3rl.tokens import RANKS_FILE, SMALL_FILE, Tokenizer
 
 _ONE_PROCESS = {
     "expert_parallel": 1, "context_parallel": 1, "shard_frozen": 1, "packed_experts": False, "capture": "off",

@@ -25,10 +25,9 @@ from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_a
 from k3rl.checkpoint.card import CARD, card_text
 from k3rl.checkpoint.official import CheckpointError, collected_tensors, fill, official_tensors
 from k3rl.checkpoint.replace import flush, locked, put_in_place, recover, scratch_beside, scratch_name
-from k3rl.data.images import ImageConfig
-from k3rl.model import K3Config, K3ForCausalLM, QuantizationConfig, VisionConfig
-from k3rl.model.packed import serves_packed
-from k3rl.parallel.mesh import Mesh
+from k3rl.data import ImageConfig
+from k3rl.model import K3Config, K3ForCausalLM, QuantizationConfig, VisionConfig, serves_packed
+from k3rl.parallel import Mesh
 from k3rl.tokens import TOKENIZER_FILES
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

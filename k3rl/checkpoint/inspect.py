@@ -14,8 +14,7 @@ from typing import Any
 
 from k3rl.checkpoint.hf import CONFIG, StoredFiles, as_stored
 from k3rl.checkpoint.official import CheckpointError
-from k3rl.model import K3Config
-from k3rl.model.table import TensorEntry, active_parameters, tensor_table
+from k3rl.model import K3Config, TensorEntry, active_parameters, tensor_table
 from k3rl.numerics import mx
 
 NAMED = ("k3-nano", "k3-mini", "k3-small", "k3")

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from k3rl.config import K3Error
-from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.model.packed import (
+from k3rl.model import (
     EXPERT_NAME,
     PACKED_RUN_BYTES,
+    K3Config,
+    K3ForCausalLM,
     PackedExperts,
     assign_parameter,
     fill_packed,
@@ -32,7 +33,7 @@ from k3rl.model.packed import (
     stored_block,
 )
 from k3rl.numerics import mx, stored_dtype
-from k3rl.parallel.mesh import Mesh, expert_run
+from k3rl.parallel import Mesh, expert_run
 
 NAN_SCALE = 255
 STACK_ELEMENTS = 2**22  # of experts packed or unpacked in one call

@@ -13,7 +13,7 @@ from torch import Tensor
 from k3rl.checkpoint.train_state import Owned, Rows, TrainState, TrainStateError, commit, report_failure, write_shard
 from k3rl.model import K3Config, LoraConfig
 from k3rl.optim import OptimizerStateError
-from k3rl.parallel.agree import flat
+from k3rl.parallel import flat
 
 _RNG = "rng/{device}/rank_{rank}"
 

@@ -13,7 +13,7 @@ from k3rl.cli.launch import PIPELINES, parse_launch
 from k3rl.cli.output import print_json
 from k3rl.cli.parser import Parser, unknown
 from k3rl.config import ConfigError, config_hash, diff, flatten, to_tree
-from k3rl.run.directory import RunDirectory
+from k3rl.run import RunDirectory
 
 USAGE = """\
 usage: k3rl config show {sft,rl,distill} [PRESET] [@ FILE.toml ...] [--dotted.key VALUE ...] [--json]

@@ -11,14 +11,9 @@ from typing import Any
 from k3rl.cli.output import print_json
 from k3rl.cli.parser import Parser, unknown
 from k3rl.config import Config, ConfigError, K3Error, MissingResource, load, read_toml, split_words
-from k3rl.envs import Environment, make, names
+from k3rl.envs import Environment, builtin_names, gradable, honest, make, names, write_package
 from k3rl.envs.check import Report, check
-from k3rl.envs.faults import honest
-from k3rl.envs.registry import builtin_names
-from k3rl.envs.rollout import gradable
-from k3rl.envs.scaffold import write_package
-from k3rl.run.recorder import score_row
-from k3rl.run.terminal import visible
+from k3rl.run import score_row, visible
 from k3rl.types import Failed, Score, StopReason, Task
 
 USAGE = """\

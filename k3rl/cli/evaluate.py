@@ -33,8 +33,8 @@ def evaluate(words: Sequence[str]) -> int:
         raise ConfigError(f"eval wants a checkpoint and an environment\n{USAGE}", key="eval")
     files, flags = split_words([word for word in rest if word])
     from k3rl import pipelines
-    from k3rl.actors.cluster import ClusterConfig
-    from k3rl.pipelines.configs import EvalConfig
+    from k3rl.actors import ClusterConfig
+    from k3rl.pipelines import EvalConfig
 
     class EvalWords(EvalConfig):
         env_args: dict[str, Any] = {}

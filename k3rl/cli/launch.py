@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from k3rl.cli.parser import unknown
 from k3rl.config import Config, ConfigError, Flag, as_config_error, load, split_words
-from k3rl.run.options import RunOptions
+from k3rl.run import RunOptions
 
 PIPELINES = ("sft", "rl", "distill")
 
@@ -87,7 +87,7 @@ def _preset_function(pipeline: str, name: str) -> Callable[[], Config]:
             return getattr(import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"cannot import the preset {name!r}: {error}", key="preset", got=name) from None
-    from k3rl.pipelines.presets import PRESETS
+    from k3rl.pipelines import PRESETS
 
     if name not in PRESETS[pipeline]:
         raise unknown(f"{pipeline} preset", name, list(PRESETS[pipeline]))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from k3rl.run.files import to_line
+from k3rl.run import to_line
 
 
 def print_json(result: Mapping[str, Any]) -> None:

@@ -11,16 +11,25 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from k3rl.config import ConfigError, MissingResource
-from k3rl.envs import Budgets, Env, Environment, EpisodeContext, Observation, Task
-from k3rl.envs.base import NoSnapshot
-from k3rl.envs.episode_state import BrokenState, EpisodeState
-from k3rl.envs.played import MAX_TURN_TOKENS, ObservedEnv, sampled
-from k3rl.envs.recording import TurnSettings
-from k3rl.envs.rollout import run_episode
+from k3rl.envs import (
+    MAX_TURN_TOKENS,
+    BrokenState,
+    Budgets,
+    Env,
+    Environment,
+    EpisodeContext,
+    EpisodeState,
+    NoSnapshot,
+    Observation,
+    ObservedEnv,
+    Task,
+    TurnSettings,
+    run_episode,
+    sampled,
+)
 from k3rl.envs.sandbox import ProgramRunner, provider_named
-from k3rl.run.terminal import framed
-from k3rl.tokens import Tokenizer
-from k3rl.tokens.images import shown_text
+from k3rl.run import framed
+from k3rl.tokens import Tokenizer, shown_text
 from k3rl.types import Completion, EncodedImage, Episode, Message, SamplingParams, StopReason, ToolCall
 
 HELP = """\

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from k3rl.cli.output import print_json
 from k3rl.cli.parser import Parser
-from k3rl.run.recorder import score_row
-from k3rl.run.terminal import framed, visible
+from k3rl.run import framed, score_row, visible
 
 if TYPE_CHECKING:
-    from k3rl.pipelines.replay import Rescored, Stored
+    from k3rl.pipelines import Rescored, Stored
     from k3rl.tokens import Tokenizer
     from k3rl.types import Turn
 
@@ -36,7 +35,7 @@ def replay(words: Sequence[str]) -> int:
     arguments = parser.read(words)
     if arguments is None:
         return 0
-    from k3rl.pipelines.replay import TOLERANCE, find_episode, rescore
+    from k3rl.pipelines import TOLERANCE, find_episode, rescore
     from k3rl.tokens import Tokenizer
 
     stored = find_episode(arguments.run, arguments.episode)
@@ -130,7 +129,7 @@ def _table(turn: Turn, scored: list[float] | None, tokenizer: Tokenizer) -> Iter
 
 
 def _verdict(found: Rescored) -> Iterator[str]:
-    from k3rl.pipelines.replay import KL_BOUND
+    from k3rl.pipelines import KL_BOUND
 
     far = f"differences of {found.mean:.1e} in the mean and {found.largest:.1e} at most"
     yield f"{found.checkpoint}: KL {found.kl:.2e} nats a token over {found.tokens} tokens, {far}"

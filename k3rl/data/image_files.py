@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from k3rl.tokens.images import IMAGE_KINDS, data_url
+from k3rl.tokens import IMAGE_KINDS, data_url
 from k3rl.types import EncodedImage, Episode, Group
 
 IMAGE_SCHEMA = pa.schema(

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from k3rl.tokens import xtml
-from k3rl.tokens.images import (
+from k3rl.tokens import (
     RELEASED_IMAGES,
     ImageConfig,
     ImageError,
@@ -27,6 +26,7 @@ from k3rl.tokens.images import (
     part_source,
     target_size,
     url_bytes,
+    xtml,
 )
 from k3rl.types import EncodedImage, Message
 

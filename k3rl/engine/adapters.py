@@ -16,10 +16,9 @@ from typing import TypeVar
 from pydantic import ValidationError
 from torch import Tensor
 
-from k3rl.checkpoint.manifest import digest
+from k3rl.checkpoint import digest
 from k3rl.engine.protocol import InvalidRequest, WeightUpdateError
-from k3rl.model import Adapter, AdapterError, K3ForCausalLM, LoraConfig
-from k3rl.model.lora import adapted
+from k3rl.model import Adapter, AdapterError, K3ForCausalLM, LoraConfig, adapted
 from k3rl.types import SamplingParams
 
 T = TypeVar("T")

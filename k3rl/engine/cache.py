@@ -19,7 +19,7 @@ from torch import Tensor
 from k3rl.engine.memory import states_budget
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix.cache import FixedState, Hit, RoutePieces, TokenStates
-from k3rl.kernels.kda.operator import CHUNK
+from k3rl.kernels.kda import CHUNK
 from k3rl.model import Cache, K3ForCausalLM
 
 # Rows times heads of a pool from which on the decode kernel that defers writes is the faster one.

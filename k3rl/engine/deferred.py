@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.kernels.kda.decode import PendingRows, flush_pending
-from k3rl.kernels.kda.operator import CHUNK
+from k3rl.kernels.kda import CHUNK, PendingRows, flush_pending
 
 
 class DeferredTokens:

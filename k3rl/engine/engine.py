@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.data.images import ImagePatches
+from k3rl.data import ImagePatches
 from k3rl.engine import diagnose
 from k3rl.engine.batch import Batch
 from k3rl.engine.cache import MemoryPlan, StatePool

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.data.images import ImagePatches, stack
+from k3rl.data import ImagePatches, stack
 from k3rl.engine.protocol import InvalidRequest
-from k3rl.model import K3Config, K3ForCausalLM
-from k3rl.model.vision import check_grids
+from k3rl.model import K3Config, K3ForCausalLM, check_grids
 
 _SIGN = np.int64(np.iinfo(np.int64).min)
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from k3rl.engine.deferred import DeferredTokens
 from k3rl.engine.page_table import PageTable
 from k3rl.engine.protocol import EngineError
-from k3rl.model import K3Config
-from k3rl.model.cache import Slots, StepCache, slot_index
+from k3rl.model import K3Config, Slots, StepCache, slot_index
 
 
 class PagedCache:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from k3rl.data.images import ImagePatches
+from k3rl.data import ImagePatches
 from k3rl.engine.images import Placed, expand
 from k3rl.engine.protocol import ContextExceeded, InvalidRequest
 from k3rl.engine.running import Running

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from k3rl.config import K3Error
-from k3rl.data.images import ImagePatches
+from k3rl.data import ImagePatches
 from k3rl.types import Alternatives, Completion, SamplingParams
 
 PauseMode: TypeAlias = Literal["keep", "abort", "wait"]

@@ -16,15 +16,23 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from k3rl.checkpoint import CheckpointError, fill, official_tensors
-from k3rl.checkpoint.delta import DeltaDecoder, DeltaError, DeltaHeader
-from k3rl.checkpoint.manifest import digest, manifest_of
-from k3rl.checkpoint.official import StoredView, copy_with, second_model
+from k3rl.checkpoint import (
+    CheckpointError,
+    DeltaDecoder,
+    DeltaError,
+    DeltaHeader,
+    StoredView,
+    copy_with,
+    digest,
+    fill,
+    manifest_of,
+    official_tensors,
+    second_model,
+)
 from k3rl.engine.adapters import AdapterStore
 from k3rl.engine.memory import keep_experts_transposed
 from k3rl.engine.protocol import WeightUpdateError
-from k3rl.model import K3ForCausalLM
-from k3rl.model.packed import serves_packed
+from k3rl.model import K3ForCausalLM, serves_packed
 from k3rl.types import SamplingParams
 
 

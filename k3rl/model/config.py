@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from k3rl.model.ablation import K3_PARTS, AblationConfig, ModelConfigError
-from k3rl.tokens.special_ids import K3_SPECIAL_IDS, SMALL_SPECIAL_IDS
+from k3rl.tokens import K3_SPECIAL_IDS, SMALL_SPECIAL_IDS
 
 MX_BLOCK = 32  # elements that share one scale
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from k3rl.kernels.cuda_graph import KeyedStep
+from k3rl.kernels import KeyedStep
 from k3rl.optim.buckets import FixedGradients, storage_kind
 from k3rl.optim.joined import joined
 

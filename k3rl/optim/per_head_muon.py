@@ -17,8 +17,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from k3rl.kernels import limits
-from k3rl.kernels.cuda_graph import KeyedStep, Replay, Run, record
+from k3rl.kernels import KeyedStep, limits
+from k3rl.kernels.cuda_graph import Replay, Run, record
 from k3rl.optim.buckets import AdamRates, Due, FixedGradients, MuonRates, Project, product_dtype
 from k3rl.optim.classify import HeadLayout, ParamInfo, trained
 from k3rl.optim.config import MuonConfig

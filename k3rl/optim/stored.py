@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from k3rl.kernels.optim.muon import mxfp4
+from k3rl.kernels.optim import mxfp4
 from k3rl.numerics import project, stored_dtype
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from k3rl.config import Config, ConfigError
-from k3rl.data.batch import TrainBatch
+from k3rl.data import TrainBatch
 from k3rl.model import K3ForCausalLM
 from k3rl.parallel.frozen import check_slices
 from k3rl.parallel.liveness import PeerFailed

@@ -24,20 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from k3rl.data.batch import TrainBatch
-from k3rl.kernels.cuda_graph import CapturedStep, CaptureError, GraphPool, StagedInputs
+from k3rl.data import TrainBatch
+from k3rl.kernels import CapturedStep, GraphPool, StagedInputs
+from k3rl.kernels.cuda_graph import CaptureError
 from k3rl.kernels.kda import sequence_tables
 from k3rl.losses import LossInputs, LossOutput, Tallied, target_logprobs
-from k3rl.model import K3ForCausalLM
-from k3rl.model.gated import SiTU, SwiGLU
-from k3rl.model.kda import KimiDeltaAttention
-from k3rl.model.layout import FixedLayout
-from k3rl.model.moe import MLP, ExpertBank
+from k3rl.model import MLP, ExpertBank, FixedLayout, K3ForCausalLM, KimiDeltaAttention, SiTU, SwiGLU
 from k3rl.parallel.flat_gradients import FlatGradients
 from k3rl.parallel.forward_backward import EagerForwardBackward, Failure, ForwardBackward, Loss, StepInputs, add_loss
 from k3rl.parallel.model_on_mesh import ModelOnMesh
 from k3rl.parallel.statistics import Statistics, fresh_tokens
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 
 GRAPHS = 8  # at most; the one that was not used for the longest time goes
 _LEAST_TOKENS, _LEAST_LONGEST = 64, 256

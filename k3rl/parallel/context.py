@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from k3rl.config import K3Error
-from k3rl.data.batch import TrainBatch
-from k3rl.data.images import ImagePatches
+from k3rl.data import ImagePatches, TrainBatch
 from k3rl.model import K3Config
 from k3rl.model.costs import MicroBatch, flops
 from k3rl.parallel.mesh import Axis

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from k3rl.data.batch import TrainBatch
-from k3rl.data.images import ImagePatches, stack
-from k3rl.model import K3ForCausalLM
-from k3rl.model.exact import exact_logprobs, fixed_arithmetic
+from k3rl.data import ImagePatches, TrainBatch, stack
+from k3rl.model import K3ForCausalLM, exact_logprobs, fixed_arithmetic
 from k3rl.types import SamplingMasks
 
 

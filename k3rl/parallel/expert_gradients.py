@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from k3rl.model import K3ForCausalLM
-from k3rl.model.bank_gradients import EXPERT_LEAVES, clear_gradients
+from k3rl.model import EXPERT_LEAVES, K3ForCausalLM, clear_gradients
 from k3rl.optim import FixedGradients
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a parameter's name: which expert it is of

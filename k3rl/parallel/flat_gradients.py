@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from k3rl.kernels.optim.add_many import Table, add_many
+from k3rl.kernels.optim import Table, add_many
 from k3rl.model import K3ForCausalLM
 from k3rl.optim import fill_buckets, storage_kind, trained
 

@@ -11,14 +11,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from k3rl.data.batch import TrainBatch
+from k3rl.data import TrainBatch
 from k3rl.losses import LossInputs, LossOutput
 from k3rl.optim import AuxiliaryLoss
 from k3rl.parallel.context import ContextShare
 from k3rl.parallel.model_on_mesh import ModelOnMesh
 from k3rl.parallel.nonfinite import NonFiniteLoss, bad_loss, explain_loss, listed
 from k3rl.parallel.statistics import Statistics
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 
 Loss = Callable[[LossInputs], LossOutput]
 

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from k3rl.config import ConfigError
-from k3rl.model import K3ForCausalLM
-from k3rl.model.joined import joined_in
-from k3rl.optim.buckets import master_dtype
+from k3rl.model import K3ForCausalLM, joined_in
+from k3rl.optim import master_dtype
 from k3rl.parallel.mesh import Axis, Mesh
 from k3rl.parallel.world import World
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from k3rl.model.bank_gradients import BankGradients
+from k3rl.model import BankGradients
 from k3rl.optim import master_dtype
 from k3rl.parallel.flat_bucket import FlatBucket, flat_buckets, layout_digest, reduce_to_owners
 from k3rl.parallel.side_stream import side_stream

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.data.batch import TrainBatch
-from k3rl.data.images import stack
+from k3rl.data import TrainBatch, stack
 from k3rl.losses import LossInputs, target_logprobs
-from k3rl.model import K3ForCausalLM
-from k3rl.model.lora import prepare_adapter
+from k3rl.model import K3ForCausalLM, prepare_adapter
 from k3rl.parallel.agree import agree_on_start, check_layout
 from k3rl.parallel.context import ContextParallel, ContextShare, pair_cost
 from k3rl.parallel.exact import ValueOf, exact_target_logprobs

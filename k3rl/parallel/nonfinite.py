@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from k3rl.config import K3Error
-from k3rl.data.batch import TrainBatch
+from k3rl.data import TrainBatch
 from k3rl.losses import LossInputs
 from k3rl.model import K3ForCausalLM
 

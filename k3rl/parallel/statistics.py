@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.data.batch import TrainBatch
+from k3rl.data import TrainBatch
 from k3rl.model import K3ForCausalLM
 from k3rl.optim import QuantileBalancer, fixed_step
 from k3rl.parallel.context import ContextShare
 from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.world import World
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 
 _NONE = float("-inf")
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from k3rl.config import ConfigError
-from k3rl.data.batch import TrainBatch
+from k3rl.data import TrainBatch
 from k3rl.losses import LossInputs, LossOutput
 from k3rl.model import K3ForCausalLM
 from k3rl.optim import QuantileBalancer
@@ -34,7 +34,7 @@ from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.side_stream import on_side_stream, record_event
 from k3rl.parallel.statistics import Statistics, balance, balance_due
 from k3rl.parallel.zero import gather_tensors
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 
 
 class Trainer:

@@ -7,9 +7,8 @@ import re
 from collections import Counter
 from functools import cache
 
-from k3rl.model import K3Config
+from k3rl.model import K3Config, tensor_table
 from k3rl.model.costs import ROUTED
-from k3rl.model.table import tensor_table
 from k3rl.planner.inputs import Method
 from k3rl.planner.shares import DeviceParameters, model_counts
 

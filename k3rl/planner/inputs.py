@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from k3rl.config import ConfigError
-from k3rl.kernels.dispatch import HEAD_DIMS
+from k3rl.kernels import HEAD_DIMS
 from k3rl.model import K3Config
-from k3rl.parallel.settings import TrainerConfig
+from k3rl.parallel import TrainerConfig
 
 GIB = 2**30
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 
-from k3rl.losses.logprob import TABLE_ELEMENTS
+from k3rl.losses import TABLE_ELEMENTS
 from k3rl.model import K3Config, costs
 from k3rl.model.costs import ROUTED, WIDE, MicroBatch
-from k3rl.optim.buckets import BUCKET_ELEMENTS
-from k3rl.optim.offload import SLOTS
+from k3rl.optim import BUCKET_ELEMENTS, SLOTS
 from k3rl.planner.frozen import cut_bytes, gathered_numbers
 from k3rl.planner.inputs import GIB, Cluster, Layout, Method
 from k3rl.planner.optimizer import optimizer_costs

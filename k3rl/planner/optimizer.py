@@ -7,12 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
-from k3rl.model import K3Config
+from k3rl.model import K3Config, tensor_table
 from k3rl.model.costs import ROUTED, WIDE
-from k3rl.model.table import tensor_table
-from k3rl.optim.buckets import BUCKET_ELEMENTS
-from k3rl.optim.classify import classify
-from k3rl.optim.newton_schulz import STEPS
+from k3rl.optim import BUCKET_ELEMENTS, STEPS, classify
 
 
 @dataclass(frozen=True, slots=True)

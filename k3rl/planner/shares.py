@@ -11,10 +11,9 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from k3rl.model import K3Config, costs
+from k3rl.model import K3Config, costs, tensor_table
 from k3rl.model.costs import ROUTED, MicroBatch
-from k3rl.model.table import tensor_table
-from k3rl.parallel.context import balanced_cuts, pair_cost
+from k3rl.parallel import balanced_cuts, pair_cost
 from k3rl.planner.inputs import Layout, Method, Workload
 
 UNITS = 1 << 14  # that a micro-batch is cut in here: a share is known to one part in a thousand

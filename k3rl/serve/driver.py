@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from k3rl.data.images import ImagePatches
-from k3rl.engine.engine import Engine
-from k3rl.engine.protocol import EngineError, Outcome, Tokens, UnknownRequest
+from k3rl.data import ImagePatches
+from k3rl.engine import Engine, EngineError, Outcome, Tokens, UnknownRequest
 from k3rl.types import Completion, SamplingParams
 
 T = TypeVar("T")

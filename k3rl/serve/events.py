@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from k3rl.engine.protocol import EngineError, InvalidRequest, Tokens
+from k3rl.engine import EngineError, InvalidRequest, Tokens
 from k3rl.serve.driver import Stream
 from k3rl.serve.job import Choice
 from k3rl.tokens import openai

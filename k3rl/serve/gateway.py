@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from k3rl.data.images import preprocess_files
-from k3rl.engine.protocol import ContextExceeded, InvalidRequest
+from k3rl.data import preprocess_files
+from k3rl.engine import ContextExceeded, InvalidRequest
 from k3rl.envs import ContextOutgrown
 from k3rl.envs.gateway import MAX_BODY_BYTES, Answer, GatewaySession, answer, models, not_found
 from k3rl.serve.driver import EngineDriver

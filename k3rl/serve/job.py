@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from k3rl.engine.protocol import Tokens
+from k3rl.engine import Tokens
 from k3rl.serve.driver import Stream
 from k3rl.tokens import Tokenizer, openai, xtml
 from k3rl.tokens.openai import Channels, ChatRequest, PlainText, TextRequest

@@ -25,12 +25,9 @@ from starlette.routing import Route
 
 from k3rl.checkpoint import load_checkpoint
 from k3rl.config import ConfigError, MissingResource
-from k3rl.data.images import ImagePatches, preprocess_files
-from k3rl.engine.engine import Engine
-from k3rl.engine.prefix.cache import PrefixCache
-from k3rl.engine.protocol import ContextExceeded, EngineError, InvalidRequest, Tokens
-from k3rl.engine.sampling.sampler import request_samples
-from k3rl.model.device import DeviceName, place_of
+from k3rl.data import ImagePatches, preprocess_files
+from k3rl.engine import ContextExceeded, Engine, EngineError, InvalidRequest, PrefixCache, Tokens, request_samples
+from k3rl.model import DeviceName, place_of
 from k3rl.serve.driver import EngineDriver
 from k3rl.serve.events import EventStream, disconnected, merged
 from k3rl.serve.job import Job

@@ -25,12 +25,9 @@ from k3rl.engine.compute.shape_buckets import CurrentModel, Shape, ShapeBucket, 
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.sampling.device_sampler import unpacked
 from k3rl.engine.sampling.sampler import Draws
-from k3rl.kernels.cuda_graph import CapturedStep, StagedInputs
-from k3rl.kernels.sampling.draw import draw
-from k3rl.model import K3ForCausalLM
-from k3rl.model.cache import StepCache
-from k3rl.model.fuse import fused
-from k3rl.model.kda import KimiDeltaAttention
+from k3rl.kernels import CapturedStep, StagedInputs
+from k3rl.kernels.sampling import draw
+from k3rl.model import K3ForCausalLM, KimiDeltaAttention, StepCache, fused
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = 1 << 22  # latents that a layer gathers at once: 2 to 5 GiB

@@ -29,8 +29,7 @@ from k3rl.engine.memory import keeps_copies
 from k3rl.engine.sampling import sampler
 from k3rl.engine.sampling.sampler import Draws
 from k3rl.engine.weights import ServedWeights
-from k3rl.model import K3ForCausalLM
-from k3rl.model.flat_step import FlatStep
+from k3rl.model import FlatStep, K3ForCausalLM
 
 
 class Decoded(NamedTuple):

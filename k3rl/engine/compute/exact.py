@@ -18,8 +18,7 @@ from k3rl.engine.images import Features, Placed, image_inputs
 from k3rl.engine.rows import RowTable
 from k3rl.engine.sampling import sampler
 from k3rl.engine.sampling.sampler import Allowed, Biases, Draws
-from k3rl.model import K3ForCausalLM
-from k3rl.model.exact import EXACT_BLOCK, exact_hidden, exact_logits, exact_logprob, fixed_arithmetic
+from k3rl.model import EXACT_BLOCK, K3ForCausalLM, exact_hidden, exact_logits, exact_logprob, fixed_arithmetic
 
 
 def whole_blocks(tokens: int) -> int:

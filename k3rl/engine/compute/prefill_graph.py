@@ -20,11 +20,8 @@ from torch import Tensor
 from k3rl.engine.compute.decode_graph import captures
 from k3rl.engine.compute.shape_buckets import CurrentModel, Shape, ShapeBucket, ShapeBuckets
 from k3rl.engine.paged import PagedCache
-from k3rl.kernels import limits
-from k3rl.kernels.cuda_graph import CapturedStep, StagedInputs
-from k3rl.model import K3ForCausalLM
-from k3rl.model.cache import ChunkCache
-from k3rl.model.layout import FixedLayout
+from k3rl.kernels import CapturedStep, StagedInputs, limits
+from k3rl.model import ChunkCache, FixedLayout, K3ForCausalLM
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024)
 SEGMENTS = (1, 8)

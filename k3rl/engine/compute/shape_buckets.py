@@ -12,9 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from k3rl.kernels.cuda_graph import CapturedStep, GraphPool
-from k3rl.model import K3ForCausalLM
-from k3rl.model.side_stream import side_streams
+from k3rl.kernels import CapturedStep, GraphPool
+from k3rl.model import K3ForCausalLM, side_streams
 
 Shape = tuple[int, int]
 Inputs = TypeVar("Inputs")

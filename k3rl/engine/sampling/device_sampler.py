@@ -13,7 +13,7 @@ from torch import Tensor
 
 from k3rl.engine.sampling import sampler
 from k3rl.engine.sampling.sampler import Allowed, Biases, Draws
-from k3rl.kernels.sampling.draw import draw
+from k3rl.kernels.sampling import draw
 
 
 def sample(

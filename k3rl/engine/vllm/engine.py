@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from k3rl.checkpoint import digest
-from k3rl.data.images import ImagePatches
+from k3rl.data import ImagePatches
 from k3rl.engine.protocol import EngineError, Outcome, PauseMode, WeightUpdateError
 from k3rl.engine.sampling import sampler
 from k3rl.engine.vllm import wire

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from k3rl.data.images import ImagePatches
+from k3rl.data import ImagePatches
 from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.vllm import wire
 from k3rl.engine.vllm.client import Client, EngineLost, IncompatibleServer, handshake

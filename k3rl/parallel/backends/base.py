@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from k3rl.data.batch import TrainBatch
+from k3rl.data import TrainBatch
 from k3rl.parallel.forward_backward import Loss, StepInputs
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 
 OPTIMIZER = "optimizer."  # before the names of masters and optimizer state in a training state
 

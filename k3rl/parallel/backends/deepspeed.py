@@ -18,12 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from k3rl.data.batch import TrainBatch, TrainSequence
+from k3rl.data import TrainBatch, TrainSequence
 from k3rl.losses import LossOutput
-from k3rl.model import K3ForCausalLM
-from k3rl.model.kda import KimiDeltaAttention
-from k3rl.model.mla import GatedMLA
-from k3rl.model.moe import MLP, LatentMoE
+from k3rl.model import MLP, GatedMLA, K3ForCausalLM, KimiDeltaAttention, LatentMoE
 from k3rl.numerics import project, stored_dtype
 from k3rl.optim import ADAMW_BETAS, ADAMW_EPS, OptimizerStateError, classify, clip_heads_
 from k3rl.parallel.agree import flat, raise_together
@@ -36,7 +33,7 @@ from k3rl.parallel.liveness import PeerFailed
 from k3rl.parallel.model_on_mesh import ModelOnMesh
 from k3rl.parallel.nonfinite import NonFiniteGradients, bad_loss, listed
 from k3rl.parallel.statistics import Statistics
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 
 _NO_MODULE = -1
 _MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}

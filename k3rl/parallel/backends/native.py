@@ -8,8 +8,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from k3rl.data.batch import TrainBatch
-from k3rl.model.packed import pack_experts
+from k3rl.data import TrainBatch
+from k3rl.model import pack_experts
 from k3rl.optim import NonFiniteGradient, PerHeadMuon, qk_clip_, stored_values, trained
 from k3rl.parallel.agree import raise_together
 from k3rl.parallel.backends.base import OPTIMIZER, Update
@@ -23,7 +23,7 @@ from k3rl.parallel.model_on_mesh import ModelOnMesh
 from k3rl.parallel.nonfinite import NonFiniteGradients, explain_gradient
 from k3rl.parallel.statistics import Statistics
 from k3rl.parallel.zero import Shards
-from k3rl.run.metrics import Accumulator
+from k3rl.run import Accumulator
 
 
 class NativeBackend:
