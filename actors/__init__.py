@@ -2,9 +2,10 @@
 
 `cluster.py` configures a cluster and starts or joins Ray, `placement.py` reserves resources or says what is missing,
 `fleet.py` holds all actors of a run. A file for each kind: `learner.py` (all ranks as one: `learner_group.py`, with
-`teachers.py`), `rollout.py`, `environment.py`, `reward.py`. `rollout_workers.py` gets `jobs.py` done by a
-`worker_pool.py` of each role; `calls.py` types what goes wrong between actors; `weight_sync/` brings weights to the
-engines. `dispatcher.py` decides, without Ray, which episode runs where and when; no run is driven by it.
+`teachers.py`), `rollout.py` (its engine: `engines.py`), `environment.py`, `reward.py`. `rollout_workers.py` gets
+`jobs.py` done by a `worker_pool.py` of each role; `calls.py` types what goes wrong between actors; `weight_sync/`
+brings weights to the engines. `dispatcher.py` decides, without Ray, which episode runs where and when; no run is
+driven by it.
 """
 
 from __future__ import annotations

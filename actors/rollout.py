@@ -1,25 +1,25 @@
-"""The rollout actor: one engine, stepped while any caller waits for tokens."""
+"""The rollout actor: one engine, stepped while any caller waits for tokens.
+
+Every process that is given the actor imports this file. Environment workers are, and they have no torch: what needs it
+is imported where it is used.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from k3rl.actors.cluster import ClusterConfig, EngineConfig
-from k3rl.actors.weight_sync import BaseVersion, Link, Location, Payload, WeightSink, base_version
-from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint
+from k3rl.actors.cluster import ClusterConfig
 from k3rl.config import K3Error
-from k3rl.data import ImageError, ImagePatches, preprocess_files
-from k3rl.engine import ContextExceeded, Engine, PrefixCache, VLLMEngine, WeightUpdateError
+from k3rl.data.images import ImageError, ImagePatches, preprocess_files
 from k3rl.envs.rollout import ContextOutgrown
-from k3rl.model import K3Config, place_of
-from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, SamplingParams
+
+if TYPE_CHECKING:
+    from k3rl.actors.weight_sync import BaseVersion, Link, Location, Payload
+    from k3rl.engine import Engine, VLLMEngine
 
 # Prompt ids, how to sample, and, where the prompt has placeholders, an image for each.
 Request = tuple[Sequence[int], SamplingParams] | tuple[Sequence[int], SamplingParams, Sequence[EncodedImage]]
@@ -30,6 +30,10 @@ class RolloutActor:
 
     def __init__(self, config: ClusterConfig, number: int = 0, max_running: int = 64, seed: int = 0) -> None:
         """number: of this actor among those of the cluster; with the vLLM backend, of its server too."""
+        import torch
+
+        from k3rl.actors.weight_sync import WeightSink
+
         torch.set_num_threads(config.rollout_threads)
         torch.set_flush_denormal(True)
         self._config = config
@@ -43,46 +47,15 @@ class RolloutActor:
 
     async def load(self, checkpoint: str) -> int:
         """A fresh engine over a checkpoint directory; returns its weight version (0)."""
+        from k3rl.actors.engines import k3rl_engine, vllm_engine
+
         if self._futures:
             raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
+        limits = {"max_running": self._max_running, "seed": self._seed}
         if self._config.rollout.backend == "vllm":
-            return self._load_into_server(Path(checkpoint))
-        (device, dtype), config = place_of(self._config.rollout_device), self._config.engine
-        model = load_checkpoint(checkpoint, dtype, device, packed=not config.exact and "served")
-        self._engine = Engine(
-            model,
-            max_running=self._max_running,
-            seed=self._seed,
-            tokenizer=Tokenizer.load(checkpoint),
-            in_flight=config.in_flight,
-            memory_bytes="auto" if config.memory_mb is None else config.memory_mb << 20,
-            prefix_cache=_prefix_cache(config),
-            exact=config.exact,
-        )
-        return self._engine.version
-
-    def _load_into_server(self, checkpoint: Path) -> int:
-        """Gives the server these weights; the handshake, which is the first time, tells what it lacks."""
-        config = self._config.rollout
-        if is_adapter(checkpoint):
-            raise WeightUpdateError(
-                f"{checkpoint} is an adapter, which vLLM servers are not given; merge it (`k3rl export --merge`), or "
-                "set cluster.rollout.backend to k3rl"
-            )
-        if not isinstance(self._engine, VLLMEngine):
-            self._engine = VLLMEngine.for_config(
-                config.url[self._number],
-                K3Config.from_json(checkpoint / "config.json"),
-                model=config.model,
-                token=os.environ.get(config.token_variable),
-                max_running=self._max_running,
-                seed=self._seed,
-                transfer_dir=config.transfer_dir,
-                in_flight=self._config.engine.in_flight,
-            )
-        stored = StoredFiles(checkpoint)
-        self._engine.init_weight_transfer(stored.keys())
-        self._engine.load_weights(stored)
+            self._engine = vllm_engine(self._config, self._number, Path(checkpoint), self._engine, **limits)
+        else:
+            self._engine = k3rl_engine(self._config, Path(checkpoint), **limits)
         return self._engine.version
 
     @property
@@ -111,6 +84,8 @@ class RolloutActor:
         params: SamplingParams,
         images: Sequence[EncodedImage] = (),
     ) -> asyncio.Future[Completion]:
+        from k3rl.engine import ContextExceeded
+
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         try:
             self._futures[self.engine.submit(ids, params, preprocess_files(images, made))] = future
@@ -145,6 +120,8 @@ class RolloutActor:
 
     async def served(self) -> BaseVersion:
         """The version that samples the next token."""
+        from k3rl.actors.weight_sync import base_version
+
         return base_version(self.engine)
 
     async def location(self) -> Location:
@@ -170,14 +147,3 @@ class RolloutActor:
     async def rollback(self) -> None:
         """Drops a prepared version; the old one goes on serving."""
         self.engine.abort_weight_update()
-
-
-def _prefix_cache(config: EngineConfig) -> PrefixCache | None:
-    if not config.prefix_cache_mb:
-        return None
-    return PrefixCache.of_bytes(
-        config.prefix_cache_mb << 20,
-        config.prefix_host_mb << 20,
-        disk_bytes=config.prefix_disk_mb << 20,
-        directory=None if config.prefix_directory is None else Path(config.prefix_directory),
-    )

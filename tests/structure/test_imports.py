@@ -158,7 +158,10 @@ def test_torch_is_not_imported_by_types_config_tokens_run_and_envs():
 
 @pytest.mark.parametrize(
     "module",
-    ["k3rl", "k3rl.types", "k3rl.config", "k3rl.tokens", "k3rl.data", "k3rl.envs", "k3rl.run", "k3rl.cli"],
+    [
+        *("k3rl", "k3rl.types", "k3rl.config", "k3rl.tokens", "k3rl.data", "k3rl.envs", "k3rl.run", "k3rl.cli"),
+        *("k3rl.actors.environment", "k3rl.actors.reward", "k3rl.actors.rollout"),  # of processes without torch
+    ],
 )
 def test_a_fresh_interpreter_that_imports_it_has_neither_torch_nor_ray(module):
     program = f"import sys, {module}; print(sorted({{'torch', 'ray'}} & sys.modules.keys()))"
