@@ -104,18 +104,11 @@ class CapturedStep(Generic[T]):
     def is_captured(self) -> bool:
         return self._graph is not None
 
-    def capture(
-        self,
-        pool: GraphPool,
-        around: Callable[[], AbstractContextManager[Any]] | None = None,
-        *,
-        empty_cache: bool = False,
-    ) -> None:
+    def capture(self, pool: GraphPool, around: Callable[[], AbstractContextManager[Any]] | None = None) -> None:
         """Warms up on a side stream and records the graph in the pool's memory.
 
-        around: a context to warm up and record in. empty_cache: give back cached memory, which a graph cannot use,
-        before recording. Raises CaptureError when an operation cannot be captured; errors of the step itself, which
-        the warm-up meets first, are raised as they are.
+        around: a context to warm up and record in. Raises CaptureError when an operation cannot be captured; errors of
+        the step itself, which the warm-up meets first, are raised as they are.
         """
         context = contextlib.nullcontext if around is None else around
         side = torch.cuda.Stream()
@@ -125,8 +118,7 @@ class CapturedStep(Generic[T]):
                 self._run()
         torch.cuda.current_stream().wait_stream(side)
         handle, graph = pool.handle, torch.cuda.CUDAGraph()
-        if empty_cache:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # as a capture does: what it gives back is no memory of the graph's
         before = reserved_bytes()
         try:
             # Other threads of the process may use the device meanwhile.

@@ -366,7 +366,7 @@ class CapturedForwardBackward:
             found.ready = True
             return
         try:
-            found.step.capture(self._pool, empty_cache=True)
+            found.step.capture(self._pool)
         except CaptureError as error:
             raise _Refused(f"the micro-batch could not be captured: {error}") from error
         found.ready = True

@@ -24,10 +24,10 @@ class DeepSpeedConfig(Config):
 
 
 class LearnerConfig(Config):
-    """Which program computes optimizer steps."""
+    """Which backend computes optimizer steps."""
 
     backend: Literal["native", "deepspeed"] = "native"
-    """k3rl's own trainer, or DeepSpeed ZeRO (AdamW only, for models whose experts fit one rank)."""
+    """k3rl's own, or DeepSpeed ZeRO (AdamW only, for models whose experts fit one rank)."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
 
 
