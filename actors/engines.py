@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 
 from k3rl.actors.cluster import ClusterConfig, EngineConfig
-from k3rl.checkpoint import is_adapter, load_checkpoint
-from k3rl.checkpoint.hf import StoredFiles
+from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint
 from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError
-from k3rl.model import K3Config
-from k3rl.model.device import place_of
+from k3rl.model import K3Config, place_of
 from k3rl.tokens import Tokenizer
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from k3rl.actors.jobs import EpisodeJob, Tasks
 from k3rl.envs import (
     BlockWatch,
+    ContextOutgrown,
     EngineFailed,
     EnvConfig,
     EpisodeContext,
@@ -20,7 +21,6 @@ from k3rl.envs import (
     run_episode,
 )
 from k3rl.envs.gateway import run_program
-from k3rl.envs.rollout import ContextOutgrown
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams

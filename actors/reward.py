@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from k3rl.actors.jobs import EpisodeJob, Tasks
-from k3rl.envs import EnvConfig, gradable, grade, make
-from k3rl.envs.rollout import NOT_GRADED
+from k3rl.envs import NOT_GRADED, EnvConfig, gradable, grade, make
 from k3rl.types import Episode, Failed
 
 

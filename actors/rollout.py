@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.config import K3Error
-from k3rl.data.images import ImageError, ImagePatches, preprocess_files
-from k3rl.envs.rollout import ContextOutgrown
+from k3rl.data import ImageError, ImagePatches, preprocess_files
+from k3rl.envs import ContextOutgrown
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
 if TYPE_CHECKING:
