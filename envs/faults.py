@@ -57,7 +57,7 @@ class EngineFailed(RuntimeError):
 
 
 class Breaker:
-    """The last attempts at each part of an environment, and which parts are left out."""
+    """The last attempts at each part of an environment, and which parts are skipped."""
 
     def __init__(self, config: FaultConfig, env: str) -> None:
         self._config = config
@@ -80,13 +80,13 @@ class Breaker:
             raise EnvironmentTripped(self.open[part])
 
     def check(self, parts: Sequence[str | None]) -> None:
-        """Raises EnvironmentTripped when all of these are left out."""
+        """Raises EnvironmentTripped when all of these are skipped."""
         if parts and all(part in self.open for part in parts):
             raise EnvironmentTripped("\n".join(self.open[part] for part in dict.fromkeys(parts)))
 
     def tripped(self, part: str | None) -> Failed:
         """The score of an episode that is not played."""
-        return Failed(f"left out: {self.open[part].splitlines()[0]}", FailureKind.TRIPPED)
+        return Failed(f"skipped: {self.open[part].splitlines()[0]}", FailureKind.TRIPPED)
 
     def _message(self, part: str | None, failed: Sequence[Failed], seen: int) -> str:
         name = self._env if part is None else f"{self._env}, family {part}"

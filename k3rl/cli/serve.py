@@ -52,7 +52,7 @@ def serve(words: Sequence[str]) -> int:
         from k3rl.engine import PrefixCache
         from k3rl.serve import EngineOptions, ServerLimits, serve_checkpoint
     except ModuleNotFoundError as error:
-        raise MissingResource(f"serving needs the package {error.name}; install k3rl[dashboard]") from error
+        raise MissingResource(f"serving needs the package {error.name}; install k3rl[serve]") from error
     token = os.environ.get(TOKEN_VARIABLE)
     if token is None and arguments.host not in LOOPBACK:
         raise ConfigError(

@@ -117,12 +117,12 @@ def test_evaluation_and_scoring_move_nothing():
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_sequences_are_dealt_once_each_and_evenly():
+def test_sequences_are_balanced_once_each_and_evenly():
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, 200, 50).tolist()
-    dealt = balanced_shares(lengths, 4)
-    assert sorted(i for share in dealt for i in share) == list(range(50))
-    loads = [sum(lengths[i] for i in share) for share in dealt]
+    balanced = balanced_shares(lengths, 4)
+    assert sorted(i for share in balanced for i in share) == list(range(50))
+    loads = [sum(lengths[i] for i in share) for share in balanced]
     assert max(loads) - min(loads) <= max(lengths)
     assert balanced_shares([5], 3) == [[0], [], []]
     # 40 tokens have 820 pairs, sixteen times 9 have 720: where pairs count, the one is as much as all the others.

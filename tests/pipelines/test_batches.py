@@ -90,7 +90,7 @@ def test_too_many_missing_rewards_stop_the_run_and_name_the_reason():
 
 
 def test_what_the_breaker_skipped_is_no_failure_of_the_batch():
-    skipped = Failed("left out", FailureKind.TRIPPED)
+    skipped = Failed("skipped", FailureKind.TRIPPED)
     check_failures([group("g", skipped, skipped, skipped, Scored(1.0))], limit=0.0)
     with pytest.raises(TooManyFailures, match="1 of 2"):  # and does not dilute those that are
         check_failures([group("g", skipped, skipped, Failed("sandbox died"), Scored(1.0))], limit=0.4)

@@ -179,3 +179,13 @@ def test_the_continuous_integration_uses_the_targets_that_people_use():
     parts = set(re.findall(r"^part \d+ ([a-z-]+)", text, re.MULTILINE))
     assert {"test", "quickstart", "lint"} <= parts <= make_targets()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_the_map_names_files_that_exist_and_takes_at_most_ten_stops_a_way():
+    text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+/[\w/]+\.py)`", text))
+    rooms = [ROOT, ROOT / "kernels"]
+    assert not [name for name in named if not any((room / name).is_file() for room in rooms)]
+    for way in text.split("## The way of ")[1:]:
+        stops = re.findall(r"^\d+\. ", way, re.MULTILINE)
+        assert 5 <= len(stops) <= 10
