@@ -13,7 +13,6 @@ from k3rl.kernels.kda import backward_kernels, forward_kernels, sequence_tables
 from k3rl.types import ContextCommunicator
 
 CHUNK = forward_kernels.CHUNK
-BLOCK = 16
 TILE_V = 64
 MULTIPROCESSORS = 132
 # A scan of few programs is cut into segments until this many run side by side, none shorter than SEGMENT_LEAST chunks.
@@ -165,6 +164,11 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def block_rows(lower_bound: float | None) -> int:
+    """Rows that the kernels anchor at one place (bounded gates), or halve down to single rows (no bound)."""
+    return 8 if lower_bound is None else 16
+
+
 def prepare(
     q,
     k,
@@ -172,7 +176,7 @@ def prepare(
     beta,
     A_log,
     dt_bias,
-    lower_bound: float,
+    lower_bound: float | None,
     chunks: Chunks,
     save: bool = False,
     num_warps: int = 4,
@@ -192,7 +196,7 @@ def prepare(
         q, k, gate, beta, A_log, dt_bias, chunks.start, chunks.length,
         out.q_in, out.k_in, out.k_out, out.A, out.solve, out.decay, out.norms,
         *q.stride()[:2], *k.stride()[:2], *gate.stride()[:2], *beta.stride()[:2], H, lower_bound, K**-0.5,
-        SAVE=save, K=K, C=C, BLOCK=BLOCK, EARLY=EARLY_PREPARE, num_warps=num_warps, maxnreg=maxnreg,
+        SAVE=save, K=K, C=C, BLOCK=block_rows(lower_bound), EARLY=EARLY_PREPARE, num_warps=num_warps, maxnreg=maxnreg,
     )  # fmt: skip
     return out
 
@@ -349,7 +353,7 @@ def gradients(
     backward_kernels.input_gradients_kernel[(K // columns, H, chunks.count)](
         q, k, gate, A_log, dt_bias, *tiles, fading, norms, along, chunks.start, chunks.length, *grads, dbias, drate,
         *(stride for x in (q, k, gate) for stride in x.stride()[:2]), H, lower_bound, K**-0.5,
-        K=K, KB=columns, C=C, BLOCK=BLOCK, EARLY=EARLY, num_warps=4, **options[1],
+        K=K, KB=columns, C=C, BLOCK=block_rows(lower_bound), EARLY=EARLY, num_warps=4, **options[1],
     )  # fmt: skip
     return dbeta, drate.sum((0, 2)), dbias.sum(0).flatten()
 

@@ -7,8 +7,9 @@ host, so a step can be captured in a CUDA graph and replayed with other indices.
 The step has two forms with one result. Without `pending` the state is read and written every token. With `pending`
 (`PendingRows`) the write may be deferred: the pool keeps the state of the last chunk boundary, the rows since then wait
 beside it, and every 16th token brings the state up to date. The kernels defer where that is faster (many rows x heads),
-else they write each token and take rows that wait in first; the reference always defers. `flush_pending` brings the
-states up to date at once, for a reader of the pool.
+else they write each token and take rows that wait in first; the reference always defers. Gates without a bound are
+never deferred, for a waiting row's key is divided by its decay. `flush_pending` brings the states up to date at once,
+for a reader of the pool.
 Source: k3 architecture sections 2.1 and 2.3.
 """
 
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from k3rl.kernels import dispatch
-from k3rl.kernels.kda.operator import CHUNK, kda_recurrent, l2_normalize, log_decay
+from k3rl.kernels.kda.operator import CHUNK, check_bound, kda_recurrent, l2_normalize, log_decay
 from k3rl.kernels.kda.short_conv import short_conv_reference
 from k3rl.kernels.norm.gated_norm import gated_norm_reference
 
@@ -58,6 +59,10 @@ class PendingRows:
         phase = torch.zeros_like(slots) if positions is None else positions % CHUNK
         self.span[slots] = phase.to(torch.int32)[:, None, None].expand(-1, *self.span.shape[1:])
 
+    def advance(self, read: torch.Tensor, write: torch.Tensor) -> None:
+        """A token was written to the states of slots `write` [n] after those of slots `read`: no row waits there."""
+        self.span[write] = ((self.span[read, :, 1:] + 1) % CHUNK).expand(-1, -1, 2)
+
 
 def kda_decode(
     q: torch.Tensor,
@@ -75,7 +80,7 @@ def kda_decode(
     read_index: torch.Tensor,
     write_index: torch.Tensor,
     *,
-    gate_lower_bound: float = -5.0,
+    gate_lower_bound: float | None = -5.0,
     norm_eps: float = 1e-5,
     pending: PendingRows | None = None,
 ) -> torch.Tensor:
@@ -91,8 +96,7 @@ def kda_decode(
     another sequence needs `pending.begin`. Raises ValueError on shapes that do not fit.
     """
     _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, read_index, write_index, pending)
-    if gate_lower_bound is None or not -5.0 <= gate_lower_bound < 0.0:
-        raise ValueError(f"kda_decode: gate_lower_bound must be in [-5, 0), got {gate_lower_bound}")
+    check_bound("kda_decode", gate_lower_bound)
     D = q.shape[-1]
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
     if dispatch.use_kernel("kda_decode", q, k, v, head_dims=(D, v.shape[-1]), float32_rows=False):
@@ -153,9 +157,11 @@ def kda_decode_reference(
     streams = [x.reshape(B, 1, H * D) for x in (q, k, v)]
     convolved, history = short_conv_reference(streams, conv_weights, history=conv_pool[at])
     u = [x.view(B, 1, H, D) for x in convolved]
-    if pending is None:
+    if pending is None or gate_lower_bound is None:
         o, S = kda_recurrent(*u, gate[:, None], beta[:, None], A_log, dt_bias, gate_lower_bound, state_pool[at])
         state_pool[write[keep]] = S[keep].to(state_pool.dtype)
+        if pending is not None:
+            pending.advance(at[keep], write[keep])
         o = o[:, 0]
     else:
         decay = log_decay(gate, A_log, dt_bias, gate_lower_bound)

@@ -10,7 +10,8 @@ the log decay since the stored state S:
                      rows of the same products, S^T kp + sum_i u_i (k_i exp(-G_i) . kp), likewise qp. The 16th makes
                      S <- diag(exp G) (S + sum_i k_i exp(-G_i) u_i^T). No exponential per row; exp(80) is finite.
 
-Read and write takes rows that wait in before it steps, so that the form may change from call to call.
+Read and write takes rows that wait in before it steps, so that the form may change from call to call. Gates without a
+bound (lower_bound None) are read and written every token: exp(-G_i) would overflow.
 Traffic per row and head: 128 KiB read and written; deferred 64 KiB read, 1 to 16 KiB of rows, a 16th of 64 KiB written.
 """
 
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.kda.decode import CHUNK, PendingRows
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, begin, early, exp2, exp_rate, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import INTERPRET, begin, early, exp2, exp_rate, log2_decay, sigmoid, to_bf16_rne
 
 # With pending rows: from this many rows x heads on writes are deferred. With fewer programs the time is a program's own
 # chain of waits, which the read of the rows makes longer (measured at 768 and 1,536).
@@ -96,11 +97,11 @@ def load_rows(q, k, v, wq, wk, wv, channel, at):
 
 @triton.jit
 def load_gates(gate, beta, out_gate, A_log, dt_bias, norm_weight, head, channel, at):
-    """The argument of the decay's sigmoid, beta's sigmoid, the output's gate and the norm's weight."""
+    """The decay's logit and rate, beta's sigmoid, the output's gate and the norm's weight."""
     z = tl.load(gate + channel + at).to(tl.float32) + tl.load(dt_bias + channel + at).to(tl.float32)
-    z *= exp_rate(tl.load(A_log + head).to(tl.float32))
+    rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     b = sigmoid(tl.load(beta + head).to(tl.float32))
-    return z, b, tl.load(out_gate + channel + at), tl.load(norm_weight + at)
+    return z, rate, b, tl.load(out_gate + channel + at), tl.load(norm_weight + at)
 
 
 @triton.jit
@@ -270,7 +271,7 @@ def step_kernel(
     past, out = conv_pool + slot * 3 * width + channel, y + (row * H + head) * D
 
     q_row, k_row, v_row = load_rows(q + row * q_t, k + row * k_t, v + row * v_t, wq, wk, wv, channel, column)
-    z, b, out_gate_row, norm_row = load_gates(
+    z, rate, b, out_gate_row, norm_row = load_gates(
         gate + row * g_t, beta + row * b_t, out_gate + row * z_t, A_log, dt_bias, norm_weight, head, channel, column
     )
     q_past, k_past = load_past(past, column, width, live), load_past(past + H * D, column, width, live)
@@ -291,7 +292,7 @@ def step_kernel(
         return store_as(out + column, tl.zeros([D], tl.float32), column < D, BF16)
 
     kn, qn, kq = normalized(q_row, q_past, k_row, k_past, scale, BF16)
-    G = sigmoid(z) * (lower_bound * LOG2E)
+    G = log2_decay(z, rate, lower_bound)
     if DEFERRED:
         G += since
     fade = exp2(G)
@@ -375,7 +376,7 @@ def kda_decode(
         raise ValueError(f"kda_decode: wants contiguous pools and a float32 state_pool, got {state_pool.dtype}, "
                          f"strides {state_pool.stride()} and {conv_pool.stride()}")  # fmt: skip
     programs = q.shape[0] * q.shape[1]
-    deferred = pending is not None and programs >= DEFERRED_FROM
+    deferred = pending is not None and lower_bound is not None and programs >= DEFERRED_FROM
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
     args += (read_index, write_index, lower_bound, eps, pending)
     parts = 1 if deferred else parts_of_a_head(programs)

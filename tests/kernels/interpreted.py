@@ -60,7 +60,9 @@ def require(name: str, got: torch.Tensor, want: torch.Tensor, cap: float) -> Non
         raise SystemExit(f"{name}: relative error {found:.2e}, allowed {cap:.1e}")
 
 
-def kda(T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str) -> None:
+def kda(
+    T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str, bound: float | None = -5.0
+) -> None:  # fmt: skip
     """Forward, bit-equal repeat and all gradients."""
     n = 1 if lengths is None else len(lengths)
     ends = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
@@ -68,20 +70,23 @@ def kda(T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str) 
     z = {
         "production": z,
         "slow": z * 0 - 6,
-        "saturated": z * 0 + 12,
+        "saturated": z * 0 + (12 if bound else 3.75),  # without a bound about -60 a token
         "mixed": torch.where(torch.arange(K) % 2 == 0, z - 7, z + 7),
     }[regime]
-    args = [q, k, v, z.bfloat16(), beta, 0.3 * torch.randn(H), 0.3 * torch.randn(H * K), torch.randn(n, H, K, V)]
+    A_log = 0.3 * torch.randn(H)
+    if bound is None:  # rates of 1 to 16, as they are when training begins
+        A_log = torch.linspace(1.0, 16.0, H + 1)[1:].log() - (8 if regime == "slow" else 0)
+    args = [q, k, v, z.bfloat16(), beta, A_log, 0.3 * torch.randn(H * K), torch.randn(n, H, K, V)]
     args = [x.requires_grad_() for x in args]
-    o, S = autograd.kda(*args[:7], -5.0, args[7], ends)
+    o, S = autograd.kda(*args[:7], bound, args[7], ends)
     with torch.no_grad():
-        again = autograd.kda(*args[:7], -5.0, args[7], ends)
+        again = autograd.kda(*args[:7], bound, args[7], ends)
     if not (torch.equal(o, again[0]) and torch.equal(S, again[1])):
         raise SystemExit("kda: a repeated forward differs")
     up = [torch.randn_like(o), 0.1 * torch.randn_like(S)]
     grads = torch.autograd.grad([o, S], args, up)
     wide = [x.detach().double().requires_grad_() for x in args]
-    o2, S2 = kda_reference.kda_reference(*wide[:7], -5.0, wide[7], ends)
+    o2, S2 = kda_reference.kda_reference(*wide[:7], bound, wide[7], ends)
     want = torch.autograd.grad([o2, S2], wide, [x.double() for x in up])
     require("o", o, o2, CAPS["o"])
     require("S", S, S2, CAPS["S"])
@@ -518,6 +523,10 @@ CASES = {
     "kda-slow": lambda: kda(80, 1, 64, 64, None, "slow"),
     "kda-saturated": lambda: kda(80, 1, 32, 64, None, "saturated"),
     "kda-mixed": lambda: kda(48, 4, 64, 64, None, "mixed"),
+    "unbounded-packed": lambda: kda(69, 2, 32, 64, [17, 0, 15, 1, 33], "production", None),
+    "unbounded-slow": lambda: kda(64, 1, 64, 64, None, "slow", None),
+    "unbounded-saturated": lambda: kda(48, 1, 32, 64, None, "saturated", None),
+    "unbounded-mixed": lambda: kda(48, 4, 64, 64, None, "mixed", None),
     "kda-faults": faults,
     "kda-lengths": lengths,
     "kda-offsets": offsets,
