@@ -290,7 +290,8 @@ def _chunked(q, k, v, g, beta, S, *, bounded: bool):
     rhs = beta * torch.cat([v, k * decay], -1)
     solved = torch.linalg.solve_triangular(L, rhs, upper=False, unitriangular=True)
     U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
-    to_end = torch.nn.functional.pad(G[..., -1:, :] - G[..., :-1, :], (0, 0, 0, 1))
+    # Summed by itself: the last row's G_end - G is 0, and its gradients would cancel beside those of strong decays.
+    to_end = torch.nn.functional.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(3).cumsum(3).flip(3)
     k_end = (k * to_end.exp()).transpose(-1, -2)
     chunk_decay = decay[..., -1, :, None]
     states, updates = [], []
