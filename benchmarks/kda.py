@@ -1,7 +1,7 @@
 """Kernel benchmark: correctness against float64 first, then times against the peers that are installed.
 
-    python benchmarks/kda.py --json [--parts decode,elementwise,forward,training,unbounded] [--out FILE] [--warm N] [--seconds S]
-    python benchmarks/kda.py --table FILE ...     the table of result files
+    python benchmarks/kda.py --json [--parts decode,elementwise,forward,training,unbounded] [--out FILE] [--warm N]
+    [--seconds S] python benchmarks/kda.py --table FILE ...     the table of result files
     python benchmarks/kda.py --dry                the whole program at tiny sizes on a CPU, under Triton's interpreter
 
 Needs one Hopper GPU. Every time is the median of samples taken in rotating contender order with the L2 cache flushed

@@ -128,7 +128,10 @@ def extremes() -> dict[str, float]:
         args = [x.requires_grad_() for x in args]
         o, S = kda_module.kda(*args, gate_lower_bound=lower_bound)
         values = (o, S, *torch.autograd.grad([o, S], args, [torch.ones_like(o), torch.ones_like(S)]))
-        require(all(bool(torch.isfinite(x).all()) for x in values), f"not finite at bound {lower_bound}, A_log {A}, bias {bias}")
+        require(
+            all(bool(torch.isfinite(x).all()) for x in values),
+            f"not finite at bound {lower_bound}, A_log {A}, bias {bias}",
+        )
     return {}
 
 

@@ -120,7 +120,9 @@ def decay_to_middle(inside, SIZE: tl.constexpr, K: tl.constexpr, C: tl.constexpr
 
 
 @triton.jit
-def split_products(A, P, q, k, to_split, pairs, SIZE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+def split_products(
+    A, P, q, k, to_split, pairs, SIZE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
+):
     """A and P with the products of the pairs that a split separates; to_split: log2 decay between it and each row.
 
     All pairs [C, C] for SIZE = C, else those inside blocks of SIZE rows, [C // SIZE, SIZE, SIZE].

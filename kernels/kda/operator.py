@@ -49,16 +49,17 @@ def kda(
     """Kimi Delta Attention over whole or packed sequences, differentiable in every input.
 
     q, k, gate [B, T, H, K] and v [B, T, H, V]: raw (q and k before the L2 norm, gate before the bias). beta [B, T, H]
-    before the sigmoid. A_log [H], dt_bias [H * K]. gate_lower_bound: None for gates without a bound. initial_state [n, H, K, V] key-first, n = B, or the number of
-    sequences when cu_seqlens [n + 1] (int32 or int64) packs them into B = 1. Tokens past cu_seqlens[-1] give output 0.
+    before the sigmoid. A_log [H], dt_bias [H * K]. gate_lower_bound: None for gates without a bound. initial_state [n,
+    H, K, V] key-first, n = B, or the number of sequences when cu_seqlens [n + 1] (int32 or int64) packs them into B =
+    1. Tokens past cu_seqlens[-1] give output 0.
 
     context: other ranks hold what comes before the first sequence and after the last one (B = 1, none of them empty).
     States, and in the backward their gradients, come from and go to them; initial_state must be None, and the final
     state has no gradient of its own.
 
     Returns o [B, T, H, V] in v's dtype and the final state [n, H, K, V] in float32 or wider; an empty sequence hands
-    its initial state through. Raises ValueError on shapes that do not fit and on a gate_lower_bound that is neither None nor in
-    [-5, 0).
+    its initial state through. Raises ValueError on shapes that do not fit and on a gate_lower_bound that is neither
+    None nor in [-5, 0).
     """
     check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
     if context is not None and (initial_state is not None or q.shape[0] != 1):

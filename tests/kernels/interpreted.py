@@ -105,8 +105,8 @@ def require_equal(what: str, some, others) -> None:
         raise SystemExit(f"{what}: not equal to the bit")
 
 
-def kernels(args, initial_state=None, ends=None):
-    return autograd.kda(*args, -5.0, initial_state, ends)
+def kernels(args, initial_state=None, ends=None, bound=-5.0):
+    return autograd.kda(*args, bound, initial_state, ends)
 
 
 def faults() -> None:
@@ -114,15 +114,16 @@ def faults() -> None:
     # 1: a later token changes neither earlier outputs nor their gradients.
     results = []
     for change in (0.0, 2.0):
-        torch.manual_seed(1)
-        args = inputs(40)
-        for x in args[:5]:
-            x[:, 21:] += change
-        args = [x.requires_grad_() for x in args]
-        o = kernels(args)[0]
-        grads = torch.autograd.grad(o[:, :21].float().square().sum(), args[:5])
-        results.append([x[:, :21] for x in (o, *grads)])
-    require_equal("causality", *results)
+        for bound in (-5.0, None):
+            torch.manual_seed(1)
+            args = inputs(40)
+            for x in args[:5]:
+                x[:, 21:] += change
+            args = [x.requires_grad_() for x in args]
+            o = kernels(args, bound=bound)[0]
+            grads = torch.autograd.grad(o[:, :21].float().square().sum(), args[:5])
+            results.append([x[:, :21] for x in (o, *grads)])
+    require_equal("causality", [x for each in results[:2] for x in each], [x for each in results[2:] for x in each])
     # 2: one token from the zero state does not depend on its gate.
     args = [x.requires_grad_() for x in inputs(1)]
     with torch.no_grad():
@@ -131,15 +132,17 @@ def faults() -> None:
     if torch.autograd.grad(o.float().sum() + (S * torch.randn_like(S)).sum(), args[3])[0].any():
         raise SystemExit("the diagonal leaves a gradient of the gate")
     # 5: the largest rates and biases stay finite.
-    for A, bias in ((-20.0, 200.0), (20.0, -200.0), (100.0, 200.0)):
+    for A, bias, bound in (
+        (-20.0, 200.0, -5.0), (20.0, -200.0, -5.0), (100.0, 200.0, -5.0), (100.0, 200.0, None), (20.0, 2.0, None),
+    ):  # fmt: skip
         args = inputs(20)
         args[5].fill_(A)
         args[6].fill_(bias)
         args = [x.requires_grad_() for x in args]
-        o, S = kernels(args)
+        o, S = kernels(args, bound=bound)
         for x in (o, S, *torch.autograd.grad([o, S], args, [torch.ones_like(o), torch.ones_like(S)])):
             if not torch.isfinite(x).all():
-                raise SystemExit(f"not finite at A_log {A}, bias {bias}")
+                raise SystemExit(f"not finite at A_log {A}, bias {bias}, bound {bound}")
     # 12, 13, 26: gradients that are slices or expanded (of the final state too), NaN behind every input.
     args = []
     for x in inputs(33):
@@ -273,18 +276,28 @@ def decode_arguments(B: int, slots: int, H: int = 2, D: int = 32):
     return rows, shared, bf16(slots, 3, 3 * P), torch.randn(slots, H, D, D)
 
 
-def decode(tile: int, parts: int) -> None:
-    """Strided projections and indices, padding, a fork, no write."""
+def decode(tile: int, parts: int, bound: float | None = -5.0) -> None:
+    """Strided projections and indices, padding, a fork, no write; without a bound places in chunks that move on."""
     B, slots = 5, 8
     rows, shared, conv_pool, pool = decode_arguments(B, slots)
+    waiting = [None, None]
+    if bound is None:
+        shared[1].add_(2.0)
+        waiting = [decode_reference.PendingRows.empty(pool) for _ in range(2)]
+        for pending in waiting:
+            pending.begin(torch.arange(slots), torch.arange(11, 11 + slots))
     index = torch.arange(B, dtype=torch.int32)[:, None].repeat(1, 2)
     index[1] = torch.tensor([slots - 1, slots - 2])
     index[2] = index[3, 1] = -1
     mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
-    args = (*rows, *shared, *mine, index[:, 0], index[:, 1], -5.0, 1e-5, None)
+    args = (*rows, *shared, *mine, index[:, 0], index[:, 1], bound, 1e-5, waiting[0])
     arrivals = torch.zeros(B * rows[0].shape[1], dtype=torch.int32)
     y = decode_split_kernels.step(*args, arrivals, parts) if parts > 1 else decode_kernels.step(*args, False, tile=tile)
-    y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, index[:, 0], index[:, 1])
+    y2 = decode_reference.kda_decode_reference(
+        *rows, *shared, *wanted, index[:, 0], index[:, 1], gate_lower_bound=bound, pending=waiting[1]
+    )
+    if bound is None and not torch.equal(waiting[0].span, waiting[1].span):
+        raise SystemExit("decode: the places in the chunks differ")
     require("y", y, y2, 1e-3)  # equal but for a rounding of o to bf16 that falls the other way
     require("state", mine[1], wanted[1], 1e-5)
     if not torch.equal(mine[0], wanted[0]) or y[2].any() or arrivals.any():
@@ -533,6 +546,7 @@ CASES = {
     "kda-context": in_context,
     "segments": segments,
     "decode": lambda: (decode(tile=16, parts=1), decode(tile=8, parts=4)),
+    "unbounded-decode": lambda: (decode(tile=16, parts=1, bound=None), decode(tile=8, parts=4, bound=None)),
     "decode-deferred": deferred,
     "splits": splits,
     "conv": conv,
