@@ -338,7 +338,7 @@ def _split(x):
 
 @triton.jit
 def scan_kernel(
-    q_in, k_in, k_out, A, solve, decay, v, o, S0, S_end, states, updates, chunk_offset, chunk_start, chunk_len,
+    q_in, k_in, k_out, A, solve, decay, v, o, S0, S_end, states, updates, chunk_offset, chunk_start, chunk_len, wanted,
     v_t, v_h, o_t, o_h, H,
     HAS_S0: tl.constexpr, SAVE: tl.constexpr, TRANSITION: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
@@ -347,6 +347,9 @@ def scan_kernel(
     sequence = tl.program_id(2)
     first = tl.load(chunk_offset + sequence)
     last = tl.load(chunk_offset + sequence + 1)
+    if TRANSITION and wanted is not None:
+        # Columns that nobody reads: no chunk is worked on. Leaving the program here would cost 45 registers.
+        last = tl.where(tl.program_id(0) * BV < tl.load(wanted + sequence), last, first)
     rows = tl.arange(0, C)
     keys = tl.arange(0, K)
     values = tl.program_id(0) * BV + tl.arange(0, BV)

@@ -43,7 +43,17 @@ from k3rl.kernels.norm import attn_res_kernels, gated_norm_kernels, rms_norm_ker
 from k3rl.kernels.optim import add_many_kernels, muon_kernels, symmetric_kernels
 from k3rl.kernels.sampling import draw_kernels
 
-INTEGERS = {"chunk_start", "chunk_len", "chunk_offset", "segment_offset", "read_index", "write_index", "index", "span"}
+INTEGERS = {
+    "wanted",
+    "chunk_start",
+    "chunk_len",
+    "chunk_offset",
+    "segment_offset",
+    "read_index",
+    "write_index",
+    "index",
+    "span",
+}
 INTEGERS |= {
     "arrivals",
     "ends",

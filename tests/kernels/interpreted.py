@@ -257,11 +257,10 @@ def segments() -> None:
         v, beta, S0 = bf16(T, 1, V), bf16(T, 1), torch.randn(n, 1, K, V)
         chunks = autograd.fixed_chunks(1, T, v.device) if ends is None else autograd.packed_chunks(ends, T)
         p = autograd.prepare(*rows, beta, torch.zeros(1), torch.zeros(K), -5.0, chunks)
-        whole = torch.zeros_like(v)
-        S, _, _ = autograd.scan(p, v, whole, S0, chunks, segment=0)
-        for segment in (2, 3):
-            o = torch.zeros_like(v)
-            got, _, _ = autograd.scan(p, v, o, S0, chunks, segment=segment)
+        for start, segment in ((S0, 2), (S0, 3), (None, 2)):
+            whole, o = torch.zeros_like(v), torch.zeros_like(v)
+            S, _, _ = autograd.scan(p, v, whole, start, chunks, segment=0)
+            got, _, _ = autograd.scan(p, v, o, start, chunks, segment=segment)
             require("o in segments", o, whole, 3e-3)
             require("S in segments", got, S, 3e-3)
 
