@@ -272,11 +272,8 @@ def _decode(H: int, B: int, regime: str = "production") -> Contenders:
     index = torch.randperm(B, device=device()).int()
     step = functools.partial(decode.kda_decode, gate_lower_bound=bound(regime))
     plain = functools.partial(step, *rows, *shared, conv_pool, pool, index, index)
-    if bound(regime) is None:
-        contenders: Contenders = {"ours": plain}
-        return contenders | (_fla_decode(rows, shared, B, H, None) if have_peer() else {})
     late = [functools.partial(plain, pending=waiting_rows(pool, B)) for _ in range(3)]
-    contenders = {"ours": plain, "ours: with pending": late[0]}
+    contenders: Contenders = {"ours": plain, "ours: with pending": late[0]}
     contenders["ours: deferred"] = under(decode_kernels, late[1], DEFERRED_FROM=0)
     contenders["ours: with pending, written"] = under(decode_kernels, late[2], DEFERRED_FROM=1 << 30)
     if B == 1:
@@ -284,7 +281,7 @@ def _decode(H: int, B: int, regime: str = "production") -> Contenders:
         one = torch.zeros(1, device=device())
         contenders["launch"] = lambda: one.add_(1.0)
     if have_peer():
-        contenders |= _fla_decode(rows, shared, B, H)
+        contenders |= _fla_decode(rows, shared, B, H, bound(regime))
     return contenders
 
 

@@ -16,7 +16,7 @@ CHUNK = forward_kernels.CHUNK
 TILE_V = 64
 MULTIPROCESSORS = 132
 # A scan of few programs is cut into segments until this many run side by side, none shorter than SEGMENT_LEAST chunks.
-SEGMENT_PROGRAMS = 192
+SEGMENT_PROGRAMS = 256
 SEGMENT_LEAST = 32
 # Gradient kernels: what is read late is brought to the L2 cache first, what is read early is read together.
 EARLY = True

@@ -152,19 +152,15 @@ def anchored_gradients(q, k, inside, dA, dP, K: tl.constexpr, C: tl.constexpr, B
 
 
 @triton.jit
-def halved_gradients(q, k, inside, dA, dP, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """dq, dk and dG from the pairs inside each block of BLOCK rows: the backward of `halved_products`."""
+def halved_gradients(dq, dk, dG, q, k, inside, dA, dP, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """dq, dk and dG with the pairs inside each block of BLOCK rows: the backward of `halved_products`."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    dq = tl.zeros([C // BLOCK, K, BLOCK], tl.float32)
-    dk = dq
-    dG = dq
     for level in tl.static_range(1, 4):
         second = (tl.arange(0, BLOCK)[None, None, :] // (BLOCK >> level)) % 2 == 1
         to_split = decay_to_middle(inside, BLOCK >> level, K, C, BLOCK)
         pairs = split_pairs(i, j, BLOCK >> level)
         dq, dk, dG = split_gradients(dq, dk, dG, q, k, to_split, second, pairs, dA, dP, K, C, BLOCK)
-        dq, dk, dG = now(dq), now(dk), now(dG)
     return dq, dk, dG
 
 
@@ -183,7 +179,9 @@ def pair_gradients(
     if BOUNDED:
         dq, dk, dG = anchored_gradients(q, k, inside, dA, dP, K, C, BLOCK)
     else:
-        dq, dk, dG = halved_gradients(q, k, inside, dA, dP, K, C, BLOCK)
+        dq = tl.zeros([C // BLOCK, K, BLOCK], tl.float32)
+        dk = dq
+        dG = dq
     second = block % 2 == 1
     to_split = tl.where(second, inside, total[:, :, None] - inside)
     dq, dk, dG = split_gradients(dq, dk, dG, q, k, to_split, second, split_pairs(i, j, BLOCK), dA, dP, K, C, BLOCK)
@@ -193,6 +191,8 @@ def pair_gradients(
         to_split = tl.where(second, inside, total[:, :, None] - inside) + middle[:, :, None]
         pairs = split_pairs(i, j, 2 * BLOCK)
         dq, dk, dG = split_gradients(dq, dk, dG, q, k, to_split, second, pairs, dA, dP, K, C, BLOCK)
+    if not BOUNDED:
+        dq, dk, dG = halved_gradients(dq, dk, dG, q, k, inside, dA, dP, K, C, BLOCK)
     return dq, dk, dG
 
 

@@ -7,9 +7,9 @@ host, so a step can be captured in a CUDA graph and replayed with other indices.
 The step has two forms with one result. Without `pending` the state is read and written every token. With `pending`
 (`PendingRows`) the write may be deferred: the pool keeps the state of the last chunk boundary, the rows since then wait
 beside it, and every 16th token brings the state up to date. The kernels defer where that is faster (many rows x heads),
-else they write each token and take rows that wait in first; the reference always defers. Gates without a bound are
-never deferred, for a waiting row's key is divided by its decay. `flush_pending` brings the states up to date at once,
-for a reader of the pool.
+else they write each token and take rows that wait in first; the reference always defers. A waiting row's key is divided
+by its decay, so with gates without a bound a state is also written when a channel has decayed below 2^-90 since.
+`flush_pending` brings the states up to date at once, for a reader of the pool.
 Source: k3 architecture sections 2.1 and 2.3.
 """
 
@@ -25,6 +25,10 @@ from k3rl.kernels import dispatch
 from k3rl.kernels.kda.operator import CHUNK, check_bound, kda_recurrent, l2_normalize, log_decay
 from k3rl.kernels.kda.short_conv import short_conv_reference
 from k3rl.kernels.norm.gated_norm import gated_norm_reference
+
+# log2 of the decay since a stored state at which it is written, where gates have no bound. Past 2^-126 float32 takes
+# what a waiting row still gives for 0; it is then less than 2^-36 of what the row gave.
+LEAST_PENDING = -90.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +62,6 @@ class PendingRows:
         """
         phase = torch.zeros_like(slots) if positions is None else positions % CHUNK
         self.span[slots] = phase.to(torch.int32)[:, None, None].expand(-1, *self.span.shape[1:])
-
-    def advance(self, read: torch.Tensor, write: torch.Tensor) -> None:
-        """A token was written to the states of slots `write` [n] after those of slots `read`: no row waits there."""
-        self.span[write] = ((self.span[read, :, 1:] + 1) % CHUNK).expand(-1, -1, 2)
 
 
 def kda_decode(
@@ -157,11 +157,9 @@ def kda_decode_reference(
     streams = [x.reshape(B, 1, H * D) for x in (q, k, v)]
     convolved, history = short_conv_reference(streams, conv_weights, history=conv_pool[at])
     u = [x.view(B, 1, H, D) for x in convolved]
-    if pending is None or gate_lower_bound is None:
+    if pending is None:
         o, S = kda_recurrent(*u, gate[:, None], beta[:, None], A_log, dt_bias, gate_lower_bound, state_pool[at])
         state_pool[write[keep]] = S[keep].to(state_pool.dtype)
-        if pending is not None:
-            pending.advance(at[keep], write[keep])
         o = o[:, 0]
     else:
         decay = log_decay(gate, A_log, dt_bias, gate_lower_bound)
@@ -188,13 +186,14 @@ def _deferred_step(q, k, v, log_decay_of_row, beta, state_pool, pending, read, w
 
     u = torch.sigmoid(beta.to(wide))[..., None] * (v.to(wide) - along(k_since))
     o = along(q_since) + (q * k).sum(-1, keepdim=True) * u
+    full = (count == CHUNK - 1) | (G < LEAST_PENDING).any(-1)
+    taken_in = torch.exp2(G)[..., None] * (S + torch.einsum("bhik,bhiv->bhkv", keys, updates))
+    S = torch.where(full[..., None, None], taken_in + k[..., None] * u[:, :, None], S)
     new = (row == count[..., None])[..., None]
     keys = torch.where(new, (k * torch.exp2(-G))[:, :, None], keys)
     updates = torch.where(new, u[:, :, None], updates)
-    full = count == CHUNK - 1
-    taken_in = torch.exp2(G)[..., None] * (S + torch.einsum("bhik,bhiv->bhkv", keys, updates))
-    S = torch.where(full[..., None, None], taken_in, S)
-    span = torch.where(full[..., None], 0, torch.stack([first, count + 1], -1))
+    after = torch.stack([(count + 1) % CHUNK] * 2, -1)
+    span = torch.where(full[..., None], after, torch.stack([first, count + 1], -1))
     for pool, value in (
         (state_pool, S), (pending.keys, keys), (pending.updates, updates), (pending.decay, G), (pending.span, span),
     ):  # fmt: skip

@@ -11,7 +11,8 @@ the log decay since the stored state S:
                      S <- diag(exp G) (S + sum_i k_i exp(-G_i) u_i^T). No exponential per row; exp(80) is finite.
 
 Read and write takes rows that wait in before it steps, so that the form may change from call to call. Gates without a
-bound (lower_bound None) are read and written every token: exp(-G_i) would overflow.
+bound (lower_bound None) write the state as soon as a channel of it has decayed below 2^LEAST_PENDING, so that exp(-G_i)
+of a row that waits stays finite: S <- diag(exp G) (S + sum_i k_i exp(-G_i) u_i^T) + k u^T.
 Traffic per row and head: 128 KiB read and written; deferred 64 KiB read, 1 to 16 KiB of rows, a 16th of 64 KiB written.
 """
 
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.kda.decode import CHUNK, PendingRows
+from k3rl.kernels.kda.decode import LEAST_PENDING as _LEAST_PENDING
 from k3rl.kernels.triton_ops import INTERPRET, begin, early, exp2, exp_rate, log2_decay, sigmoid, to_bf16_rne
 
 # With pending rows: from this many rows x heads on writes are deferred. With fewer programs the time is a program's own
@@ -32,6 +34,7 @@ DEFERRED_FROM = 1536
 PARTS = (8, 4)
 SPLIT_PROGRAMS = 132
 TILE = 64
+LEAST_PENDING = tl.constexpr(_LEAST_PENDING)
 
 
 @triton.jit
@@ -204,16 +207,21 @@ def load_pending(
 
 @triton.jit
 def write_deferred(
-    S, U, u, k_row, fade, new, row_keys, row_updates, source, target, first, count, at, waits, keep, moved,
-    D: tl.constexpr, ROWS: tl.constexpr,
+    S, U, u, k_row, kn, fade, new, row_keys, row_updates, source, target, first, count, full, at, waits, keep, moved,
+    BOUNDED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The update of one tile of V as a new row, or, where the row fills the chunk, all rows into the state."""
-    full = count == ROWS - 1
+    """The update of one tile of V as a new row, or, where that is due (`full`), all rows into the state."""
+    if BOUNDED:
+        full = count == ROWS - 1  # formed again, not held in a register
     tl.store(row_updates + (target * ROWS + count) * D + at, u, mask=keep & (at < D) & (full == 0))
     square = new + tl.arange(0, D)[:, None] * D + at[None, :]
     if keep & full:
         S = take_in(S, row_keys + source * ROWS * D, row_updates + source * ROWS * D, first, count, at, D)
-        tl.store(square, fade[:, None] * (S + k_row[:, None] * u[None, :]))
+        if BOUNDED:
+            S = fade[:, None] * (S + k_row[:, None] * u[None, :])
+        else:
+            S = fade[:, None] * S + kn[:, None] * u[None, :]
+        tl.store(square, S)
     elif moved:
         tl.store(square, S)
         to = (target * ROWS + tl.arange(0, ROWS))[:, None] * D + at[None, :]
@@ -222,11 +230,12 @@ def write_deferred(
 
 @triton.jit
 def write_row(
-    row_keys, row_decay, span, keys, k_row, G, target, first, count, waits, keep, moved,
-    D: tl.constexpr, ROWS: tl.constexpr,
+    row_keys, row_decay, span, keys, k_row, G, target, first, count, full, waits, keep, moved,
+    BOUNDED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The key and the decay of the new row, and where the rows now begin and end."""
-    full = count == ROWS - 1
+    if BOUNDED:
+        full = count == ROWS - 1
     column = tl.arange(0, D)
     if moved:
         to = (target * ROWS + tl.arange(0, ROWS))[:, None] * D + column[None, :]
@@ -234,8 +243,9 @@ def write_row(
     mask = keep & (full == 0) & (column < D)
     tl.store(row_keys + (target * ROWS + count) * D + column, k_row, mask=mask)
     tl.store(row_decay + target * D + column, G, mask=mask)
-    tl.store(span + target * 2, tl.where(full, 0, first), mask=keep)
-    tl.store(span + target * 2 + 1, tl.where(full, 0, count + 1), mask=keep)
+    after = 0 if BOUNDED else (count + 1) % ROWS
+    tl.store(span + target * 2, tl.where(full, after, first), mask=keep)
+    tl.store(span + target * 2 + 1, tl.where(full, after, count + 1), mask=keep)
 
 
 @triton.jit
@@ -300,6 +310,9 @@ def step_kernel(
     if DEFERRED:
         by_k, by_q = sums2(keys * kp[None, :], keys * qp[None, :], 1)
         new_key = kn * exp2(-G)
+        full = count == ROWS - 1
+        if lower_bound is None:
+            full = full | (tl.min(G, axis=0) < LEAST_PENDING)
     v_parts = cut(convolve(v_row, v_past, BF16), TILES)
     outs = ()
     for i in tl.static_range(TILES):
@@ -316,8 +329,8 @@ def step_kernel(
         outs = outs + (along_q + kq * u,)  # noqa: RUF005
         if DEFERRED:
             write_deferred(
-                S, updates[i], u, new_key, fade, new, row_keys, row_updates, source, target, first, count,
-                i * BV + value, waits, keep, moved, D, ROWS,
+                S, updates[i], u, new_key, kn, fade, new, row_keys, row_updates, source, target, first, count, full,
+                i * BV + value, waits, keep, moved, lower_bound is not None, D, ROWS,
             )  # fmt: skip
             if i == 0:  # asked for at the start, these two would not fit in registers beside all tiles
                 out_gate_row = tl.load(out_gate + row * z_t + channel + column)
@@ -333,7 +346,10 @@ def step_kernel(
     shift(k_row, k_past, to + H * D, column, width, keep, POOL_BF16)
     shift(v_row, v_past, to + 2 * H * D, column, width, keep, POOL_BF16)
     if DEFERRED:
-        write_row(row_keys, row_decay, span, keys, new_key, G, target, first, count, waits, keep, moved, D, ROWS)
+        write_row(
+            row_keys, row_decay, span, keys, new_key, G, target, first, count, full, waits, keep, moved,
+            lower_bound is not None, D, ROWS,
+        )  # fmt: skip
     elif PENDING:  # no row waits any more; the place in the chunk moves on, for steps that are deferred
         tl.store(span + target * 2 + tl.arange(0, 2), tl.full([2], (count + 1) % ROWS, tl.int32), mask=keep)
 
@@ -376,7 +392,7 @@ def kda_decode(
         raise ValueError(f"kda_decode: wants contiguous pools and a float32 state_pool, got {state_pool.dtype}, "
                          f"strides {state_pool.stride()} and {conv_pool.stride()}")  # fmt: skip
     programs = q.shape[0] * q.shape[1]
-    deferred = pending is not None and lower_bound is not None and programs >= DEFERRED_FROM
+    deferred = pending is not None and programs >= DEFERRED_FROM
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
     args += (read_index, write_index, lower_bound, eps, pending)
     parts = 1 if deferred else parts_of_a_head(programs)

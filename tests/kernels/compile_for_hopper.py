@@ -192,6 +192,9 @@ CONFIGURATIONS = {
     "input-gradients-unbounded": (backward_kernels.input_gradients_kernel, GRADIENTS | UNBOUNDED, {}),
     "decode": (decode_kernels.step_kernel, STEP, {}),
     "decode-unbounded": (decode_kernels.step_kernel, STEP | UNBOUNDED | {"PENDING": True}, {}),
+    "decode-deferred-unbounded": (
+        decode_kernels.step_kernel, STEP | UNBOUNDED | {"PENDING": True, "DEFERRED": True}, {},
+    ),
     "decode-pending": (decode_kernels.step_kernel, STEP | {"PENDING": True}, {}),
     "decode-deferred": (decode_kernels.step_kernel, STEP | {"PENDING": True, "DEFERRED": True}, {}),
     "decode-split": (decode_split_kernels.split_kernel, SPLIT | FOUR, {}),
