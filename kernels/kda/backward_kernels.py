@@ -251,6 +251,19 @@ def state_gradients_kernel(
 
 
 @triton.jit
+def gate_gradients(dg, g, z, rate, lower_bound):
+    """Gradients of the logit z and, of each element, of log(rate), from that of the log decay; g its log2."""
+    if lower_bound is None:
+        # Where a decay is 0 nothing depends on it; a rounding left over from later rows would be times the rate.
+        dg = tl.where(g > LEAST_LOG2, dg, 0.0)
+        return dg * -rate * sigmoid(z), dg * g * (1.0 / LOG2E)
+    else:
+        # 1 - s from the other side: near saturation the difference would keep no digit.
+        dz = dg * (lower_bound * rate) * sigmoid(z * rate) * sigmoid(-z * rate)
+        return dz, dz * z
+
+
+@triton.jit
 def input_gradients_kernel(
     q, k, gate, A_log, dt_bias, dq_in, dk_in, dk_out, dA_in, dP_in, fading, norms, along, chunk_start, chunk_len,
     dq, dk, dgate, dbias_rows, drate_rows,
@@ -296,7 +309,6 @@ def input_gradients_kernel(
     square = tile * C * C + rows[:, None] * C + rows[None, :]
     dA, dP = tl.load(dA_in + square), tl.load(dP_in + square)
     dq_n, dk_n, dG = pair_gradients(qn, kn, inside, total, dA, dP, lower_bound is not None, KB, C, BLOCK)
-
     _, flat = tile_offsets(K, KB, C, BLOCK)
     flat += tile * C * K + first
     # Registers: sums are made now, and what the end needs is asked for again there, not held.
@@ -313,9 +325,8 @@ def input_gradients_kernel(
     dk_n += from_state
     from_state *= kn
     if lower_bound is None:
-        row, _ = tile_offsets(H * K, KB, C, BLOCK)
         # The chunk's last row leaves undecayed: its two terms cancel, and beside them strong decays have no digits.
-        from_state = tl.where(row < n - 1, from_state, 0.0)
+        from_state = tl.where(tile_offsets(K, KB, C, BLOCK)[0] < n - 1, from_state, 0.0)
     dG -= from_state
 
     # The decay of the whole chunk, then the reverse running sum inside it.
@@ -323,20 +334,13 @@ def input_gradients_kernel(
     block_sum = tl.sum(dG, axis=2)
     later = tl.sum(block_sum, axis=0)[None, :] - tl.cumsum(block_sum, axis=0)
     dg = (block_sum + later + ending[None, :])[:, :, None] - tl.cumsum(dG, axis=2) + dG
-    if lower_bound is None:
-        # Where a decay is 0 nothing depends on it; a rounding left over from later rows would be times the rate.
-        dg = tl.where(g > LEAST_LOG2, dg, 0.0)
-        dz = dg * -rate * sigmoid(z)
-    else:
-        # 1 - s from the other side: near saturation the difference would keep no digit.
-        dz = dg * (lower_bound * rate) * sigmoid(z * rate) * sigmoid(-z * rate)
+    dz, drate = gate_gradients(dg, g, z, rate, lower_bound)
     t0, n = tl.load(chunk_start + chunk), tl.load(chunk_len + chunk)
     columns = (part + (n >> 31)) * KB + tl.arange(0, KB)  # n is not negative: the same columns, formed again
     row, to = tile_offsets(H * K, KB, C, BLOCK)
     to += t0.to(tl.int64) * H * K + head * K + first
     tl.store(dgate + to, to_bf16_rne(dz), mask=row < n)
     # A row past the end has z = -inf and slope 0.
-    drate = dg * g * (1.0 / LOG2E) if lower_bound is None else dz * z
     tl.store(drate_rows + tile * K + columns, tl.sum(tl.sum(tl.where(row < n, drate, 0.0), axis=2), axis=0))
     tl.store(dbias_rows + tile * K + columns, tl.sum(tl.sum(dz, axis=2), axis=0))
 

@@ -229,12 +229,22 @@ def write_deferred(
 
 
 @triton.jit
+def is_due(G, count, lower_bound, ROWS: tl.constexpr):
+    """Whether this token's state is to be written: the chunk is full, or (no bound) a channel has all but decayed."""
+    full = count == ROWS - 1
+    if lower_bound is None:
+        full = full | (tl.min(G, axis=0) < LEAST_PENDING)
+    return full
+
+
+@triton.jit
 def write_row(
-    row_keys, row_decay, span, keys, k_row, G, target, first, count, full, waits, keep, moved,
-    BOUNDED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    row_keys, row_decay, span, keys, k_row, G, target, place, waits, keep, moved, lower_bound,
+    D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The key and the decay of the new row, and where the rows now begin and end."""
-    if BOUNDED:
+    """The key and the decay of the new row, and where the rows now begin and end; place: first, count, full."""
+    first, count, full = place
+    if lower_bound is not None:
         full = count == ROWS - 1
     column = tl.arange(0, D)
     if moved:
@@ -243,7 +253,7 @@ def write_row(
     mask = keep & (full == 0) & (column < D)
     tl.store(row_keys + (target * ROWS + count) * D + column, k_row, mask=mask)
     tl.store(row_decay + target * D + column, G, mask=mask)
-    after = 0 if BOUNDED else (count + 1) % ROWS
+    after = 0 if lower_bound is not None else (count + 1) % ROWS
     tl.store(span + target * 2, tl.where(full, after, first), mask=keep)
     tl.store(span + target * 2 + 1, tl.where(full, after, count + 1), mask=keep)
 
@@ -310,9 +320,7 @@ def step_kernel(
     if DEFERRED:
         by_k, by_q = sums2(keys * kp[None, :], keys * qp[None, :], 1)
         new_key = kn * exp2(-G)
-        full = count == ROWS - 1
-        if lower_bound is None:
-            full = full | (tl.min(G, axis=0) < LEAST_PENDING)
+        full = is_due(G, count, lower_bound, ROWS)
     v_parts = cut(convolve(v_row, v_past, BF16), TILES)
     outs = ()
     for i in tl.static_range(TILES):
@@ -346,10 +354,8 @@ def step_kernel(
     shift(k_row, k_past, to + H * D, column, width, keep, POOL_BF16)
     shift(v_row, v_past, to + 2 * H * D, column, width, keep, POOL_BF16)
     if DEFERRED:
-        write_row(
-            row_keys, row_decay, span, keys, new_key, G, target, first, count, full, waits, keep, moved,
-            lower_bound is not None, D, ROWS,
-        )  # fmt: skip
+        place = (first, count, full)
+        write_row(row_keys, row_decay, span, keys, new_key, G, target, place, waits, keep, moved, lower_bound, D, ROWS)
     elif PENDING:  # no row waits any more; the place in the chunk moves on, for steps that are deferred
         tl.store(span + target * 2 + tl.arange(0, 2), tl.full([2], (count + 1) % ROWS, tl.int32), mask=keep)
 
