@@ -1,7 +1,7 @@
 """Kernel benchmark: correctness against float64 first, then times against the peers that are installed.
 
-    python benchmarks/kda.py --json [--parts decode,elementwise,forward,training] [--out FILE] [--warm N] [--seconds S]
-    python benchmarks/kda.py --table FILE ...     the table of result files
+    python benchmarks/kda.py --json [--parts decode,elementwise,forward,training,unbounded] [--out FILE] [--warm N]
+    [--seconds S] python benchmarks/kda.py --table FILE ...     the table of result files
     python benchmarks/kda.py --dry                the whole program at tiny sizes on a CPU, under Triton's interpreter
 
 Needs one Hopper GPU. Every time is the median of samples taken in rotating contender order with the L2 cache flushed
@@ -84,7 +84,7 @@ def worker(index: int, count: int, parts: list[str]) -> None:
             builds = [case.build] + ([case.without] if case.without else [])
             for name, contender in [pair for build in builds for pair in build().items()]:
                 key = (case.name, name, case.shape.split("H=")[-1].replace(" graph", ""))
-                if key in seen or case.regime not in ("production", "-"):
+                if key in seen or case.regime not in ("production", "-", cases.UNBOUNDED[0]):
                     continue
                 seen.add(key)
                 turn += 1
@@ -211,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a CPU: finds what would stop a real run")
-    parser.add_argument("--parts", default="decode,elementwise,forward,training")
+    parser.add_argument("--parts", default=",".join(cases.TABLES))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--warm", type=int, default=0, help="processes that compile every part beforehand")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this many seconds")
@@ -236,7 +236,7 @@ def main() -> None:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
     if options.warm:
-        result["seconds"]["warm"] = warm(options.warm, list(cases.TABLES), 150.0)
+        result["seconds"]["warm"] = warm(options.warm, parts, 150.0)
     with dispatch.strict():
         wanted = {FAMILIES[case.name] for part in parts for case in cases.TABLES[part]()}
         bad = run_checks(result, save, wanted | ({"layer"} if "kda" in wanted else set()))

@@ -25,6 +25,9 @@ BANDWIDTH = 4.3e12
 LEAD_CYCLES = 6_000_000
 D = 128
 REGIMES = ("production", "slow", "saturated", "mixed")
+# Kimi Linear's gate, -exp(A_log) softplus: rates of 1 to 16 and biases as training begins with; all but no decay; about
+# -60 a token; channels of all of these beside each other.
+UNBOUNDED = tuple(f"unbounded{kind}" for kind in ("", ", slow", ", saturated", ", mixed"))
 # Measured on one NVIDIA H200 on 2026-11-29 with the peers' own harness: (heads, tokens) -> ms.
 LAYERS, LAYER_BYTES = 69, 4 << 30
 FLASHKDA = {(96, 8192): 1.40, (96, 65536): 10.98, (12, 8192): 0.849}
@@ -97,17 +100,24 @@ def under(module, run: Callable[[], object], **values) -> Callable[[], object]:
     return changed
 
 
+def bound(regime: str) -> float | None:
+    """The lower bound of a regime's gates."""
+    return None if regime in UNBOUNDED else -5.0
+
+
 def have_peer() -> bool:
     """Whether fla-core is installed (never used in a dry run: the interpreter cannot run its autotuner)."""
     return SIZE != "dry" and importlib.util.find_spec("fla") is not None
 
 
 def inputs(T: int, H: int, regime: str, B: int = 1, seed: int = 0) -> list[torch.Tensor]:
-    """q, k, v, gate, beta, A_log, dt_bias of one gate regime."""
+    """q, k, v, gate, beta, A_log, dt_bias of one gate regime of `REGIMES` or `UNBOUNDED`."""
     generator = torch.Generator(device()).manual_seed(seed)
     new = functools.partial(torch.randn, device=device(), generator=generator)
     q, k, v, z = (new(B, T, H, D).bfloat16() for _ in range(4))
     beta = new(B, T, H).bfloat16()
+    if regime in UNBOUNDED:
+        return [q, k, v, *_unbounded_gates(z, beta, regime, generator)]
     slow = (0.3 * z.float() - 6.5).bfloat16()  # log decay about -0.0075
     if regime == "slow":
         z = slow
@@ -118,15 +128,32 @@ def inputs(T: int, H: int, regime: str, B: int = 1, seed: int = 0) -> list[torch
     return [q, k, v, z, beta, torch.zeros(H, device=device()), torch.zeros(H * D, device=device())]
 
 
-def fla_kda(args, cu_seqlens=None):
+def _unbounded_gates(z, beta, regime: str, generator) -> list[torch.Tensor]:
+    """gate, beta, A_log, dt_bias of a regime of `UNBOUNDED`."""
+    H = z.shape[-2]
+    rate = 1 + 15 * torch.rand(H, device=device(), generator=generator)
+    forgotten = torch.exp(torch.empty(H * D, device=device()).uniform_(-6.9, -2.3, generator=generator))
+    bias = forgotten + torch.log(-torch.expm1(-forgotten))  # softplus(bias) = forgotten
+    kind = torch.arange(D, device=device()) % 3
+    strong = 60 / rate[:, None] + 0.25 * z.float()
+    if regime == "unbounded, slow":
+        rate = 1e-3 * rate
+    elif regime == "unbounded, saturated":
+        z, bias = strong.bfloat16(), torch.zeros_like(bias)
+    elif regime == "unbounded, mixed":
+        z = torch.where(kind == 0, z.float(), torch.where(kind == 1, z.float() - 8, strong + 3)).bfloat16()
+    return [z, beta, rate.log(), bias]
+
+
+def fla_kda(args, regime: str, cu_seqlens=None):
     """fla's forward with the same contract."""
     from fla.ops.kda import chunk_kda
 
     q, k, v, z, beta, A_log, dt_bias = args
     return lambda: chunk_kda(
         q, k, v, z, beta, A_log=A_log, dt_bias=dt_bias, output_final_state=True, use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=-5.0,
-        cu_seqlens=cu_seqlens,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=bound(regime) is not None,
+        lower_bound=bound(regime), cu_seqlens=cu_seqlens,
     )  # fmt: skip
 
 
@@ -136,12 +163,12 @@ def _forward(H: int, T: int, regime: str, packing: str | None) -> Contenders:
     if packing:
         lengths = PACKINGS[packing] if SIZE == "full" else [tokens(T) - 33, 0, 33]
         cu = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
-    run = lambda: kda(*args, cu_seqlens=cu)  # noqa: E731
+    run = lambda: kda(*args, cu_seqlens=cu, gate_lower_bound=bound(regime))  # noqa: E731
     contenders: Contenders = {"ours": run}
     if not packing:
         contenders["ours: loads where they are used"] = under(autograd, run, EARLY_PREPARE=False)
     if have_peer():
-        contenders["peer"] = fla_kda(args, cu)
+        contenders["peer"] = fla_kda(args, regime, cu)
     return contenders
 
 
@@ -160,8 +187,8 @@ def forward() -> Iterator[Case]:
         yield case
 
 
-def _training(H: int, regime: str, packing: str | None) -> Contenders:
-    args = [x.requires_grad_() for x in inputs(tokens(8192), heads(H), regime)]
+def _training(H: int, regime: str, packing: str | None, T: int = 8192) -> Contenders:
+    args = [x.requires_grad_() for x in inputs(tokens(T), heads(H), regime)]
     upstream = torch.randn_like(args[2])
     cu = None
     if packing:
@@ -173,10 +200,11 @@ def _training(H: int, regime: str, packing: str | None) -> Contenders:
         for x in args:
             x.grad = None
 
-    ours = lambda: step(lambda: kda(*args, cu_seqlens=cu))  # noqa: E731
+    run = functools.partial(kda, *args, cu_seqlens=cu, gate_lower_bound=bound(regime))
+    ours = functools.partial(step, run)
     contenders = {"ours": ours, "ours: loads where they are used": under(autograd, ours, EARLY=False)}
     if have_peer():
-        peer = fla_kda(args, cu)
+        peer = fla_kda(args, regime, cu)
         contenders["peer"] = lambda: step(peer)
     return contenders
 
@@ -192,6 +220,23 @@ def training() -> Iterator[Case]:
                memory=True)  # fmt: skip
 
 
+def unbounded() -> Iterator[Case]:
+    """Gates without a bound at Kimi Linear's 32 heads: forward, with backward, decode."""
+    shapes = [(8192, regime) for regime in UNBOUNDED] + [(65536, UNBOUNDED[0])]
+    for T, regime in shapes:
+        build = functools.partial(_forward, 32, T, regime, None)
+        yield Case("unbounded", "kda forward", f"T={T} H=32 graph", regime, 32 * T * (5 * D * 2 + 2), build, True,
+                   48 if T < 60000 else 16)  # fmt: skip
+    for T, regime in shapes:
+        build = functools.partial(_training, 32, regime, None, T)
+        yield Case("unbounded", "kda forward+backward", f"T={T} H=32", regime, 32 * T * (14 * D * 2 + 6), build,
+                   samples=24 if T < 60000 else 8, memory=True)  # fmt: skip
+    for B in (1, 16, 64, 256):
+        build = functools.partial(_decode, 32, B, UNBOUNDED[0])
+        yield Case("unbounded", "kda decode step", f"B={B} H=32 graph", UNBOUNDED[0], B * 32 * D * D * 4 * 2, build,
+                   True, 48, "fla-core, three kernels")  # fmt: skip
+
+
 def decode_arguments(B: int, H: int, regime: str = "production", seed: int = 0):
     """(q, k, v, gate, beta, out_gate), (weights, A_log, dt_bias, norm), conv pool, state pool; projections strided."""
     generator = torch.Generator(device()).manual_seed(seed)
@@ -201,9 +246,12 @@ def decode_arguments(B: int, H: int, regime: str = "production", seed: int = 0):
     q, k, v = (x[:, s * P : (s + 1) * P].view(B, H, D) for s in range(3))
     gate = new(B, H, D).bfloat16()
     gate = {"slow": 0.3 * gate - 6.5, "saturated": gate * 0 + 12}.get(regime, gate)
-    rows = (q, k, v, gate, new(B, H).bfloat16(), new(B, H, D).bfloat16())
-    shared = ([new(P, 4) for _ in range(3)], torch.zeros(H, device=device()), torch.zeros(P, device=device()),
-              torch.ones(D, device=device()))  # fmt: skip
+    beta = new(B, H).bfloat16()
+    A_log, dt_bias = torch.zeros(H, device=device()), torch.zeros(P, device=device())
+    if regime in UNBOUNDED:
+        gate, beta, A_log, dt_bias = _unbounded_gates(gate, beta, regime, generator)
+    rows = (q, k, v, gate, beta, new(B, H, D).bfloat16())
+    shared = ([new(P, 4) for _ in range(3)], A_log, dt_bias, torch.ones(D, device=device()))
     return rows, shared, new(B, 3, 3 * P).bfloat16(), new(B, H, D, D)
 
 
@@ -217,11 +265,12 @@ def waiting_rows(pool, B: int) -> PendingRows:
     return pending
 
 
-def _decode(H: int, B: int) -> Contenders:
+def _decode(H: int, B: int, regime: str = "production") -> Contenders:
     H, B = heads(H), rows_of(B)
-    rows, shared, conv_pool, pool = decode_arguments(B, H)
+    rows, shared, conv_pool, pool = decode_arguments(B, H, regime)
     index = torch.randperm(B, device=device()).int()
-    plain = functools.partial(kda_decode, *rows, *shared, conv_pool, pool, index, index)
+    step = functools.partial(kda_decode, gate_lower_bound=bound(regime))
+    plain = functools.partial(step, *rows, *shared, conv_pool, pool, index, index)
     late = [functools.partial(plain, pending=waiting_rows(pool, B)) for _ in range(3)]
     contenders: Contenders = {"ours": plain, "ours: with pending": late[0]}
     contenders["ours: deferred"] = under(decode_kernels, late[1], DEFERRED_FROM=0)
@@ -231,7 +280,7 @@ def _decode(H: int, B: int) -> Contenders:
         one = torch.zeros(1, device=device())
         contenders["launch"] = lambda: one.add_(1.0)
     if have_peer():
-        contenders |= _fla_decode(rows, shared, B, H)
+        contenders |= _fla_decode(rows, shared, B, H, bound(regime))
     return contenders
 
 
@@ -279,7 +328,7 @@ def _decode_layers(H: int, B: int) -> Contenders:
     return contenders
 
 
-def _fla_decode(rows, shared, B: int, H: int) -> Contenders:
+def _fla_decode(rows, shared, B: int, H: int, lower_bound: float | None = -5.0) -> Contenders:
     from fla.modules.causal_conv1d import causal_conv1d_update
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.ops.kda import fused_recurrent_kda
@@ -296,7 +345,7 @@ def _fla_decode(rows, shared, B: int, H: int) -> Contenders:
         return fused_recurrent_kda(
             a, b, c, gate[:, None], beta[:, None], A_log=A_log, dt_bias=dt_bias, initial_state=state,
             output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
+            use_beta_sigmoid_in_kernel=True, lower_bound=lower_bound,
         )  # fmt: skip
 
     def whole():
@@ -387,6 +436,7 @@ def elementwise() -> Iterator[Case]:
 
 
 TABLES = {"decode": decode_cases, "elementwise": elementwise, "forward": forward, "training": training}
+TABLES |= {"unbounded": unbounded}
 
 
 def measure(contenders: Contenders, samples: int, graph: bool) -> tuple[dict[str, list[float]], dict[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 
 import kda_cases as cases
@@ -92,15 +93,17 @@ def oracle(regime: str) -> dict[str, float]:
     cu = packed(lengths)
     state = 0.3 * torch.randn(len(lengths), H, D, D, device=cases.device())
     args = [x.requires_grad_() for x in [*cases.inputs(T, H, regime), state]]
-    o, S = kda(*args[:7], initial_state=args[7], cu_seqlens=cu)
+    lower_bound = cases.bound(regime)
+    run = functools.partial(kda, gate_lower_bound=lower_bound, cu_seqlens=cu)
+    o, S = run(*args[:7], initial_state=args[7])
     with torch.no_grad():
-        again = kda(*args[:7], initial_state=args[7], cu_seqlens=cu)
+        again = run(*args[:7], initial_state=args[7])
     require(torch.equal(o, again[0]) and torch.equal(S, again[1]), "the forward is not bit-identical on repeat")
     require(not o[:, sum(lengths) :].any(), "rows past the last sequence are not 0")
     up = [torch.randn_like(o), 0.1 * torch.randn_like(S)]
     torch.autograd.backward([o, S], up)
     wide = [x.detach().double().requires_grad_() for x in args]
-    o2, S2 = kda_reference(*wide[:7], -5.0, wide[7], cu)
+    o2, S2 = kda_reference(*wide[:7], lower_bound, wide[7], cu)
     torch.autograd.backward([o2, S2], [x.double() for x in up])
     found = {"o": error(o, o2), "state": error(S, S2)}
     found |= {name: error(x.grad, y.grad) for name, x, y in zip(GRADIENTS, args, wide, strict=True)}
@@ -110,16 +113,16 @@ def oracle(regime: str) -> dict[str, float]:
     return within(found, CAPS if cases.SIZE != "dry" else {name: 3 * cap for name, cap in CAPS.items()}, regime)
 
 
-def suffix() -> dict[str, float]:
+def suffix(regime: str) -> dict[str, float]:
     """1: later tokens change neither earlier outputs nor their gradients, to the bit."""
     T, cut = (200, 77) if cases.SIZE != "dry" else (40, 21)
     results = []
     for change in (0.0, 3.0):
-        args = cases.inputs(T, 2 if cases.SIZE != "dry" else 1, "production")
+        args = cases.inputs(T, 2 if cases.SIZE != "dry" else 1, regime)
         for x in args[:5]:
             x[:, cut:] += change
         args = [x.requires_grad_() for x in args]
-        o = kda(*args)[0]
+        o = kda(*args, gate_lower_bound=cases.bound(regime))[0]
         grads = torch.autograd.grad(o[:, :cut].float().square().sum(), args[:5])
         results.append([x[:, :cut] for x in (o, *grads)])
     require(all(map(torch.equal, *results)), "a later token changed an earlier output or gradient")
@@ -129,14 +132,18 @@ def suffix() -> dict[str, float]:
 def extremes() -> dict[str, float]:
     """3, 5: everything finite at saturated gates, with A_log of -20 to 100 and biases of +-200."""
     T, H = {"full": (4096, 96), "small": (256, 96), "dry": (40, 1)}[cases.SIZE]
-    for A, bias in ((0.0, 0.0), (-20.0, 200.0), (20.0, -200.0), (100.0, 200.0)):
+    settings = itertools.product((-5.0, None), ((0.0, 0.0), (-20.0, 200.0), (20.0, -200.0), (100.0, 200.0)))
+    for lower_bound, (A, bias) in settings:
         args = cases.inputs(T if A == 0.0 else min(T, 256), H, "saturated")
         args[5].fill_(A)
         args[6].fill_(bias)
         args = [x.requires_grad_() for x in args]
-        o, S = kda(*args)
+        o, S = kda(*args, gate_lower_bound=lower_bound)
         values = (o, S, *torch.autograd.grad([o, S], args, [torch.ones_like(o), torch.ones_like(S)]))
-        require(all(bool(torch.isfinite(x).all()) for x in values), f"not finite at A_log {A}, bias {bias}")
+        require(
+            all(bool(torch.isfinite(x).all()) for x in values),
+            f"not finite at bound {lower_bound}, A_log {A}, bias {bias}",
+        )
     return {}
 
 
@@ -192,21 +199,23 @@ def layer(T: int, H: int, regime: str):
     q, k, v, gate, beta, A_log, dt_bias = cases.inputs(T, H, regime)
     z = torch.randn_like(v)
     weights = [torch.randn(H * D, 4, device=q.device) for _ in range(3)]
-    norm = torch.rand(D, device=q.device)
+    norm, lower_bound = torch.rand(D, device=q.device), cases.bound(regime)
 
     def prefill(first: int, last: int, history, state):
         xs = [x[:, first:last].flatten(2) for x in (q, k, v)]
         mixed, history = short_conv(xs, weights, history=history)
         mixed = [x.view(1, last - first, H, D) for x in mixed]
         part = (gate[:, first:last], beta[:, first:last])
-        o, state = kda(*mixed, *part, A_log, dt_bias, initial_state=state)
+        o, state = kda(*mixed, *part, A_log, dt_bias, initial_state=state, gate_lower_bound=lower_bound)
         return gated_norm(o, z[:, first:last].contiguous(), norm), history, state
 
     def decode_one(t: int, conv_pool, pool, pending):
         index = torch.zeros(1, dtype=torch.int32, device=q.device)
         rows = [x[:, t] for x in (q, k, v, gate, beta, z)]
         shared = (weights, A_log, dt_bias, norm)
-        return kda_decode(*rows, *shared, conv_pool, pool, index, index, pending=pending)
+        return kda_decode(
+            *rows, *shared, conv_pool, pool, index, index, gate_lower_bound=lower_bound, pending=pending
+        )  # fmt: skip
 
     return prefill, decode_one
 
@@ -267,7 +276,10 @@ def decode_steps(regime: str) -> dict[str, float]:
         if pending is not None:
             pending.begin(torch.arange(slots, device=pool.device), torch.arange(slots, device=pool.device))
         table = torch.full((B, 2), -1, dtype=torch.int32, device=pool.device)
-        step = functools.partial(kda_decode, *rows, *shared, conv_pool, pool, table[:, 0], table[:, 1], pending=pending)
+        step = functools.partial(
+            kda_decode, *rows, *shared, conv_pool, pool, table[:, 0], table[:, 1],
+            gate_lower_bound=cases.bound(regime), pending=pending,
+        )  # fmt: skip
         limits = (0, 0, 1 << 30) if least is None else (least,)
         fixed = {"PARTS": (parts,), "SPLIT_PROGRAMS": 1 << 30}
         runs = [_graphed(cases.under(kernels, step, DEFERRED_FROM=n, **fixed)) for n in limits]
@@ -282,7 +294,7 @@ def decode_steps(regime: str) -> dict[str, float]:
             y = runs[at % len(runs)]()
             wide_rows = [x.double() for x in rows[3:5]]
             args = (*rows[:3], *wide_rows, rows[5], *shared, wide[0], wide[1], table[:, 0], table[:, 1])
-            y2 = kda_decode_reference(*args)
+            y2 = kda_decode_reference(*args, gate_lower_bound=cases.bound(regime))
             found = max(found, error(y, y2))
             require(not y[at % B].any(), f"{name}: a padded row is not 0")
             require(torch.equal(conv_pool, wide[0]), f"{name}: the convolution's history differs")
@@ -376,29 +388,31 @@ def recompilation() -> dict[str, float]:
     return {"variants": counts[-1]}
 
 
-def segments() -> dict[str, float]:
+def segments(regime: str) -> dict[str, float]:
     """A scan cut into segments (few heads) against the float64 reference."""
     T, H = (4096, 2) if cases.SIZE != "dry" else (70, 1)
-    args = cases.inputs(T, H, "slow")
-    o2, S2 = kda_reference(*(x.double() for x in args))
+    args = cases.inputs(T, H, regime)
+    o2, S2 = kda_reference(*(x.double() for x in args), cases.bound(regime))
     with torch.no_grad(), cases.setting(autograd, SEGMENT_LEAST=32 if cases.SIZE != "dry" else 1):
-        o, S = kda(*args)
+        o, S = kda(*args, gate_lower_bound=cases.bound(regime))
     return within({"o": error(o, o2), "state": error(S, S2)}, CAPS)
 
 
 def checks() -> Iterator[tuple[str, str, Callable[[], dict[str, float]]]]:
     """(family, name, check); the cheap and telling ones first."""
-    for regime in cases.REGIMES:
+    for regime in (*cases.REGIMES, *cases.UNBOUNDED):
         yield "kda", f"float64, {regime}", functools.partial(oracle, regime)
-    for regime in ("production", "slow", "saturated"):
+    for regime in ("production", "slow", "saturated", *cases.UNBOUNDED):
         yield "kda_decode", f"decode steps, {regime}", functools.partial(decode_steps, regime)
     yield "short_conv", "convolution", convolution
     yield "gated_norm", "norm", norms
-    yield "kda", "later tokens", suffix
-    yield "kda", "segments", segments
+    for regime in ("production", "unbounded, mixed"):
+        yield "kda", f"later tokens, {regime}", functools.partial(suffix, regime)
+    for regime in ("slow", "unbounded"):
+        yield "kda", f"segments, {regime}", functools.partial(segments, regime)
     yield "kda", "strided gradients, NaN tails", upstreams
     yield "kda", "lengths, repeats", lengths_repeat
-    for regime in ("production", "slow"):
+    for regime in ("production", "slow", "unbounded"):
         yield "layer", f"splits of one pass, {regime}", functools.partial(splits, regime)
     yield "kda", "extreme gates", extremes
     yield "kda", "recompilation", recompilation

@@ -14,6 +14,8 @@ import triton.language as tl
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 LOG2E = tl.constexpr(1.4426950408889634)
+# A decay of 2^LEAST_LOG2 is 0: fp32 ends at 2^-126 where denormals are flushed.
+LEAST_LOG2 = tl.constexpr(-128.0)
 
 
 def early() -> dict[str, bool]:
@@ -128,3 +130,28 @@ def sigmoid(x):
             is_pure=True,
             pack=1,
         )
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) in fp32 to about 3e-6 of its value, however small; 0 and infinity at the infinities."""
+    t = exp2(-tl.abs(x) * LOG2E)
+    # 1 + t would round away the digits of a small t: there the series.
+    series = t * (1.0 - t * (0.5 - t * (0.33333333 - t * (0.25 - t * 0.2))))
+    if INTERPRET:
+        log = tl.log2(1.0 + t)
+    else:
+        log = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.maximum(x, 0.0) + tl.where(t < 0.0625, series, log * 0.6931471805599453)
+
+
+@triton.jit
+def log2_decay(z, rate, lower_bound):
+    """log2 of a token's decay from its logit z (bias included) and rate = exp(A_log): lower_bound sigmoid(rate z), or
+    without a bound (None) -rate softplus(z), cut off at LEAST_LOG2, so that no sum of such is infinite."""
+    if lower_bound is None:
+        return tl.maximum(softplus(z) * (-rate * LOG2E), LEAST_LOG2, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return sigmoid(z * rate) * (lower_bound * LOG2E)

@@ -32,7 +32,7 @@ class LinearAttnConfig:
     full_attn_layers: tuple[int, ...]
     short_conv_kernel_size: int = 4
     use_full_rank_gate: bool = True
-    gate_lower_bound: float = -5.0
+    gate_lower_bound: float | None = -5.0  # None: -exp(A_log) softplus instead, without a bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +275,10 @@ class K3Config:
             )
         if self.num_experts > 32767:
             raise ModelConfigError(f"num_experts is {self.num_experts}; routes are int16, so at most 32767")
-        if self.linear_attn_config.gate_lower_bound >= 0 or self.linear_attn_config.gate_lower_bound < -5:
+        bound = self.linear_attn_config.gate_lower_bound
+        if bound is not None and not -5 <= bound < 0:
             raise ModelConfigError(
-                f"gate_lower_bound is {self.linear_attn_config.gate_lower_bound}; it must be in [-5, 0), or the "
-                "chunked form of KDA overflows float32"
+                f"gate_lower_bound is {bound}; it must be in [-5, 0), or the chunked form of KDA overflows float32"
             )
         for key, wanted in (("use_full_rank_gate", True), ("short_conv_kernel_size", 4)):
             if getattr(self.linear_attn_config, key) != wanted:

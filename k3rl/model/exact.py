@@ -28,6 +28,7 @@ from k3rl.model.cache import Cache
 from k3rl.model.decoder import DecoderLayer, K3ForCausalLM
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.kda_chunks import L2_EPS
+from k3rl.model.kda_gates import log_decay
 from k3rl.model.layout import CHUNK, HISTORY
 from k3rl.model.mla import GatedMLA, rotate
 from k3rl.model.moe import LatentMoE
@@ -72,9 +73,9 @@ def _kda(layer: KimiDeltaAttention, x: Tensor, cache: Cache, commit: bool) -> Te
     q, k, v = mixed.view(EXACT_BLOCK, 3, h, width).permute(1, 2, 0, 3).contiguous().unbind()  # [h, 16, D]
     q, k = (s * (s.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for s in (q, k))
     z = _linear(_linear(x, layer.f_a_proj.weight), layer.f_b_proj.weight).to(kind) + layer.dt_bias
-    gates = z.view(EXACT_BLOCK, h, width).transpose(0, 1) * layer.A_log.to(kind).exp().view(h, 1, 1)
+    logit = z.view(EXACT_BLOCK, h, width).transpose(0, 1)
     beta = _linear(x, layer.b_proj.weight).to(kind).sigmoid().t().unsqueeze(-1).contiguous()
-    total = (gates.sigmoid() * layer.bound).cumsum(1)  # G [h, 16, D]
+    total = log_decay(logit, layer.A_log.to(kind).exp().view(h, 1, 1), layer.bound).cumsum(1)  # G [h, 16, D]
     o, final = _chunk(q * width**-0.5, k, v, total, beta, cache.recurrent(layer.layer)[0])
     if commit:
         cache.store_recurrent(layer.layer, final.unsqueeze(0))

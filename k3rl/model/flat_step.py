@@ -23,6 +23,7 @@ from k3rl.model.cache import Cache
 from k3rl.model.cells import GRID_ROOM, GRID_WASTE, Cells
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.kda_chunks import L2_EPS
+from k3rl.model.kda_gates import log_decay
 from k3rl.model.layout import HISTORY
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
@@ -157,8 +158,8 @@ class _KDA:
         q, k, v = self._convolved(raw, cache).view(rows, 3, h, width).unbind(1)
         unit = torch.stack((q, k), 2)  # [R, h, 2, D], as the states are read
         unit *= vector_norm(unit, dim=-1, keepdim=True).square_().add_(L2_EPS).rsqrt_()
-        logit = torch.mm(f_a, self.f_b).add_(self.dt_bias).view(rows, h, width).mul_(self.rate)
-        alpha = logit.sigmoid_().mul_(self.bound).exp_().unsqueeze(-1)
+        logit = torch.mm(f_a, self.f_b).add_(self.dt_bias).view(rows, h, width)
+        alpha = log_decay(logit, self.rate, self.bound).exp_().unsqueeze(-1)
         beta = torch.sigmoid(b).unsqueeze(-1)
         state = cache.recurrent(self.layer)
         step = max(1, STATE_BYTES // (state[0].nbytes))

@@ -27,6 +27,7 @@ from k3rl.model.cache import Cache, ChunkCache, Slots, StepCache
 from k3rl.model.config import K3Config
 from k3rl.model.joined import JoinedParameters, Weight
 from k3rl.model.kda_chunks import L2_EPS, chunked_kda
+from k3rl.model.kda_gates import log_decay
 from k3rl.model.layout import HISTORY, Layout
 from k3rl.model.norm import inverse_rms, wide
 from k3rl.model.side_stream import on_side_stream
@@ -259,8 +260,7 @@ class KimiDeltaAttention(nn.Module):
         qk, v = streams[:, :2], streams[:, 2]
         unit = qk * torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(L2_EPS).rsqrt_()
         z = self.f_b_proj.linear(f_a).to(kind)
-        logit = (z + self.dt_bias).view(rows, h, width) * self.A_log.exp().view(h, 1)
-        alpha = logit.sigmoid_().mul_(self.bound).exp_()
+        alpha = log_decay((z + self.dt_bias).view(rows, h, width), self.A_log.exp().view(h, 1), self.bound).exp_()
         beta = torch.sigmoid(b.to(kind)).unsqueeze(-1)
         state = cache.recurrent(self.layer).mul_(alpha.unsqueeze(-1))
         read = torch.matmul(unit.transpose(1, 2), state)  # q' S and k' S

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3rl.model.kda_tiles import Tiles
 from k3rl.model.layout import ChunkPlan
 from k3rl.types import ContextCommunicator
 
@@ -22,11 +23,8 @@ def left_over(
     chunks: list[int],
     h: int,
     v: Tensor,
-    k_plus: Tensor,
-    k_minus: Tensor,
+    tiles: Tiles,
     transform: Tensor,
-    end: Tensor,
-    entry: Tensor,
     *,
     with_product: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -34,16 +32,16 @@ def left_over(
 
     P is what they leave of the identity with V = 0, so both are columns of one scan.
     """
-    keys, values = k_plus.shape[-1], v.shape[-1]
+    keys, values = tiles.k_in.shape[-1], v.shape[-1]
     state = v.new_zeros(h, keys, values + (keys if with_product else 0))
     if with_product:
         state[..., values:] = torch.eye(keys, dtype=v.dtype, device=v.device)
     for chunk in chunks:
         here = slice(chunk * h, chunk * h + h)
-        state *= entry[here].unsqueeze(-1)
-        rest = torch.bmm(k_plus[here], state).neg_()
+        state *= tiles.entry[here].unsqueeze(-1)
+        rest = torch.bmm(tiles.k_in[here], state).neg_()
         rest[..., :values] += v[here]
-        state.baddbmm_(k_minus[here].mT, torch.bmm(transform[here], rest)).mul_(end[here].unsqueeze(-1))
+        state = tiles.leave(here, state, torch.bmm(transform[here], rest))
     if not with_product:
         return state, None
     left, product = state.split([values, keys], dim=-1)
@@ -54,23 +52,18 @@ def left_gradient(
     chunks: list[int],
     h: int,
     d_out: Tensor,
-    attention: Tensor,
-    q_plus: Tensor,
-    k_plus: Tensor,
-    k_minus: Tensor,
+    tiles: Tiles,
     transform: Tensor,
-    end: Tensor,
-    entry: Tensor,
 ) -> Tensor:
     """d~ [h, D, V]: the gradient of the state before the chunks from their outputs alone."""
-    d_state = d_out.new_zeros(h, k_plus.shape[-1], d_out.shape[-1])
+    d_state = d_out.new_zeros(h, tiles.k_in.shape[-1], d_out.shape[-1])
     for chunk in reversed(chunks):
         here = slice(chunk * h, chunk * h + h)
-        d_state *= end[here].unsqueeze(-1)
-        d_solved = torch.bmm(attention[here].mT, d_out[here]).baddbmm_(k_minus[here], d_state)
+        d_solved = torch.bmm(tiles.attention[here].mT, d_out[here])
+        d_state = tiles.leave_backward(here, d_state, d_solved)
         d_rest = torch.bmm(transform[here].mT, d_solved)
-        d_state.baddbmm_(q_plus[here].mT, d_out[here]).baddbmm_(k_plus[here].mT, d_rest, alpha=-1)
-        d_state *= entry[here].unsqueeze(-1)
+        d_state.baddbmm_(tiles.q_in[here].mT, d_out[here]).baddbmm_(tiles.k_in[here].mT, d_rest, alpha=-1)
+        d_state *= tiles.entry[here].unsqueeze(-1)
     return d_state
 
 
@@ -79,11 +72,8 @@ def incoming_state(
     plan: ChunkPlan,
     h: int,
     v: Tensor,
-    k_plus: Tensor,
-    k_minus: Tensor,
+    tiles: Tiles,
     transform: Tensor,
-    end: Tensor,
-    entry: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Initial states [S, h, D, D] of this rank's segments, None for all zero; and P where `incoming_gradient` needs it.
 
@@ -94,7 +84,7 @@ def incoming_state(
     if context.continues:
         spans = segments == 1 and context.before > 0
         chunks = plan.chunks_of(segments - 1)
-        own, product = left_over(chunks, h, v, k_plus, k_minus, transform, end, entry, with_product=spans)
+        own, product = left_over(chunks, h, v, tiles, transform, with_product=spans)
     state = None
     if context.before:
         state = v.new_zeros(segments, h, width, width)
@@ -111,13 +101,8 @@ def incoming_gradient(
     plan: ChunkPlan,
     h: int,
     d_out: Tensor,
-    attention: Tensor,
-    q_plus: Tensor,
-    k_plus: Tensor,
-    k_minus: Tensor,
+    tiles: Tiles,
     transform: Tensor,
-    end: Tensor,
-    entry: Tensor,
     product: Tensor | None,
 ) -> Tensor | None:
     """Gradients [S, h, D, D] of the states after this rank's segments, in `plan.order`, None for all zero.
@@ -128,7 +113,7 @@ def incoming_gradient(
     own = None
     if context.before:
         chunks = plan.chunks_of(0)
-        own = left_gradient(chunks, h, d_out, attention, q_plus, k_plus, k_minus, transform, end, entry)
+        own = left_gradient(chunks, h, d_out, tiles, transform)
     d_final = None
     if context.continues:
         d_final = d_out.new_zeros(segments, h, width, width)

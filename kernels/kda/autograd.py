@@ -13,11 +13,10 @@ from k3rl.kernels.kda import backward_kernels, forward_kernels, sequence_tables
 from k3rl.types import ContextCommunicator
 
 CHUNK = forward_kernels.CHUNK
-BLOCK = 16
 TILE_V = 64
 MULTIPROCESSORS = 132
 # A scan of few programs is cut into segments until this many run side by side, none shorter than SEGMENT_LEAST chunks.
-SEGMENT_PROGRAMS = 192
+SEGMENT_PROGRAMS = 256
 SEGMENT_LEAST = 32
 # Gradient kernels: what is read late is brought to the L2 cache first, what is read early is read together.
 EARLY = True
@@ -47,16 +46,34 @@ class Chunks:
         return self.start.numel()
 
     def segments(self, size: int) -> tuple[Chunks, torch.Tensor, torch.Tensor]:
-        """Runs of `size` chunks of one sequence, as chunks of chunks; their bounds [count + 1]; the last of each."""
+        """Runs of `size` chunks of one sequence, as chunks of chunks (with `sequence` and `rest`); their bounds
+        [count + 1]; the last of each."""
         if size in self._segments:
             return self._segments[size]
-        segments = packed_chunks(self.offset, self.count, size)
+        segments = packed_chunks(self.offset, self.count, size, where=True)
         total = self.offset[-1:]
         bounds = torch.cat([torch.where(segments.length > 0, segments.start, total), total])
         found = segments, bounds, (segments.offset[1:] - 1).clamp(min=0).long()
         if self.lasting or not capturing(total.device):
             self._segments[size] = found
         return found
+
+    def wanted_columns(self, size: int, K: int, V: int, from_state: bool) -> torch.Tensor:
+        """How many of the V columns of a segment's end state and the K of its transition matter to the start states,
+        int32 [segments]: none of a sequence's last, and no transition of its first unless there is an initial state."""
+        key = (size, K, V, from_state)
+        if key in self._segments:
+            return self._segments[key]
+        segments, _, _ = self.segments(size)
+        assert segments.sequence is not None
+        assert segments.rest is not None
+        wanted = torch.full_like(segments.rest, V + K)
+        if not from_state:
+            wanted.masked_fill_(segments.sequence < 0, V)
+        wanted.masked_fill_(segments.rest == 0, 0)
+        if self.lasting or not capturing(wanted.device):
+            self._segments[key] = wanted
+        return wanted
 
     @property
     def sequences(self) -> int:
@@ -165,6 +182,11 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def block_rows(lower_bound: float | None) -> int:
+    """Rows that the kernels anchor at one place (bounded gates), or halve down to single rows (no bound)."""
+    return 8 if lower_bound is None else 16
+
+
 def prepare(
     q,
     k,
@@ -172,7 +194,7 @@ def prepare(
     beta,
     A_log,
     dt_bias,
-    lower_bound: float,
+    lower_bound: float | None,
     chunks: Chunks,
     save: bool = False,
     num_warps: int = 4,
@@ -192,7 +214,7 @@ def prepare(
         q, k, gate, beta, A_log, dt_bias, chunks.start, chunks.length,
         out.q_in, out.k_in, out.k_out, out.A, out.solve, out.decay, out.norms,
         *q.stride()[:2], *k.stride()[:2], *gate.stride()[:2], *beta.stride()[:2], H, lower_bound, K**-0.5,
-        SAVE=save, K=K, C=C, BLOCK=BLOCK, EARLY=EARLY_PREPARE, num_warps=num_warps, maxnreg=maxnreg,
+        SAVE=save, K=K, C=C, BLOCK=block_rows(lower_bound), EARLY=EARLY_PREPARE, num_warps=num_warps, maxnreg=maxnreg,
     )  # fmt: skip
     return out
 
@@ -226,7 +248,8 @@ def segmented_scan(p: Prepared, v, o, initial_state, chunks: Chunks, saved, segm
     _, H, V = v.shape
     K = p.q_in.shape[-1]
     segments, bounds, last = chunks.segments(segment)
-    ends = _scan(p, v, o, (bounds, segments.count, None), chunks, (None, None), stages, transition=True)
+    wanted = chunks.wanted_columns(segment, K, V, initial_state is not None)
+    ends = _scan(p, v, o, (bounds, segments.count, None), chunks, (None, None), stages, transition=True, wanted=wanted)
     starts = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=v.device)
     forward_kernels.merge_kernel[(V // TILE_V, H, chunks.sequences)](
         ends, initial_state, starts, segments.offset, H,
@@ -248,11 +271,13 @@ def segment_chunks(programs: int, chunks: int) -> int:
     return segment if 2 * segment <= chunks else 0
 
 
-def _scan(p: Prepared, v, o, pieces, chunks: Chunks, saved, stages: int, transition: bool = False, columns=None):
+def _scan(
+    p: Prepared, v, o, pieces, chunks: Chunks, saved, stages: int, transition: bool = False, columns=None, wanted=None
+):  # fmt: skip
     """Launch `scan_kernel` over pieces = (chunk bounds [n + 1], n, start states); returns the end states.
 
     transition: those from zero, and behind them the products of the transitions, in memory [n, H] (K V numbers, then
-    K K), and no outputs; columns: how many of the V + K are wanted.
+    K K), and no outputs; columns: how many of the V + K are wanted, and `wanted` [n] how many of a piece.
     """
     bounds, count, starts = pieces
     _, H, V = v.shape
@@ -261,7 +286,7 @@ def _scan(p: Prepared, v, o, pieces, chunks: Chunks, saved, stages: int, transit
     ends = torch.empty(count, H, K, whole, dtype=torch.float32, device=v.device)
     forward_kernels.scan_kernel[((columns or whole) // TILE_V, H, count)](
         p.q_in, p.k_in, p.k_out, p.A, p.solve, p.decay, v, o, starts, ends, *saved,
-        bounds, chunks.start, chunks.length, *v.stride()[:2], *o.stride()[:2], H,
+        bounds, chunks.start, chunks.length, wanted, *v.stride()[:2], *o.stride()[:2], H,
         HAS_S0=starts is not None, SAVE=saved[0] is not None, TRANSITION=transition,
         K=K, V=V, BV=TILE_V, C=C, STAGES=stages, num_warps=4,
     )  # fmt: skip
@@ -349,7 +374,7 @@ def gradients(
     backward_kernels.input_gradients_kernel[(K // columns, H, chunks.count)](
         q, k, gate, A_log, dt_bias, *tiles, fading, norms, along, chunks.start, chunks.length, *grads, dbias, drate,
         *(stride for x in (q, k, gate) for stride in x.stride()[:2]), H, lower_bound, K**-0.5,
-        K=K, KB=columns, C=C, BLOCK=BLOCK, EARLY=EARLY, num_warps=4, **options[1],
+        K=K, KB=columns, C=C, BLOCK=block_rows(lower_bound), EARLY=EARLY, num_warps=4, **options[1],
     )  # fmt: skip
     return dbeta, drate.sum((0, 2)), dbias.sum(0).flatten()
 

@@ -20,8 +20,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3rl.kernels.kda.forward_kernels import block_vectors, flatten, load_rows, split_pairs, tile_offsets
-from k3rl.kernels.triton_ops import LOG2E, dot, exp2, exp_rate, now, prefetch, sigmoid, to_bf16_rne
+from k3rl.kernels.kda.forward_kernels import (
+    block_vectors,
+    decay_to_middle,
+    flatten,
+    load_rows,
+    split_pairs,
+    tile_offsets,
+)
+from k3rl.kernels.triton_ops import (
+    LEAST_LOG2,
+    LOG2E,
+    dot,
+    exp2,
+    exp_rate,
+    log2_decay,
+    now,
+    prefetch,
+    sigmoid,
+    to_bf16_rne,
+)
 
 
 @triton.jit
@@ -76,17 +94,39 @@ def reverse_scan_kernel(
 
 @triton.jit
 def unflatten(x, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """[C, K] as the block form [C // BLOCK, K, BLOCK] of kda_forward."""
+    """What `flatten` of kda_forward made, back as [C // BLOCK, K, BLOCK]."""
     return tl.permute(tl.reshape(x, [C // BLOCK, BLOCK, K]), (0, 2, 1))
 
 
 @triton.jit
-def pair_gradients(q, k, inside, total, dA, dP, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradients of q, of k and of G, [blocks, K, BLOCK], from dA and dP [C, C] bf16 off the diagonal.
+def split_gradients(
+    dq, dk, dG, q, k, to_split, second, pairs, dA, dP, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    """dq, dk and dG with what the pairs add that a split separates: the backward of `split_products`.
 
-    G's gradient is taken from the rounded operands of the products, so that what a pair (i, j) adds at i it takes away
-    at j to the last bit of the operands: the running sum over later rows would otherwise collect their roundings.
+    second [blocks, 1, BLOCK] or smaller: the rows behind their split.
     """
+    nothing = to_bf16_rne(tl.zeros([C, C], tl.float32))
+    dA_part = tl.where(pairs, dA, nothing)
+    dP_part = tl.where(pairs, dP, nothing)
+    across = exp2(to_split)
+    column = to_bf16_rne(k * across)
+    q_row = to_bf16_rne(q * across)
+    from_A = unflatten(dot(dA_part, flatten(column, C, K, C, BLOCK)), K, C, BLOCK)
+    dq += from_A * across
+    dG += from_A * q_row.to(tl.float32)
+    # Rows behind a split and columns before it: one product each, of disjoint rows.
+    turned = dot(tl.trans(dA_part), flatten(q_row, C, K, C, BLOCK))
+    turned = dot(tl.trans(dP_part), flatten(column, C, K, C, BLOCK), turned)
+    turned = unflatten(dot(dP_part, flatten(column, C, K, C, BLOCK), turned), K, C, BLOCK)
+    dk += turned * across
+    dG += tl.where(second, turned, -turned) * column.to(tl.float32)
+    return dq, dk, dG
+
+
+@triton.jit
+def anchored_gradients(q, k, inside, dA, dP, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """dq, dk and dG from the pairs inside each block of 16: the backward of `anchored_products`."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     nothing = to_bf16_rne(tl.zeros([C, C], tl.float32))
@@ -98,33 +138,61 @@ def pair_gradients(q, k, inside, total, dA, dP, K: tl.constexpr, C: tl.constexpr
     k_row = to_bf16_rne(k * rise)
     fall = exp2(-inside)
     column = to_bf16_rne(k * fall)
-    from_A = unflatten(dot(dA_part, flatten(column, K, C, BLOCK)), K, C, BLOCK)
+    from_A = unflatten(dot(dA_part, flatten(column, C, K, C, BLOCK)), K, C, BLOCK)
     dq = from_A * rise
     dG = from_A * q_row.to(tl.float32)
-    from_P = unflatten(dot(dP_part, flatten(column, K, C, BLOCK)), K, C, BLOCK)
+    from_P = unflatten(dot(dP_part, flatten(column, C, K, C, BLOCK)), K, C, BLOCK)
     dk = from_P * rise
     dG += from_P * k_row.to(tl.float32)
-    turned = dot(tl.trans(dA_part), flatten(q_row, K, C, BLOCK))
-    turned = unflatten(dot(tl.trans(dP_part), flatten(k_row, K, C, BLOCK), turned), K, C, BLOCK)
+    turned = dot(tl.trans(dA_part), flatten(q_row, C, K, C, BLOCK))
+    turned = unflatten(dot(tl.trans(dP_part), flatten(k_row, C, K, C, BLOCK), turned), K, C, BLOCK)
     dk += turned * fall
     dG -= turned * column.to(tl.float32)
+    return dq, dk, dG
 
-    second = tl.arange(0, C // BLOCK)[:, None, None] % 2 == 1
-    pairs = split_pairs(i, j, BLOCK)
-    dA_part = tl.where(pairs, dA, nothing)
-    dP_part = tl.where(pairs, dP, nothing)
-    across = exp2(tl.where(second, inside, total[:, :, None] - inside))
-    column = to_bf16_rne(k * across)
-    q_row = to_bf16_rne(q * across)
-    from_A = unflatten(dot(dA_part, flatten(column, K, C, BLOCK)), K, C, BLOCK)
-    dq += from_A * across
-    dG += from_A * q_row.to(tl.float32)
-    # Rows of the second block and columns of the first: one product each, of disjoint rows.
-    turned = dot(tl.trans(dA_part), flatten(q_row, K, C, BLOCK))
-    turned = dot(tl.trans(dP_part), flatten(column, K, C, BLOCK), turned)
-    turned = unflatten(dot(dP_part, flatten(column, K, C, BLOCK), turned), K, C, BLOCK)
-    dk += turned * across
-    dG += tl.where(second, turned, -turned) * column.to(tl.float32)
+
+@triton.jit
+def halved_gradients(dq, dk, dG, q, k, inside, dA, dP, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """dq, dk and dG with the pairs inside each block of BLOCK rows: the backward of `halved_products`."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    for level in tl.static_range(1, 4):
+        second = (tl.arange(0, BLOCK)[None, None, :] // (BLOCK >> level)) % 2 == 1
+        to_split = decay_to_middle(inside, BLOCK >> level, K, C, BLOCK)
+        pairs = split_pairs(i, j, BLOCK >> level)
+        dq, dk, dG = split_gradients(dq, dk, dG, q, k, to_split, second, pairs, dA, dP, K, C, BLOCK)
+    return dq, dk, dG
+
+
+@triton.jit
+def pair_gradients(
+    q, k, inside, total, dA, dP, BOUNDED: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gradients of q, of k and of G, [blocks, K, BLOCK], from dA and dP [C, C] bf16 off the diagonal.
+
+    G's gradient is taken from the rounded operands of the products, so that what a pair (i, j) adds at i it takes away
+    at j to the last bit of the operands: the running sum over later rows would otherwise collect their roundings.
+    """
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    block = tl.arange(0, C // BLOCK)[:, None, None]
+    if BOUNDED:
+        dq, dk, dG = anchored_gradients(q, k, inside, dA, dP, K, C, BLOCK)
+    else:
+        dq = tl.zeros([C // BLOCK, K, BLOCK], tl.float32)
+        dk = dq
+        dG = dq
+    second = block % 2 == 1
+    to_split = tl.where(second, inside, total[:, :, None] - inside)
+    dq, dk, dG = split_gradients(dq, dk, dG, q, k, to_split, second, split_pairs(i, j, BLOCK), dA, dP, K, C, BLOCK)
+    if C == 4 * BLOCK:
+        _, _, middle, _ = block_vectors(total, C, BLOCK)
+        second = block >= 2
+        to_split = tl.where(second, inside, total[:, :, None] - inside) + middle[:, :, None]
+        pairs = split_pairs(i, j, 2 * BLOCK)
+        dq, dk, dG = split_gradients(dq, dk, dG, q, k, to_split, second, pairs, dA, dP, K, C, BLOCK)
+    if not BOUNDED:
+        dq, dk, dG = halved_gradients(dq, dk, dG, q, k, inside, dA, dP, K, C, BLOCK)
     return dq, dk, dG
 
 
@@ -183,6 +251,19 @@ def state_gradients_kernel(
 
 
 @triton.jit
+def gate_gradients(dg, g, z, rate, lower_bound):
+    """Gradients of the logit z and, of each element, of log(rate), from that of the log decay; g its log2."""
+    if lower_bound is None:
+        # Where a decay is 0 nothing depends on it; a rounding left over from later rows would be times the rate.
+        dg = tl.where(g > LEAST_LOG2, dg, 0.0)
+        return dg * -rate * sigmoid(z), dg * g * (1.0 / LOG2E)
+    else:
+        # 1 - s from the other side: near saturation the difference would keep no digit.
+        dz = dg * (lower_bound * rate) * sigmoid(z * rate) * sigmoid(-z * rate)
+        return dz, dz * z
+
+
+@triton.jit
 def input_gradients_kernel(
     q, k, gate, A_log, dt_bias, dq_in, dk_in, dk_out, dA_in, dP_in, fading, norms, along, chunk_start, chunk_len,
     dq, dk, dgate, dbias_rows, drate_rows,
@@ -217,7 +298,7 @@ def input_gradients_kernel(
     k_rows = load_rows(k + first, t0, n, head, k_t, k_h, 0.0, KB, C, BLOCK)
     if EARLY:
         tl.debug_barrier()
-    g = sigmoid(z * rate) * (lower_bound * LOG2E)
+    g = log2_decay(z, rate, lower_bound)
     inside = tl.cumsum(g, axis=2)
     total = tl.sum(g, axis=2)
     in_block = tl.arange(0, C // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -226,9 +307,8 @@ def input_gradients_kernel(
     qn = q_rows.to(tl.float32) * (q_norm * scale)
     kn = k_rows.to(tl.float32) * k_norm
     square = tile * C * C + rows[:, None] * C + rows[None, :]
-    dA = tl.load(dA_in + square)
-    dq_n, dk_n, dG = pair_gradients(qn, kn, inside, total, dA, tl.load(dP_in + square), KB, C, BLOCK)
-
+    dA, dP = tl.load(dA_in + square), tl.load(dP_in + square)
+    dq_n, dk_n, dG = pair_gradients(qn, kn, inside, total, dA, dP, lower_bound is not None, KB, C, BLOCK)
     _, flat = tile_offsets(K, KB, C, BLOCK)
     flat += tile * C * K + first
     # Registers: sums are made now, and what the end needs is asked for again there, not held.
@@ -244,6 +324,9 @@ def input_gradients_kernel(
     from_state = tl.load(dk_out + flat).to(tl.float32) * exp2((after + total)[:, :, None] - inside)
     dk_n += from_state
     from_state *= kn
+    if lower_bound is None:
+        # The chunk's last row leaves undecayed: its two terms cancel, and beside them strong decays have no digits.
+        from_state = tl.where(tile_offsets(K, KB, C, BLOCK)[0] < n - 1, from_state, 0.0)
     dG -= from_state
 
     # The decay of the whole chunk, then the reverse running sum inside it.
@@ -251,15 +334,14 @@ def input_gradients_kernel(
     block_sum = tl.sum(dG, axis=2)
     later = tl.sum(block_sum, axis=0)[None, :] - tl.cumsum(block_sum, axis=0)
     dg = (block_sum + later + ending[None, :])[:, :, None] - tl.cumsum(dG, axis=2) + dG
-    # 1 - s from the other side: near saturation the difference would keep no digit.
-    dz = dg * (lower_bound * rate) * sigmoid(z * rate) * sigmoid(-z * rate)
+    dz, drate = gate_gradients(dg, g, z, rate, lower_bound)
     t0, n = tl.load(chunk_start + chunk), tl.load(chunk_len + chunk)
     columns = (part + (n >> 31)) * KB + tl.arange(0, KB)  # n is not negative: the same columns, formed again
     row, to = tile_offsets(H * K, KB, C, BLOCK)
     to += t0.to(tl.int64) * H * K + head * K + first
     tl.store(dgate + to, to_bf16_rne(dz), mask=row < n)
     # A row past the end has z = -inf and slope 0.
-    tl.store(drate_rows + tile * K + columns, tl.sum(tl.sum(tl.where(row < n, dz * z, 0.0), axis=2), axis=0))
+    tl.store(drate_rows + tile * K + columns, tl.sum(tl.sum(tl.where(row < n, drate, 0.0), axis=2), axis=0))
     tl.store(dbias_rows + tile * K + columns, tl.sum(tl.sum(dz, axis=2), axis=0))
 
     diagonal = tl.load(dA_in + tile * C * C + in_block * (C + 1)).to(tl.float32)[:, None, :]

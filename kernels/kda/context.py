@@ -54,7 +54,7 @@ def handed_on(
     beta: torch.Tensor,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    lower_bound: float,
+    lower_bound: float | None,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kda` with a context by `plain`, which is `kda_reference`; differentiable."""

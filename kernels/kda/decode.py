@@ -7,8 +7,9 @@ host, so a step can be captured in a CUDA graph and replayed with other indices.
 The step has two forms with one result. Without `pending` the state is read and written every token. With `pending`
 (`PendingRows`) the write may be deferred: the pool keeps the state of the last chunk boundary, the rows since then wait
 beside it, and every 16th token brings the state up to date. The kernels defer where that is faster (many rows x heads),
-else they write each token and take rows that wait in first; the reference always defers. `flush_pending` brings the
-states up to date at once, for a reader of the pool.
+else they write each token and take rows that wait in first; the reference always defers. A waiting row's key is divided
+by its decay, so with gates without a bound a state is also written when a channel has decayed below 2^-90 since.
+`flush_pending` brings the states up to date at once, for a reader of the pool.
 Source: k3 architecture sections 2.1 and 2.3.
 """
 
@@ -21,9 +22,13 @@ from collections.abc import Sequence
 import torch
 
 from k3rl.kernels import limits
-from k3rl.kernels.kda.operator import CHUNK, kda_recurrent, l2_normalize, log_decay
+from k3rl.kernels.kda.operator import CHUNK, check_bound, kda_recurrent, l2_normalize, log_decay
 from k3rl.kernels.kda.short_conv import short_conv_reference
 from k3rl.kernels.norm.gated_norm import gated_norm_reference
+
+# log2 of the decay since a stored state at which it is written, where gates have no bound. Past 2^-126 float32 takes
+# what a waiting row still gives for 0; it is then less than 2^-36 of what the row gave.
+LEAST_PENDING = -90.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +80,7 @@ def kda_decode(
     read_index: torch.Tensor,
     write_index: torch.Tensor,
     *,
-    gate_lower_bound: float = -5.0,
+    gate_lower_bound: float | None = -5.0,
     norm_eps: float = 1e-5,
     pending: PendingRows | None = None,
 ) -> torch.Tensor:
@@ -91,8 +96,7 @@ def kda_decode(
     another sequence needs `pending.begin`. Raises ValueError on shapes that do not fit.
     """
     _check(q, k, v, gate, beta, out_gate, conv_weights, conv_pool, state_pool, read_index, write_index, pending)
-    if gate_lower_bound is None or not -5.0 <= gate_lower_bound < 0.0:
-        raise ValueError(f"kda_decode: gate_lower_bound must be in [-5, 0), got {gate_lower_bound}")
+    check_bound("kda_decode", gate_lower_bound)
     args = (q, k, v, gate, beta, out_gate, conv_weights, A_log, dt_bias, norm_weight, conv_pool, state_pool)
     if limits.KDA.takes_step(q, k, v):
         from k3rl.kernels.kda import decode_kernels
@@ -181,13 +185,14 @@ def _deferred_step(q, k, v, log_decay_of_row, beta, state_pool, pending, read, w
 
     u = torch.sigmoid(beta.to(wide))[..., None] * (v.to(wide) - along(k_since))
     o = along(q_since) + (q * k).sum(-1, keepdim=True) * u
+    full = (count == CHUNK - 1) | (G < LEAST_PENDING).any(-1)
+    taken_in = torch.exp2(G)[..., None] * (S + torch.einsum("bhik,bhiv->bhkv", keys, updates))
+    S = torch.where(full[..., None, None], taken_in + k[..., None] * u[:, :, None], S)
     new = (row == count[..., None])[..., None]
     keys = torch.where(new, (k * torch.exp2(-G))[:, :, None], keys)
     updates = torch.where(new, u[:, :, None], updates)
-    full = count == CHUNK - 1
-    taken_in = torch.exp2(G)[..., None] * (S + torch.einsum("bhik,bhiv->bhkv", keys, updates))
-    S = torch.where(full[..., None, None], taken_in, S)
-    span = torch.where(full[..., None], 0, torch.stack([first, count + 1], -1))
+    after = torch.stack([(count + 1) % CHUNK] * 2, -1)
+    span = torch.where(full[..., None], after, torch.stack([first, count + 1], -1))
     for pool, value in (
         (state_pool, S), (pending.keys, keys), (pending.updates, updates), (pending.decay, G), (pending.span, span),
     ):  # fmt: skip

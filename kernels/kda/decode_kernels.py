@@ -10,7 +10,9 @@ the log decay since the stored state S:
                      rows of the same products, S^T kp + sum_i u_i (k_i exp(-G_i) . kp), likewise qp. The 16th makes
                      S <- diag(exp G) (S + sum_i k_i exp(-G_i) u_i^T). No exponential per row; exp(80) is finite.
 
-Read and write takes rows that wait in before it steps, so that the form may change from call to call.
+Read and write takes rows that wait in before it steps, so that the form may change from call to call. Gates without a
+bound (lower_bound None) write the state as soon as a channel of it has decayed below 2^LEAST_PENDING, so that exp(-G_i)
+of a row that waits stays finite: S <- diag(exp G) (S + sum_i k_i exp(-G_i) u_i^T) + k u^T.
 Traffic per row and head: 128 KiB read and written; deferred 64 KiB read, 1 to 16 KiB of rows, a 16th of 64 KiB written.
 """
 
@@ -21,7 +23,8 @@ import triton
 import triton.language as tl
 
 from k3rl.kernels.kda.decode import CHUNK, PendingRows
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, begin, early, exp2, exp_rate, sigmoid, to_bf16_rne
+from k3rl.kernels.kda.decode import LEAST_PENDING as _LEAST_PENDING
+from k3rl.kernels.triton_ops import INTERPRET, begin, early, exp2, exp_rate, log2_decay, sigmoid, to_bf16_rne
 
 # With pending rows: from this many rows x heads on writes are deferred. With fewer programs the time is a program's own
 # chain of waits, which the read of the rows makes longer (measured at 768 and 1,536).
@@ -31,6 +34,7 @@ DEFERRED_FROM = 1536
 PARTS = (8, 4)
 SPLIT_PROGRAMS = 132
 TILE = 64
+LEAST_PENDING = tl.constexpr(_LEAST_PENDING)
 
 
 @triton.jit
@@ -96,11 +100,11 @@ def load_rows(q, k, v, wq, wk, wv, channel, at):
 
 @triton.jit
 def load_gates(gate, beta, out_gate, A_log, dt_bias, norm_weight, head, channel, at):
-    """The argument of the decay's sigmoid, beta's sigmoid, the output's gate and the norm's weight."""
+    """The decay's logit and rate, beta's sigmoid, the output's gate and the norm's weight."""
     z = tl.load(gate + channel + at).to(tl.float32) + tl.load(dt_bias + channel + at).to(tl.float32)
-    z *= exp_rate(tl.load(A_log + head).to(tl.float32))
+    rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     b = sigmoid(tl.load(beta + head).to(tl.float32))
-    return z, b, tl.load(out_gate + channel + at), tl.load(norm_weight + at)
+    return z, rate, b, tl.load(out_gate + channel + at), tl.load(norm_weight + at)
 
 
 @triton.jit
@@ -203,16 +207,21 @@ def load_pending(
 
 @triton.jit
 def write_deferred(
-    S, U, u, k_row, fade, new, row_keys, row_updates, source, target, first, count, at, waits, keep, moved,
-    D: tl.constexpr, ROWS: tl.constexpr,
+    S, U, u, k_row, kn, fade, new, row_keys, row_updates, source, target, first, count, full, at, waits, keep, moved,
+    BOUNDED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The update of one tile of V as a new row, or, where the row fills the chunk, all rows into the state."""
-    full = count == ROWS - 1
+    """The update of one tile of V as a new row, or, where that is due (`full`), all rows into the state."""
+    if BOUNDED:
+        full = count == ROWS - 1  # formed again, not held in a register
     tl.store(row_updates + (target * ROWS + count) * D + at, u, mask=keep & (at < D) & (full == 0))
     square = new + tl.arange(0, D)[:, None] * D + at[None, :]
     if keep & full:
         S = take_in(S, row_keys + source * ROWS * D, row_updates + source * ROWS * D, first, count, at, D)
-        tl.store(square, fade[:, None] * (S + k_row[:, None] * u[None, :]))
+        if BOUNDED:
+            S = fade[:, None] * (S + k_row[:, None] * u[None, :])
+        else:
+            S = fade[:, None] * S + kn[:, None] * u[None, :]
+        tl.store(square, S)
     elif moved:
         tl.store(square, S)
         to = (target * ROWS + tl.arange(0, ROWS))[:, None] * D + at[None, :]
@@ -220,12 +229,23 @@ def write_deferred(
 
 
 @triton.jit
+def is_due(G, count, lower_bound, ROWS: tl.constexpr):
+    """Whether this token's state is to be written: the chunk is full, or (no bound) a channel has all but decayed."""
+    full = count == ROWS - 1
+    if lower_bound is None:
+        full = full | (tl.min(G, axis=0) < LEAST_PENDING)
+    return full
+
+
+@triton.jit
 def write_row(
-    row_keys, row_decay, span, keys, k_row, G, target, first, count, waits, keep, moved,
+    row_keys, row_decay, span, keys, k_row, G, target, place, waits, keep, moved, lower_bound,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The key and the decay of the new row, and where the rows now begin and end."""
-    full = count == ROWS - 1
+    """The key and the decay of the new row, and where the rows now begin and end; place: first, count, full."""
+    first, count, full = place
+    if lower_bound is not None:
+        full = count == ROWS - 1
     column = tl.arange(0, D)
     if moved:
         to = (target * ROWS + tl.arange(0, ROWS))[:, None] * D + column[None, :]
@@ -233,8 +253,9 @@ def write_row(
     mask = keep & (full == 0) & (column < D)
     tl.store(row_keys + (target * ROWS + count) * D + column, k_row, mask=mask)
     tl.store(row_decay + target * D + column, G, mask=mask)
-    tl.store(span + target * 2, tl.where(full, 0, first), mask=keep)
-    tl.store(span + target * 2 + 1, tl.where(full, 0, count + 1), mask=keep)
+    after = 0 if lower_bound is not None else (count + 1) % ROWS
+    tl.store(span + target * 2, tl.where(full, after, first), mask=keep)
+    tl.store(span + target * 2 + 1, tl.where(full, after, count + 1), mask=keep)
 
 
 @triton.jit
@@ -270,7 +291,7 @@ def step_kernel(
     past, out = conv_pool + slot * 3 * width + channel, y + (row * H + head) * D
 
     q_row, k_row, v_row = load_rows(q + row * q_t, k + row * k_t, v + row * v_t, wq, wk, wv, channel, column)
-    z, b, out_gate_row, norm_row = load_gates(
+    z, rate, b, out_gate_row, norm_row = load_gates(
         gate + row * g_t, beta + row * b_t, out_gate + row * z_t, A_log, dt_bias, norm_weight, head, channel, column
     )
     q_past, k_past = load_past(past, column, width, live), load_past(past + H * D, column, width, live)
@@ -291,7 +312,7 @@ def step_kernel(
         return store_as(out + column, tl.zeros([D], tl.float32), column < D, BF16)
 
     kn, qn, kq = normalized(q_row, q_past, k_row, k_past, scale, BF16)
-    G = sigmoid(z) * (lower_bound * LOG2E)
+    G = log2_decay(z, rate, lower_bound)
     if DEFERRED:
         G += since
     fade = exp2(G)
@@ -299,6 +320,7 @@ def step_kernel(
     if DEFERRED:
         by_k, by_q = sums2(keys * kp[None, :], keys * qp[None, :], 1)
         new_key = kn * exp2(-G)
+        full = is_due(G, count, lower_bound, ROWS)
     v_parts = cut(convolve(v_row, v_past, BF16), TILES)
     outs = ()
     for i in tl.static_range(TILES):
@@ -315,8 +337,8 @@ def step_kernel(
         outs = outs + (along_q + kq * u,)  # noqa: RUF005
         if DEFERRED:
             write_deferred(
-                S, updates[i], u, new_key, fade, new, row_keys, row_updates, source, target, first, count,
-                i * BV + value, waits, keep, moved, D, ROWS,
+                S, updates[i], u, new_key, kn, fade, new, row_keys, row_updates, source, target, first, count, full,
+                i * BV + value, waits, keep, moved, lower_bound is not None, D, ROWS,
             )  # fmt: skip
             if i == 0:  # asked for at the start, these two would not fit in registers beside all tiles
                 out_gate_row = tl.load(out_gate + row * z_t + channel + column)
@@ -332,7 +354,8 @@ def step_kernel(
     shift(k_row, k_past, to + H * D, column, width, keep, POOL_BF16)
     shift(v_row, v_past, to + 2 * H * D, column, width, keep, POOL_BF16)
     if DEFERRED:
-        write_row(row_keys, row_decay, span, keys, new_key, G, target, first, count, waits, keep, moved, D, ROWS)
+        place = (first, count, full)
+        write_row(row_keys, row_decay, span, keys, new_key, G, target, place, waits, keep, moved, lower_bound, D, ROWS)
     elif PENDING:  # no row waits any more; the place in the chunk moves on, for steps that are deferred
         tl.store(span + target * 2 + tl.arange(0, 2), tl.full([2], (count + 1) % ROWS, tl.int32), mask=keep)
 

@@ -24,7 +24,7 @@ from k3rl.kernels.kda.decode_kernels import (
     store_as,
     sums2,
 )
-from k3rl.kernels.triton_ops import LOG2E, begin, early, exp2, sigmoid
+from k3rl.kernels.triton_ops import begin, early, exp2, log2_decay
 
 COUNTERS = 1 << 18
 
@@ -56,7 +56,7 @@ def split_kernel(
     q_row = load_row(q + row * q_t + channel, wq + channel * 4, column)
     k_row = load_row(k + row * k_t + channel, wk + channel * 4, column)
     v_row = load_row(v + row * v_t + channel, wv + channel * 4, value)
-    z, b, out_gate_row, norm_row = load_gates(
+    z, rate, b, out_gate_row, norm_row = load_gates(
         gate + row * g_t, beta + row * b_t, out_gate + row * z_t, A_log, dt_bias, norm_weight, head, channel, column
     )
     q_past = load_past(past, column, width, live)
@@ -74,7 +74,7 @@ def split_kernel(
     vc = convolve(v_row, v_past, BF16)
     if PENDING:
         S = bring_up_to_date(S, row_keys, row_updates, row_decay, source, first, count, value, D, ROWS)
-    S *= exp2(sigmoid(z) * (lower_bound * LOG2E))[:, None]
+    S *= exp2(log2_decay(z, rate, lower_bound))[:, None]
     along_k, along_q = sums2(S * kn[:, None], S * qn[:, None], 0)
     u = b * (vc - along_k)
     tl.store(parts_of_o + place * D + value, rounded(along_q + kq * u, BF16))

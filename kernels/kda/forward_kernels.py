@@ -25,7 +25,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from k3rl.kernels.triton_ops import INTERPRET, LOG2E, dot, exp2, exp_rate, now, sigmoid, to_bf16_rne
+from k3rl.kernels.triton_ops import (
+    INTERPRET,
+    LOG2E,
+    dot,
+    exp2,
+    exp_rate,
+    log2_decay,
+    now,
+    sigmoid,
+    to_bf16_rne,
+)
 
 CHUNK = 32
 
@@ -97,33 +107,98 @@ def block_vectors(total, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pair_products(q, k, inside, total, middle, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+def decay_to_middle(inside, SIZE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """log2 decay between each row and the middle of its 2 SIZE rows, at most 0, [blocks, K, BLOCK].
+
+    inside: log2 decay from the start of the block through the row, so that the last row before the middle has 0.
+    """
+    rows = tl.reshape(inside, [C // BLOCK, K, BLOCK // (2 * SIZE), 2 * SIZE])
+    last = tl.arange(0, 2 * SIZE)[None, None, None, :] == SIZE - 1
+    # Its value is picked as bits: a sum of integers with zeros is compiled away, for a thread holds all rows.
+    middle = tl.sum(tl.where(last, rows.to(tl.int32, bitcast=True), 0), axis=3, keep_dims=True)
+    return tl.reshape(-tl.abs(rows - middle.to(tl.float32, bitcast=True)), [C // BLOCK, K, BLOCK])
+
+
+@triton.jit
+def split_products(
+    A, P, q, k, to_split, pairs, SIZE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A and P with the products of the pairs that a split separates; to_split: log2 decay between it and each row.
+
+    All pairs [C, C] for SIZE = C, else those inside blocks of SIZE rows, [C // SIZE, SIZE, SIZE].
+    """
+    across = exp2(to_split)
+    columns = flatten(to_bf16_rne(k * across), SIZE, K, C, BLOCK)
+    A = tl.where(pairs, dot(flatten(to_bf16_rne(q * across), SIZE, K, C, BLOCK), tl.trans(columns)), A)
+    P = tl.where(pairs, dot(columns, tl.trans(columns)), P)
+    return A, P
+
+
+@triton.jit
+def anchored_products(A, P, q, k, inside, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """A and P [C, C] with the pairs inside each block of 16, anchored on its first row: bounded gates only."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    rise = exp2(inside)
+    columns = tl.trans(flatten(to_bf16_rne(k * exp2(-inside)), C, K, C, BLOCK))
+    same = i // BLOCK == j // BLOCK
+    # In this order, and with `now` in `prepare_kernel`, everything fits in 168 registers.
+    P = tl.where(same & (j < i), dot(flatten(to_bf16_rne(k * rise), C, K, C, BLOCK), columns), P)
+    A = tl.where(same & (j <= i), dot(flatten(to_bf16_rne(q * rise), C, K, C, BLOCK), columns), A)
+    return A, P
+
+
+@triton.jit
+def halved_products(q, k, inside, to_split, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """A and P of the pairs inside blocks of 2 BLOCK rows, for gates without a bound; the rest of [C, C] is 0.
+
+    A split into halves of BLOCK rows, whose `to_split` is given, and splits of these down to single rows separate each
+    pair once. Nothing decays from a row to itself.
+    """
+    SIZE: tl.constexpr = 2 * BLOCK
+    i = tl.arange(0, SIZE)[None, :, None]
+    j = tl.arange(0, SIZE)[None, None, :]
+    A, P = split_products(0.0, 0.0, q, k, to_split, split_pairs(i, j, BLOCK), SIZE, K, C, BLOCK)
+    for level in tl.static_range(1, 4):
+        to_split = decay_to_middle(inside, BLOCK >> level, K, C, BLOCK)
+        A, P = split_products(A, P, q, k, to_split, split_pairs(i, j, BLOCK >> level), SIZE, K, C, BLOCK)
+    itself = tl.reshape(tl.sum(q * k, axis=1), [C // SIZE, SIZE])
+    A = tl.where(i == j, itself[:, :, None], A)
+    return on_diagonal(A, C, SIZE), on_diagonal(P, C, SIZE)
+
+
+@triton.jit
+def on_diagonal(x, C: tl.constexpr, SIZE: tl.constexpr):
+    """Blocks [C // SIZE, SIZE, SIZE] on the diagonal of a [C, C] of zeros."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    wide = tl.broadcast_to(tl.reshape(x, [C // SIZE, SIZE, 1, SIZE]), [C // SIZE, SIZE, C // SIZE, SIZE])
+    return tl.where(i // SIZE == j // SIZE, tl.reshape(wide, [C, C]), 0.0)
+
+
+@triton.jit
+def pair_products(
+    q, k, inside, total, middle, BOUNDED: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr
+):
     """A = q_i . k_j exp(G_i - G_j) for j <= i and P = k_i . k_j exp(G_i - G_j) for j < i, both [C, C] fp32.
 
-    q, k [blocks, K, BLOCK] normalised; log2 decays: inside [blocks, K, BLOCK] from the start of the block of 16 through
-    the row, total [blocks, K] of each block, middle [blocks, K] between the block and the chunk's middle.
+    q, k [blocks, K, BLOCK] normalised; log2 decays: inside [blocks, K, BLOCK] from the start of the block through the
+    row, total [blocks, K] of each block, middle [blocks, K] between the block and the chunk's middle. BOUNDED: a block
+    decays by less than 2^126, so that it has one anchor.
     """
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     block = tl.arange(0, C // BLOCK)[:, None, None]
     to_end = total[:, :, None] - inside
-    across = exp2(tl.where(block % 2 == 1, inside, to_end))
-    columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
-    pairs = split_pairs(i, j, BLOCK)
-    A = tl.where(pairs, dot(flatten(to_bf16_rne(q * across), K, C, BLOCK), tl.trans(columns)), 0.0)
-    P = tl.where(pairs, dot(columns, tl.trans(columns)), 0.0)
-    rise = exp2(inside)
-    columns = tl.trans(flatten(to_bf16_rne(k * exp2(-inside)), K, C, BLOCK))
-    same = i // BLOCK == j // BLOCK
-    # In this order, and with `now` in `prepare_kernel`, everything fits in 168 registers.
-    P = tl.where(same & (j < i), dot(flatten(to_bf16_rne(k * rise), K, C, BLOCK), columns), P)
-    A = tl.where(same & (j <= i), dot(flatten(to_bf16_rne(q * rise), K, C, BLOCK), columns), A)
+    to_split = tl.where(block % 2 == 1, inside, to_end)
+    if BOUNDED:
+        A, P = split_products(0.0, 0.0, q, k, to_split, split_pairs(i, j, BLOCK), C, K, C, BLOCK)
+        A, P = anchored_products(A, P, q, k, inside, K, C, BLOCK)
+    else:
+        A, P = halved_products(q, k, inside, to_split, K, C, BLOCK)
     if C == 4 * BLOCK:
-        across = exp2(tl.where(block >= 2, inside, to_end) + middle[:, :, None])
-        columns = flatten(to_bf16_rne(k * across), K, C, BLOCK)
-        pairs = split_pairs(i, j, 2 * BLOCK)
-        A = tl.where(pairs, dot(flatten(to_bf16_rne(q * across), K, C, BLOCK), tl.trans(columns)), A)
-        P = tl.where(pairs, dot(columns, tl.trans(columns)), P)
+        to_split = tl.where(block >= 2, inside, to_end) + middle[:, :, None]
+        A, P = split_products(A, P, q, k, to_split, split_pairs(i, j, 2 * BLOCK), C, K, C, BLOCK)
     return A, P
 
 
@@ -179,9 +254,10 @@ def prefetch_rows(pointer, t0, n, head, stride_t, stride_h, K: tl.constexpr, C: 
 
 
 @triton.jit
-def flatten(x, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """[C // BLOCK, K, BLOCK] as [C, K]."""
-    return tl.reshape(tl.permute(x, (0, 2, 1)), [C, K])
+def flatten(x, SIZE: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """[C // BLOCK, K, BLOCK] as rows [C, K] for SIZE = C, else as [C // SIZE, SIZE, K]."""
+    rows = tl.permute(x, (0, 2, 1))
+    return tl.reshape(rows, [C, K]) if SIZE == C else tl.reshape(rows, [C // SIZE, SIZE, K])
 
 
 @triton.jit
@@ -211,10 +287,13 @@ def prepare_kernel(
     tile = (chunk * H + head).to(tl.int64)
     rate = exp_rate(tl.load(A_log + head).to(tl.float32))
     columns = tl.arange(0, K)
-    bias = tl.load(dt_bias + head * K + columns).to(tl.float32) * rate
+    bias = tl.load(dt_bias + head * K + columns).to(tl.float32)
     # Past the end the gate is -inf, hence the decay exp(0).
     g = load_rows(gate, t0, n, head, g_t, g_h, -float("inf"), K, C, BLOCK).to(tl.float32)
-    g = sigmoid(g * rate + bias[None, :, None]) * (lower_bound * LOG2E)
+    if lower_bound is None:
+        g = log2_decay(g + bias[None, :, None], rate, None)
+    else:
+        g = sigmoid(g * rate + (bias * rate)[None, :, None]) * (lower_bound * LOG2E)
     inside = tl.cumsum(g, axis=2)
     total = tl.sum(g, axis=2)
     before, after, middle, whole = block_vectors(total, C, BLOCK)
@@ -241,7 +320,7 @@ def prepare_kernel(
 
     if SAVE:
         q_tile = now(q_tile)
-    A, P = pair_products(q_tile, k_tile, inside, total, middle, K, C, BLOCK)
+    A, P = pair_products(q_tile, k_tile, inside, total, middle, lower_bound is not None, K, C, BLOCK)
     square = tile * C * C + i * C + j
     tl.store(A_out + square, to_bf16_rne(A))
     # Past the end beta is -inf, hence 0.
@@ -259,7 +338,7 @@ def _split(x):
 
 @triton.jit
 def scan_kernel(
-    q_in, k_in, k_out, A, solve, decay, v, o, S0, S_end, states, updates, chunk_offset, chunk_start, chunk_len,
+    q_in, k_in, k_out, A, solve, decay, v, o, S0, S_end, states, updates, chunk_offset, chunk_start, chunk_len, wanted,
     v_t, v_h, o_t, o_h, H,
     HAS_S0: tl.constexpr, SAVE: tl.constexpr, TRANSITION: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
@@ -268,6 +347,9 @@ def scan_kernel(
     sequence = tl.program_id(2)
     first = tl.load(chunk_offset + sequence)
     last = tl.load(chunk_offset + sequence + 1)
+    if TRANSITION and wanted is not None:
+        # Columns that nobody reads: no chunk is worked on. Leaving the program here would cost 45 registers.
+        last = tl.where(tl.program_id(0) * BV < tl.load(wanted + sequence), last, first)
     rows = tl.arange(0, C)
     keys = tl.arange(0, K)
     values = tl.program_id(0) * BV + tl.arange(0, BV)

@@ -1,16 +1,23 @@
 """Kimi Delta Attention: the public operator and the plain torch functions that define it.
 
-Per head, with q and k L2-normalised (eps 1e-6 inside the root), q scaled by K^-0.5, beta and the decay
-g = lower_bound * sigmoid(exp(A_log) * (gate + dt_bias)) computed inside, the state S [K, V] obeys
+Per head, with q and k L2-normalised (eps 1e-6 inside the root), q scaled by K^-0.5, beta and the log decay g computed
+inside, the state S [K, V] obeys
 
     S <- diag(exp(g_t)) S;   u = beta_t (v_t - S^T k_t);   S <- S + k_t u^T;   o_t = S^T q_t
 
-`kda_recurrent` is that recurrence, `kda_reference` the chunked form with the same result (chunks of 16 tokens, so that
-exp of a partial sum of g stays finite in float32), `kda` picks the Triton kernels on a GPU that they support.
+    g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias))    bounded (Kimi K3)
+    g = -exp(A_log) softplus(gate + dt_bias)                  lower_bound None (Kimi Linear): tens per token occur
+
+`kda_recurrent` is that recurrence, `kda_reference` the chunked form with the same result: chunks of 16 tokens, so that
+exp of a partial sum of a bounded g stays finite in float32; without a bound every pair of tokens has its own exp.
+`kda` picks the Triton kernels on a GPU that they support.
 Source: Kimi K3 report section 2.1, Kimi Linear equations 3-4.
 """
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 
@@ -34,7 +41,7 @@ def kda(
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
     *,
-    gate_lower_bound: float = -5.0,
+    gate_lower_bound: float | None = -5.0,
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     context: ContextCommunicator | None = None,
@@ -42,15 +49,17 @@ def kda(
     """Kimi Delta Attention over whole or packed sequences, differentiable in every input.
 
     q, k, gate [B, T, H, K] and v [B, T, H, V]: raw (q and k before the L2 norm, gate before the bias). beta [B, T, H]
-    before the sigmoid. A_log [H], dt_bias [H * K]. initial_state [n, H, K, V] key-first, n = B, or the number of
-    sequences when cu_seqlens [n + 1] (int32 or int64) packs them into B = 1. Tokens past cu_seqlens[-1] give output 0.
+    before the sigmoid. A_log [H], dt_bias [H * K]. gate_lower_bound: None for gates without a bound. initial_state [n,
+    H, K, V] key-first, n = B, or the number of sequences when cu_seqlens [n + 1] (int32 or int64) packs them into B =
+    1. Tokens past cu_seqlens[-1] give output 0.
 
     context: other ranks hold what comes before the first sequence and after the last one (B = 1, none of them empty).
     States, and in the backward their gradients, come from and go to them; initial_state must be None, and the final
     state has no gradient of its own.
 
     Returns o [B, T, H, V] in v's dtype and the final state [n, H, K, V] in float32 or wider; an empty sequence hands
-    its initial state through. Raises ValueError on shapes that do not fit and on a gate_lower_bound outside [-5, 0).
+    its initial state through. Raises ValueError on shapes that do not fit and on a gate_lower_bound that is neither
+    None nor in [-5, 0).
     """
     check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state, cu_seqlens)
     if context is not None and (initial_state is not None or q.shape[0] != 1):
@@ -85,10 +94,7 @@ def check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initi
             raise ValueError(
                 f"kda: {name} must have shape {shape} to fit q {tuple(q.shape)}, got {tuple(tensor.shape)}{hint}"
             )
-    if gate_lower_bound is None or not -5.0 <= gate_lower_bound < 0.0:
-        raise ValueError(
-            f"kda: gate_lower_bound must be in [-5, 0) so that 16 tokens of decay stay finite, got {gate_lower_bound}"
-        )
+    check_bound("kda", gate_lower_bound)
     if cu_seqlens is None:
         return
     if B != 1:
@@ -99,12 +105,34 @@ def check_arguments(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initi
         )
 
 
-def log_decay(gate: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float) -> torch.Tensor:
-    """g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias)) [..., H, K], the log of the decay, float32 or wider."""
+def check_bound(name: str, gate_lower_bound: float | None) -> None:
+    """Raise ValueError unless the bound is None or in [-5, 0)."""
+    if gate_lower_bound is not None and not -5.0 <= gate_lower_bound < 0.0:
+        raise ValueError(
+            f"{name}: gate_lower_bound must be None (no bound), or in [-5, 0) so that 16 tokens of decay stay finite, "
+            f"got {gate_lower_bound}"
+        )
+
+
+def log_decay(
+    gate: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
+) -> torch.Tensor:
+    """g [..., H, K], the log of the decay, of gate [..., H, K], float32 or wider; see the top of this file.
+
+    Without a bound it ends where its exp is 0, so that sums and differences of it stay finite.
+    """
     wide = torch.promote_types(gate.dtype, torch.float32)
     H, K = gate.shape[-2:]
-    bias = dt_bias.to(wide).view(H, K)
-    return lower_bound * torch.sigmoid(A_log.to(wide).clamp(max=A_LOG_MOST).exp()[:, None] * (gate.to(wide) + bias))
+    logit = gate.to(wide) + dt_bias.to(wide).view(H, K)
+    rate = A_log.to(wide).clamp(max=A_LOG_MOST).exp()[:, None]
+    if lower_bound is not None:
+        return lower_bound * torch.sigmoid(rate * logit)
+    return (-rate * torch.nn.functional.softplus(logit)).clamp(min=least_log_decay(wide))
+
+
+def least_log_decay(dtype: torch.dtype) -> float:
+    """A number whose exp is 0 in a dtype, its denormals included."""
+    return math.floor(math.log(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)) - 1.0
 
 
 def l2_normalize(x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +154,8 @@ def kda_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kda` in plain torch, exact and differentiable: chunked, or the recurrence when every sequence is short."""
     args = _activate(q, k, v, gate, beta, A_log, dt_bias, gate_lower_bound, initial_state)
-    return _over_sequences(_chunked, args, initial_state, cu_seqlens, v)
+    run = functools.partial(_chunked, bounded=gate_lower_bound is not None)
+    return _over_sequences(run, args, initial_state, cu_seqlens, v)
 
 
 def _activate(q, k, v, gate, beta, A_log, dt_bias, lower_bound, initial_state):
@@ -186,24 +215,43 @@ def _recurrence(q, k, v, g, beta, S):
     return (torch.stack(outputs, 2) if outputs else torch.zeros_like(v)), S
 
 
-def _chunked(q, k, v, g, beta, S):
+def _anchored_pairs(q, k, G):
+    """q_i . k_j exp(G_i - G_j), j <= i, and k_i . k_j exp(G_i - G_j), j < i, [..., 16, 16] of bounded gates.
+
+    Anchored on the first row, the two factors lie within exp(-75) and exp(75); no row sees a later one.
+    """
+    base = G[..., :1, :]
+    rise, fall = (G - base).exp(), (base - G).exp()
+    k_fall = (k * fall).transpose(-1, -2)
+    return torch.tril((q * rise) @ k_fall), torch.tril((k * rise) @ k_fall, -1)
+
+
+def _pairs(q, k, G):
+    """`_anchored_pairs` of any gates: exp of a difference, which is at most 0, for every pair and channel."""
+    place = torch.arange(CHUNK, device=q.device)[:, None]
+    i, j = place[:, None], place
+    # A row and itself: a constant, for its two gradients of G would cancel and take the digits of small ones with them.
+    between = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(i == j, 0.0)
+    by_key = k.unsqueeze(-3) * between.masked_fill(i < j, -math.inf).exp()  # [..., i, j, K]
+    return (q.unsqueeze(-2) * by_key).sum(-1), torch.tril((k.unsqueeze(-2) * by_key).sum(-1), -1)
+
+
+def _chunked(q, k, v, g, beta, S, *, bounded: bool):
     """The chunked form on [B, H, T, .] rows: only the state crosses chunks, everything else is batched."""
     T = q.shape[2]
     pad = -T % CHUNK
     q, k, v, g = (torch.nn.functional.pad(x, (0, 0, 0, pad)).unflatten(2, (-1, CHUNK)) for x in (q, k, v, g))
     beta = torch.nn.functional.pad(beta, (0, pad)).unflatten(2, (-1, CHUNK))[..., None]
     G = g.cumsum(3)
-    base = G[..., :1, :]
-    # Anchored on the first row, the two factors lie within exp(-75) and exp(75); no row sees a later one.
-    rise, fall = (G - base).exp(), (base - G).exp()
-    k_fall = (k * fall).transpose(-1, -2)
-    A = torch.tril((q * rise) @ k_fall)
-    L = torch.tril((k * rise) @ k_fall, -1) * beta
+    A, P = _anchored_pairs(q, k, G) if bounded else _pairs(q, k, G)
+    L = P * beta
     decay = G.exp()
     rhs = beta * torch.cat([v, k * decay], -1)
     solved = torch.linalg.solve_triangular(L, rhs, upper=False, unitriangular=True)
     U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
-    k_end = (k * (G[..., -1:, :] - G).exp()).transpose(-1, -2)
+    # Summed by itself: the last row's G_end - G is 0, and its gradients would cancel beside those of strong decays.
+    to_end = torch.nn.functional.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(3).cumsum(3).flip(3)
+    k_end = (k * to_end.exp()).transpose(-1, -2)
     chunk_decay = decay[..., -1, :, None]
     states, updates = [], []
     for c in range(q.shape[2]):

@@ -43,7 +43,17 @@ from k3rl.kernels.norm import attn_res_kernels, gated_norm_kernels, rms_norm_ker
 from k3rl.kernels.optim import add_many_kernels, muon_kernels, symmetric_kernels
 from k3rl.kernels.sampling import draw_kernels
 
-INTEGERS = {"chunk_start", "chunk_len", "chunk_offset", "segment_offset", "read_index", "write_index", "index", "span"}
+INTEGERS = {
+    "wanted",
+    "chunk_start",
+    "chunk_len",
+    "chunk_offset",
+    "segment_offset",
+    "read_index",
+    "write_index",
+    "index",
+    "span",
+}
 INTEGERS |= {
     "arrivals",
     "ends",
@@ -101,6 +111,8 @@ OWN_TYPES |= {("gather_kernel", "index"): "*i64", ("gather_kernel", "rows"): "*b
 K, C = {"K": 128}, {"C": forward_kernels.CHUNK}
 SCAN = K | C | {"HAS_S0": True, "SAVE": False, "TRANSITION": False, "V": 128, "BV": 64, "STAGES": 3}
 GRADIENTS = K | C | {"KB": 64, "BLOCK": 16, "EARLY": True}
+UNBOUNDED = {"lower_bound": None, "BLOCK": 8}
+PREPARE = K | C | {"SAVE": False, "BLOCK": 16, "EARLY": True}
 STEP = {"D": 128, "BV": 64, "ROWS": 16, "BF16": True, "POOL_BF16": True, "PENDING": False, "DEFERRED": False}
 SPLIT = {name: value for name, value in STEP.items() if name != "DEFERRED"}
 EIGHT, FOUR = ({"BV": 128 // parts} for parts in decode_kernels.PARTS)
@@ -158,10 +170,11 @@ LARGEST = _options(max_logits_kernels.LAUNCH, rows="ROWS", keys="KEYS", stages="
 CONFIGURATIONS = {
     "chunk-table": (forward_kernels.chunk_table_kernel, {"WHERE": True, "N": 16, "CHUNKS": 128}, {}),
     "zero-tail": (forward_kernels.zero_tail_kernel, {"ROWS": 32, "WIDTH": 1024}, {}),
-    "prepare": (forward_kernels.prepare_kernel, K | C | {"SAVE": False, "BLOCK": 16, "EARLY": True}, {"maxnreg": 168}),
-    "prepare-save": (
-        forward_kernels.prepare_kernel,
-        K | C | {"SAVE": True, "BLOCK": 16, "EARLY": True}, {"maxnreg": 168},
+    "prepare": (forward_kernels.prepare_kernel, PREPARE, {"maxnreg": 168}),
+    "prepare-save": (forward_kernels.prepare_kernel, PREPARE | {"SAVE": True}, {"maxnreg": 168}),
+    "prepare-unbounded": (forward_kernels.prepare_kernel, PREPARE | UNBOUNDED, {"maxnreg": 168}),
+    "prepare-save-unbounded": (
+        forward_kernels.prepare_kernel, PREPARE | UNBOUNDED | {"SAVE": True}, {"maxnreg": 168},
     ),
     "scan": (forward_kernels.scan_kernel, SCAN, {}),
     "scan-save": (forward_kernels.scan_kernel, SCAN | {"SAVE": True}, {}),
@@ -176,10 +189,16 @@ CONFIGURATIONS = {
         backward_kernels.state_gradients_kernel, K | C | {"V": 128, "EARLY": True}, {},
     ),
     "input-gradients": (backward_kernels.input_gradients_kernel, GRADIENTS, {}),
+    "input-gradients-unbounded": (backward_kernels.input_gradients_kernel, GRADIENTS | UNBOUNDED, {}),
     "decode": (decode_kernels.step_kernel, STEP, {}),
+    "decode-unbounded": (decode_kernels.step_kernel, STEP | UNBOUNDED | {"PENDING": True}, {}),
+    "decode-deferred-unbounded": (
+        decode_kernels.step_kernel, STEP | UNBOUNDED | {"PENDING": True, "DEFERRED": True}, {},
+    ),
     "decode-pending": (decode_kernels.step_kernel, STEP | {"PENDING": True}, {}),
     "decode-deferred": (decode_kernels.step_kernel, STEP | {"PENDING": True, "DEFERRED": True}, {}),
     "decode-split": (decode_split_kernels.split_kernel, SPLIT | FOUR, {}),
+    "decode-split-unbounded": (decode_split_kernels.split_kernel, SPLIT | FOUR | UNBOUNDED | {"PENDING": True}, {}),
     "decode-split-pending": (decode_split_kernels.split_kernel, SPLIT | FOUR | {"PENDING": True}, {}),
     "decode-split-eight": (decode_split_kernels.split_kernel, SPLIT | EIGHT, {}),
     "decode-split-eight-pending": (decode_split_kernels.split_kernel, SPLIT | EIGHT | {"PENDING": True}, {}),

@@ -59,7 +59,9 @@ def require(name: str, got: torch.Tensor, want: torch.Tensor, cap: float) -> Non
         raise SystemExit(f"{name}: relative error {found:.2e}, allowed {cap:.1e}")
 
 
-def kda(T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str) -> None:
+def kda(
+    T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str, bound: float | None = -5.0
+) -> None:  # fmt: skip
     """Forward, bit-equal repeat and all gradients."""
     n = 1 if lengths is None else len(lengths)
     ends = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
@@ -67,20 +69,23 @@ def kda(T: int, H: int, K: int, V: int, lengths: list[int] | None, regime: str) 
     z = {
         "production": z,
         "slow": z * 0 - 6,
-        "saturated": z * 0 + 12,
+        "saturated": z * 0 + (12 if bound else 3.75),  # without a bound about -60 a token
         "mixed": torch.where(torch.arange(K) % 2 == 0, z - 7, z + 7),
     }[regime]
-    args = [q, k, v, z.bfloat16(), beta, 0.3 * torch.randn(H), 0.3 * torch.randn(H * K), torch.randn(n, H, K, V)]
+    A_log = 0.3 * torch.randn(H)
+    if bound is None:  # rates of 1 to 16, as they are when training begins
+        A_log = torch.linspace(1.0, 16.0, H + 1)[1:].log() - (8 if regime == "slow" else 0)
+    args = [q, k, v, z.bfloat16(), beta, A_log, 0.3 * torch.randn(H * K), torch.randn(n, H, K, V)]
     args = [x.requires_grad_() for x in args]
-    o, S = autograd.kda(*args[:7], -5.0, args[7], ends)
+    o, S = autograd.kda(*args[:7], bound, args[7], ends)
     with torch.no_grad():
-        again = autograd.kda(*args[:7], -5.0, args[7], ends)
+        again = autograd.kda(*args[:7], bound, args[7], ends)
     if not (torch.equal(o, again[0]) and torch.equal(S, again[1])):
         raise SystemExit("kda: a repeated forward differs")
     up = [torch.randn_like(o), 0.1 * torch.randn_like(S)]
     grads = torch.autograd.grad([o, S], args, up)
     wide = [x.detach().double().requires_grad_() for x in args]
-    o2, S2 = kda_reference.kda_reference(*wide[:7], -5.0, wide[7], ends)
+    o2, S2 = kda_reference.kda_reference(*wide[:7], bound, wide[7], ends)
     want = torch.autograd.grad([o2, S2], wide, [x.double() for x in up])
     require("o", o, o2, CAPS["o"])
     require("S", S, S2, CAPS["S"])
@@ -99,8 +104,8 @@ def require_equal(what: str, some, others) -> None:
         raise SystemExit(f"{what}: not equal to the bit")
 
 
-def kernels(args, initial_state=None, ends=None):
-    return autograd.kda(*args, -5.0, initial_state, ends)
+def kernels(args, initial_state=None, ends=None, bound=-5.0):
+    return autograd.kda(*args, bound, initial_state, ends)
 
 
 def faults() -> None:
@@ -108,15 +113,16 @@ def faults() -> None:
     # 1: a later token changes neither earlier outputs nor their gradients.
     results = []
     for change in (0.0, 2.0):
-        torch.manual_seed(1)
-        args = inputs(40)
-        for x in args[:5]:
-            x[:, 21:] += change
-        args = [x.requires_grad_() for x in args]
-        o = kernels(args)[0]
-        grads = torch.autograd.grad(o[:, :21].float().square().sum(), args[:5])
-        results.append([x[:, :21] for x in (o, *grads)])
-    require_equal("causality", *results)
+        for bound in (-5.0, None):
+            torch.manual_seed(1)
+            args = inputs(40)
+            for x in args[:5]:
+                x[:, 21:] += change
+            args = [x.requires_grad_() for x in args]
+            o = kernels(args, bound=bound)[0]
+            grads = torch.autograd.grad(o[:, :21].float().square().sum(), args[:5])
+            results.append([x[:, :21] for x in (o, *grads)])
+    require_equal("causality", [x for each in results[:2] for x in each], [x for each in results[2:] for x in each])
     # 2: one token from the zero state does not depend on its gate.
     args = [x.requires_grad_() for x in inputs(1)]
     with torch.no_grad():
@@ -125,15 +131,17 @@ def faults() -> None:
     if torch.autograd.grad(o.float().sum() + (S * torch.randn_like(S)).sum(), args[3])[0].any():
         raise SystemExit("the diagonal leaves a gradient of the gate")
     # 5: the largest rates and biases stay finite.
-    for A, bias in ((-20.0, 200.0), (20.0, -200.0), (100.0, 200.0)):
+    for A, bias, bound in (
+        (-20.0, 200.0, -5.0), (20.0, -200.0, -5.0), (100.0, 200.0, -5.0), (100.0, 200.0, None), (20.0, 2.0, None),
+    ):  # fmt: skip
         args = inputs(20)
         args[5].fill_(A)
         args[6].fill_(bias)
         args = [x.requires_grad_() for x in args]
-        o, S = kernels(args)
+        o, S = kernels(args, bound=bound)
         for x in (o, S, *torch.autograd.grad([o, S], args, [torch.ones_like(o), torch.ones_like(S)])):
             if not torch.isfinite(x).all():
-                raise SystemExit(f"not finite at A_log {A}, bias {bias}")
+                raise SystemExit(f"not finite at A_log {A}, bias {bias}, bound {bound}")
     # 12, 13, 26: gradients that are slices or expanded (of the final state too), NaN behind every input.
     args = []
     for x in inputs(33):
@@ -248,11 +256,10 @@ def segments() -> None:
         v, beta, S0 = bf16(T, 1, V), bf16(T, 1), torch.randn(n, 1, K, V)
         chunks = autograd.fixed_chunks(1, T, v.device) if ends is None else autograd.packed_chunks(ends, T)
         p = autograd.prepare(*rows, beta, torch.zeros(1), torch.zeros(K), -5.0, chunks)
-        whole = torch.zeros_like(v)
-        S, _, _ = autograd.scan(p, v, whole, S0, chunks, segment=0)
-        for segment in (2, 3):
-            o = torch.zeros_like(v)
-            got, _, _ = autograd.scan(p, v, o, S0, chunks, segment=segment)
+        for start, segment in ((S0, 2), (S0, 3), (None, 2)):
+            whole, o = torch.zeros_like(v), torch.zeros_like(v)
+            S, _, _ = autograd.scan(p, v, whole, start, chunks, segment=0)
+            got, _, _ = autograd.scan(p, v, o, start, chunks, segment=segment)
             require("o in segments", o, whole, 3e-3)
             require("S in segments", got, S, 3e-3)
 
@@ -267,7 +274,7 @@ def decode_arguments(B: int, slots: int, H: int = 2, D: int = 32):
     return rows, shared, bf16(slots, 3, 3 * P), torch.randn(slots, H, D, D)
 
 
-def decode(tile: int, parts: int) -> None:
+def decode(tile: int, parts: int, bound: float | None = -5.0) -> None:
     """Strided projections and indices, padding, a fork, no write."""
     B, slots = 5, 8
     rows, shared, conv_pool, pool = decode_arguments(B, slots)
@@ -275,21 +282,26 @@ def decode(tile: int, parts: int) -> None:
     index[1] = torch.tensor([slots - 1, slots - 2])
     index[2] = index[3, 1] = -1
     mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
-    args = (*rows, *shared, *mine, index[:, 0], index[:, 1], -5.0, 1e-5, None)
+    args = (*rows, *shared, *mine, index[:, 0], index[:, 1], bound, 1e-5, None)
     arrivals = torch.zeros(B * rows[0].shape[1], dtype=torch.int32)
     y = decode_split_kernels.step(*args, arrivals, parts) if parts > 1 else decode_kernels.step(*args, False, tile=tile)
-    y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, index[:, 0], index[:, 1])
+    y2 = decode_reference.kda_decode_reference(
+        *rows, *shared, *wanted, index[:, 0], index[:, 1], gate_lower_bound=bound
+    )  # fmt: skip
     require("y", y, y2, 1e-3)  # equal but for a rounding of o to bf16 that falls the other way
     require("state", mine[1], wanted[1], 1e-5)
     if not torch.equal(mine[0], wanted[0]) or y[2].any() or arrivals.any():
         raise SystemExit("decode: conv history or a padded row is wrong, or counters are not back at 0")
 
 
-def deferred() -> None:
+def deferred(bound: float | None = -5.0) -> None:
     """Steps with pending rows against the reference that reads and writes: slots at different phases, in another order
-    at each step, with padding, a fork, a step without a write, a slot that is used again, and forms that change."""
+    at each step, with padding, a fork, a step without a write, a slot that is used again, and forms that change.
+    Without a bound some channels decay by about e^-16 a token: states are written between chunk boundaries too."""
     B, slots, forms = 4, 6, "d" * 16 + "wdswd"  # deferred; read and write by one program a head or several
     _, shared, conv_pool, pool = decode_arguments(B, slots, H=1)
+    if bound is None:
+        shared[2].copy_(torch.where(torch.arange(32) % 8 == 0, 16.0, -6.0))
     mine, wanted = (conv_pool.clone(), pool.clone()), (conv_pool.clone(), pool.clone())
     pending = decode_reference.PendingRows.empty(mine[1])
     phase = torch.tensor([3, 0, 14, 16, 25, 7])
@@ -312,12 +324,12 @@ def deferred() -> None:
         kept = write >= 0
         phase[write[kept].long()] = phase[read[kept].long()] + 1
         indices = torch.stack([read, write], 1).unbind(1)  # strided slices
-        args = (*rows, *shared, *mine, *indices, -5.0, 1e-5, pending)
+        args = (*rows, *shared, *mine, *indices, bound, 1e-5, pending)
         if forms[step] == "s":
             y = decode_split_kernels.step(*args, torch.zeros(B, dtype=torch.int32), 2)
         else:
             y = decode_kernels.step(*args, forms[step] == "d", tile=16 if step % 2 else 32)
-        y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, *indices)
+        y2 = decode_reference.kda_decode_reference(*rows, *shared, *wanted, *indices, gate_lower_bound=bound)
         require(f"y of step {step}", y, y2, 2e-3)
         if not torch.equal(mine[0], wanted[0]) or y[read < 0].any():
             raise SystemExit("deferred: conv history or a padded row is wrong")
@@ -515,12 +527,17 @@ CASES = {
     "kda-slow": lambda: kda(80, 1, 64, 64, None, "slow"),
     "kda-saturated": lambda: kda(80, 1, 32, 64, None, "saturated"),
     "kda-mixed": lambda: kda(48, 4, 64, 64, None, "mixed"),
+    "unbounded-packed": lambda: kda(69, 2, 32, 64, [17, 0, 15, 1, 33], "production", None),
+    "unbounded-slow": lambda: kda(64, 1, 64, 64, None, "slow", None),
+    "unbounded-saturated": lambda: kda(48, 1, 32, 64, None, "saturated", None),
+    "unbounded-mixed": lambda: kda(48, 4, 64, 64, None, "mixed", None),
     "kda-faults": faults,
     "kda-lengths": lengths,
     "kda-offsets": offsets,
     "kda-context": in_context,
     "segments": segments,
     "decode": lambda: (decode(tile=16, parts=1), decode(tile=8, parts=4)),
+    "unbounded-decode": lambda: (decode(16, 1, None), decode(8, 4, None), deferred(None)),
     "decode-deferred": deferred,
     "splits": splits,
     "conv": conv,

@@ -15,8 +15,12 @@ compiling = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(compiling)
 
 SHARED_MEMORY = 227 * 1024
-# Bytes of spill stores, where they are not 0: `mix-gradient` of K3's width works on 28 elements a thread of each row.
+# Bytes of spill stores, where they are not 0: `mix-gradient` of K3's width works on 28 elements a thread of each row;
+# gates without a bound hold queries, keys and decays through five splits (without a cap of 168 registers no spills, but
+# two programs on a multiprocessor instead of three, and slower).
 SPILLS = {"mix-gradient-7168": 16}
+SPILLS |= {"prepare-unbounded": 256, "prepare-save-unbounded": 256, "input-gradients-unbounded": 128}
+SPILLS |= {"decode-deferred-unbounded": 32}
 # Matrix instructions that must be there. The inverse in `prepare` must not use WGMMA: from registers it came out NaN.
 INSTRUCTIONS = {"prepare": "mma.sync", "prepare-save": "mma.sync"}
 INSTRUCTIONS |= dict.fromkeys(("w4-grouped-skinny-16", "w4-grouped-skinny-96"), "wgmma")

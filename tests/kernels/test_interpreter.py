@@ -10,6 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 CASES = ("kda-fixed", "kda-packed", "kda-slow", "kda-saturated", "kda-mixed", "segments")
 CASES += ("kda-faults", "kda-lengths", "kda-offsets", "kda-context", "splits")
+CASES += ("unbounded-packed", "unbounded-slow", "unbounded-saturated", "unbounded-mixed", "unbounded-decode")
 CASES += ("decode", "decode-deferred", "conv", "norm")
 CASES += ("decode-parts",)
 
