@@ -2,7 +2,8 @@
 
 config.py   K3Config, official key names      layout.py    packed rows, chunks, grids
 decoder.py  K3ForCausalLM                     cache.py     recurrent, convolution and latent state per row
-kda.py kda_chunks.py mla.py moe.py attn_res.py situ.py norm.py vision.py    one part of k3.md each
+kda.py kda_chunks.py kda_gates.py kda_tiles.py kda_context.py    Kimi Delta Attention
+mla.py moe.py attn_res.py situ.py norm.py vision.py    one part of k3.md each
 ablation.py  the common choice for a part     gated.py     SiTU or SwiGLU      watch.py   largest activation
 fused.py    parameters joined in memory       blocks.py    element-wise work in the cache      init.py   fresh weights
 lora.py low_rank.py    adapters beside frozen matrices
