@@ -2,8 +2,8 @@
 
 config.py ablation.py table.py    K3Config, official key names; the common choice for a part; every tensor's size
 decoder.py  K3ForCausalLM         layout.py cache.py    packed rows, chunks, grids; recurrent and latent state per row
-kda.py kda_chunks.py kda_context.py mla.py flash.py moe.py moe_grouped.py train_routing.py attn_res.py situ.py gated.py
-norm.py vision.py                 one part of k3.md each, as a CPU and as a GPU computes it
+kda.py kda_chunks.py kda_gates.py kda_tiles.py kda_context.py mla.py flash.py moe.py moe_grouped.py train_routing.py
+attn_res.py situ.py gated.py norm.py vision.py    one part of k3.md each, as a CPU and as a GPU computes it
 joined.py fuse.py side_stream.py recompute.py blocks.py cells.py    how the work is laid out: none of it changes a value
 packed.py bank_gradients.py       experts as stored bytes; their gradients      exact.py flat_step.py    other steps
 lora.py low_rank.py    adapters beside frozen matrices       init.py device.py watch.py    fresh weights, places, a look

@@ -81,7 +81,7 @@ class _KDAChunks(torch.autograd.Function):
         (
             unit, norm, gate, shifted, beta, inverse, states, rest, solved, final, a_log, through, *saved,
         ) = ctx.saved_tensors  # fmt: skip
-        tiles: Tiles = Halved(*saved) if ctx.bound is None else Anchored(*saved, ctx.bound)
+        tiles: Tiles = Halved(*saved) if ctx.bound is None else Anchored(*saved, bound=ctx.bound)
         plan: ChunkPlan = ctx.plan
         h, width, kind = a_log.shape[0], unit.shape[-1], unit.dtype
         index = plan.by_head(h)

@@ -84,7 +84,7 @@ class Anchored(Tiles):
     """Chunks of bounded gates: S_end = end (S^ + k_out' V~)."""
 
     a: Tensor
-    bound: float
+    bound: float = dataclasses.field(kw_only=True)
 
     @classmethod
     def of(cls, unit: Tensor, sigma: Tensor, bound: float) -> Anchored:
@@ -98,7 +98,7 @@ class Anchored(Tiles):
         entry = middle.exp().squeeze(1)  # [M, D]
         pairs = torch.bmm(k_plus, k_minus.mT).mul_(strict)
         attention = torch.bmm(q_plus, k_minus.mT).mul_(causal)
-        return cls(q_plus, k_plus, k_minus, a[:, -1], entry, attention, pairs, a, bound)
+        return cls(q_plus, k_plus, k_minus, a[:, -1], entry, attention, pairs, a, bound=bound)
 
     def leave(self, here: slice, states: Tensor, solved: Tensor) -> Tensor:
         return torch.baddbmm(states, self.k_out[here].mT, solved).mul_(self.end[here].unsqueeze(-1))

@@ -12,10 +12,11 @@ registers, so that every product has V on its long side and feeds the next one f
 
     u^T = (v^T - S^T k_in^T) solve^T;   o^T = S^T q_in^T + u^T A^T;   S^T <- S^T diag(decay) + u^T k_out
 
-exp(G_i - G_j) is never formed as exp(G_i) exp(-G_j), which would overflow: a chunk is split in halves, quarters and
-blocks of 16, and pairs (i, j) that a split separates use the sum of decays on either side of it, both at most 0; inside
-a block of 16 the anchor is the block's first row (within exp(75) for a bound of -5, and never a later token). The sums
-are matrix products of 0/1 masks with the decay in two bf16 pieces. (I + L)^-1 grows by doubling, block by block:
+exp(G_i - G_j) is never formed as exp(G_i) exp(-G_j), which would overflow: a chunk is split in halves and these in
+halves, and pairs (i, j) that a split separates use the sum of decays on either side of it, both at most 0. Gates with a
+bound are split down to blocks of 16, inside of which the anchor is the block's first row (within exp(75) for a bound of
+-5, and never a later token); gates without one (lower_bound None) down to single rows, by blocks of 8 whose rows a
+thread holds. (I + L)^-1 grows by doubling, block by block:
 X <- X - X L_split X, whose factors are true inverses, so that half precision does not cancel.
 Traffic per token and head: 7 rows of 128 bf16 in `prepare`, 6 in `scan`. Source: Kimi Linear section 3.
 """

@@ -197,7 +197,7 @@ class Neighbours:
         return self.messages.pop().view(like.shape)
 
 
-def in_context() -> None:
+def in_context(bound: float | None) -> None:
     """Documents of 45 and 12 tokens on three ranks, one of which the first crosses from end to end."""
     whole = inputs(57, 2, 64)
     whole[2] = whole[2][..., :64]
@@ -208,7 +208,7 @@ def in_context() -> None:
         (38, 57, [0, 7, 19], 38, False),
     ):
         own = [(x[:, first:last] if place < 5 else x).detach().requires_grad_() for place, x in enumerate(whole)]
-        o, _ = autograd.kda(*own, -5.0, None, torch.tensor(ends), Neighbours(before, continues, messages))
+        o, _ = autograd.kda(*own, bound, None, torch.tensor(ends), Neighbours(before, continues, messages))
         outs.append((o, own, up[:, first:last]))
     if messages:
         raise SystemExit("kda: a state that nobody took")
@@ -216,7 +216,7 @@ def in_context() -> None:
     if messages:
         raise SystemExit("kda: a state's gradient that nobody took")
     wide = [x.detach().double().requires_grad_() for x in whole]
-    o2, _ = kda_reference.kda_reference(*wide, -5.0, None, torch.tensor([0, 45, 57]))
+    o2, _ = kda_reference.kda_reference(*wide, bound, None, torch.tensor([0, 45, 57]))
     require("o", torch.cat([o for o, _, _ in outs], 1), o2, CAPS["o"])
     wanted = torch.autograd.grad(o2, wide, up.double())
     names = ("q", "k", "v", "gate", "beta", "A_log", "dt_bias")
@@ -534,7 +534,7 @@ CASES = {
     "kda-faults": faults,
     "kda-lengths": lengths,
     "kda-offsets": offsets,
-    "kda-context": in_context,
+    "kda-context": lambda: (in_context(-5.0), in_context(None)),
     "segments": segments,
     "decode": lambda: (decode(tile=16, parts=1), decode(tile=8, parts=4)),
     "unbounded-decode": lambda: (decode(16, 1, None), decode(8, 4, None), deferred(None)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,16 +51,16 @@ def inputs(n: int, seed: int) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def whole(given: list[Tensor], ends: list[int], weight: Tensor) -> list[Tensor]:
+def whole(given: list[Tensor], ends: list[int], weight: Tensor, bound: float | None) -> list[Tensor]:
     """Outputs of the plain recurrence [n, hD], and gradients of their weighted sum."""
     *streams, beta, a_log, dt_bias = given
     q, k, v, gate = (x.view(1, -1, HEADS, WIDTH) for x in streams)
-    o, _ = kda_recurrent(q, k, v, gate, beta[None], a_log, dt_bias, cu_seqlens=torch.tensor(ends))
+    o, _ = kda_recurrent(q, k, v, gate, beta[None], a_log, dt_bias, bound, cu_seqlens=torch.tensor(ends))
     out = o.reshape(-1, HEADS * WIDTH)
     return [out, *torch.autograd.grad((out * weight).sum(), given)]
 
 
-def cut(given: list[Tensor], ends: list[int], cuts: list[int], weight: Tensor) -> list[Tensor]:
+def cut(given: list[Tensor], ends: list[int], cuts: list[int], weight: Tensor, bound: float | None) -> list[Tensor]:
     """The same from ranges between `cuts`, each computed by itself with what its neighbours send."""
     mail: dict[tuple[int, bool], Tensor] = {}
     outs, losses = [], []
@@ -71,7 +72,7 @@ def cut(given: list[Tensor], ends: list[int], cuts: list[int], weight: Tensor) -
         layout = Layout([b - a for a, b in pairwise([0, *inner, last - first])], context=context)
         q, k, v, gate, beta = (x[first:last] for x in leaves[:5])
         qkv = extend(torch.cat([q, k, v], dim=1), layout)
-        o, _ = chunked_kda(qkv, extend(gate, layout), extend(beta, layout), *leaves[5:], layout)
+        o, _ = chunked_kda(qkv, extend(gate, layout), extend(beta, layout), *leaves[5:], layout, bound=bound)
         outs.append(o.detach())
         losses.append((o * weight[first:last]).sum())
     assert not mail
@@ -81,20 +82,21 @@ def cut(given: list[Tensor], ends: list[int], cuts: list[int], weight: Tensor) -
     return [torch.cat(outs), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def check(lengths: list[int], cuts: list[int], seed: int) -> None:
+def check(lengths: list[int], cuts: list[int], seed: int, bound: float | None = -5.0) -> None:
     ends = [0]
     for length in lengths:
         ends.append(ends[-1] + length)
     given_ = inputs(ends[-1], seed)
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(ends[-1], HEADS * WIDTH, dtype=torch.float64, generator=draw)
-    for ours, theirs in zip(cut(given_, ends, cuts, weight), whole(given_, ends, weight), strict=True):
+    for ours, theirs in zip(cut(given_, ends, cuts, weight, bound), whole(given_, ends, weight, bound), strict=True):
         # chunks cut at other rows sum in another order, and a gradient of 0 may come out as the difference of equals
         assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-13 + 1e-11 * float(theirs.detach().abs().max()))
 
 
-def test_one_sequence_over_four_ranges() -> None:
-    check([60], [0, 20, 36, 37, 60], 0)
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_one_sequence_over_four_ranges(bound) -> None:
+    check([60], [0, 20, 36, 37, 60], 0, bound)
 
 
 def test_ranges_that_end_where_sequences_end() -> None:
