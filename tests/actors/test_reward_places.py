@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import ray
 
-from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
+from k3rl.actors import AnswerStreams, EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
 from k3rl.envs import make
 from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.presets import rl
@@ -27,21 +29,19 @@ BAD = (
 )
 
 
-class ScriptedRollout:
+class ScriptedRollout(AnswerStreams):
     """Stands where the engine stands and says what it is told, by sampling seed."""
 
     def __init__(self, answers: dict[int, str]) -> None:
-        self.answers = answers
+        super().__init__()
+        self.texts = answers
         self.tokenizer = Tokenizer.builtin()
 
-    async def set_tokenizer(self, directory: str | None) -> None:
-        pass
+    def begin(self, requests: list[tuple[list[int], SamplingParams]]) -> list[asyncio.Future[Completion]]:
+        return [asyncio.ensure_future(self._complete(params)) for _, params in requests]
 
-    async def generate(self, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
-        return [self._complete(params) for _, params in requests]
-
-    def _complete(self, params: SamplingParams) -> Completion:
-        message = {"role": "assistant", "content": self.answers[params.seed // TURN_STRIDE]}
+    async def _complete(self, params: SamplingParams) -> Completion:
+        message = {"role": "assistant", "content": self.texts[params.seed // TURN_STRIDE]}
         segments = xtml.render([message], thinking=False, add_generation_prompt=False)
         prefix = xtml.render([], thinking=False, add_generation_prompt=True)
         ids = tuple(self.tokenizer.encode_segments(segments[len(prefix) :]))
