@@ -31,6 +31,7 @@ from k3rl.envs.guard import BlockWatch
 from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams, Score
 
 _LOOK_S = 30.0  # between two looks at engines
+_CLOSE_S = 20.0  # for workers to end what they play
 _MANY = 1 << 30  # episodes that a worker takes, where nothing else bounds them
 _SLACK_S = 60.0  # beyond what a worker's own watch takes to end code that does not give way
 T = TypeVar("T")
@@ -129,9 +130,9 @@ class RolloutStream:
         self.take_counts()
         self._closed = True
         with suppress(Exception):  # who is gone needs no ending
-            self._on_loop(self._end()).result(_SLACK_S)
+            self._on_loop(self._end()).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_SLACK_S)
+        self._thread.join(_CLOSE_S)
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -13,7 +13,7 @@ from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.distill import Distillation
 from k3rl.pipelines.rl import Reinforcement
 from k3rl.pipelines.rollout_buffer import RolloutBuffer
-from k3rl.pipelines.rollout_metrics import check_failures, rollout_metrics
+from k3rl.pipelines.rollout_metrics import check_failures, replay_metrics, rollout_metrics
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
 from k3rl.pipelines.start import start_policy
@@ -84,6 +84,7 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         if more and config.max_staleness:  # sampled while the learner trains on this batch
             buffer.fill(off_policy_steps=config.max_staleness)
         batches = algorithm.batches(groups, stage)
+        metrics.merge(replay_metrics(batches))
         with stage.clock("wait_for_policy"):
             started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
             metrics.merge(learner.trained(started))

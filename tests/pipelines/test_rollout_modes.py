@@ -26,7 +26,10 @@ WORDS = (
     *("--cluster.environment-actors", "1", "--cluster.reward-actors", "1"),
 )
 MODES = {
-    "asynchronous": ("--rollouts.mode", "asynchronous", "--rollouts.max-off-policy-steps", "2"),
+    "asynchronous": (
+        *("--rollouts.mode", "asynchronous", "--rollouts.max-off-policy-steps", "2"),
+        *("--sampling.replay-routes", "true"),
+    ),
     "partial": (
         *("--rollouts.mode", "partial", "--rollouts.fraction", "0.5", "--cluster.engine.in-flight", "carry"),
         *("--evaluation.max-running", "3"),  # so that episodes end one after the other
@@ -74,6 +77,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_b
     assert rows[before]["rollout/replayed_episodes"] >= 2, "groups that were begun are played again"
     assert all(row["staleness/max"] <= 2 for row in rows)
     assert all("rollout/dropped_tokens" in row and "rollout/aborted_tokens" in row for row in rows)
+    assert {row["routes/replayed"] for row in rows} == {float(mode == "asynchronous")}, "where it is asked for"
     if mode == "asynchronous":
         assert max(row["staleness/max"] for row in rows) >= 1, "episodes ran while the learner trained"
 
