@@ -3,9 +3,9 @@
 `cluster.py` configures a cluster and starts or joins Ray, `placement.py` reserves resources or says what is missing,
 `fleet.py` holds all actors of a run. A file for each kind: `learner.py` (all ranks as one: `learner_group.py`, with
 `teachers.py`), `rollout.py` (its engine: `engines.py`), `environment.py`, `reward.py`. `rollout_workers.py` gets
-`jobs.py` done by a `worker_pool.py` of each role; `calls.py` types what goes wrong between actors; `weight_sync/`
-brings weights to the engines. `dispatcher.py` decides, without Ray, which episode runs where and when; no run is
-driven by it.
+`jobs.py` done by a `worker_pool.py` of each role: `rollout_stream.py` does what `dispatcher.py` decides by a
+`schedule.py`. `answers.py` brings requests to engines and answers back; `calls.py` types what goes wrong between
+actors; `weight_sync/` brings weights to the engines.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 lets an
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 
 if TYPE_CHECKING:
+    from k3rl.actors.answers import AnswerStreams
     from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost
     from k3rl.actors.cluster import ClusterConfig, EngineConfig, RolloutConfig, start_ray
     from k3rl.actors.environment import EnvironmentWorker
@@ -39,15 +40,17 @@ if TYPE_CHECKING:
     from k3rl.actors.placement import reserve, shortage
     from k3rl.actors.reward import RewardWorker
     from k3rl.actors.rollout import RolloutActor
-    from k3rl.actors.rollout_workers import Dispatched, RolloutWorkers
+    from k3rl.actors.rollout_stream import RolloutStream
+    from k3rl.actors.rollout_workers import RolloutWorkers
+    from k3rl.actors.schedule import Mode, Schedule
     from k3rl.actors.worker_pool import WorkerPool
 
 _HOMES = {
     "ActorFailure": "calls",
     "ActorHung": "calls",
     "ActorLost": "calls",
+    "AnswerStreams": "answers",
     "ClusterConfig": "cluster",
-    "Dispatched": "rollout_workers",
     "EngineConfig": "cluster",
     "EnvironmentWorker": "environment",
     "EpisodeJob": "jobs",
@@ -55,10 +58,13 @@ _HOMES = {
     "FleetConfig": "fleet",
     "LearnerActor": "learner",
     "LearnerGroup": "learner_group",
+    "Mode": "schedule",
     "RewardWorker": "reward",
     "RolloutActor": "rollout",
     "RolloutConfig": "cluster",
+    "RolloutStream": "rollout_stream",
     "RolloutWorkers": "rollout_workers",
+    "Schedule": "schedule",
     "TaskRef": "jobs",
     "WorkerPool": "worker_pool",
     "reserve": "placement",
@@ -79,8 +85,8 @@ __all__ = [
     "ActorFailure",
     "ActorHung",
     "ActorLost",
+    "AnswerStreams",
     "ClusterConfig",
-    "Dispatched",
     "EngineConfig",
     "EnvironmentWorker",
     "EpisodeJob",
@@ -88,10 +94,13 @@ __all__ = [
     "FleetConfig",
     "LearnerActor",
     "LearnerGroup",
+    "Mode",
     "RewardWorker",
     "RolloutActor",
     "RolloutConfig",
+    "RolloutStream",
     "RolloutWorkers",
+    "Schedule",
     "TaskRef",
     "WorkerPool",
     "reserve",

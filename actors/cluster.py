@@ -82,7 +82,7 @@ class ClusterConfig(Config):
     rollout_gpus: float = Field(1.0, gt=0)
     """With rollout_device cuda, of each rollout actor; several may share one."""
     environment_actors: int = Field(2, ge=1)
-    """Each runs episodes against one rollout actor, taken in turn."""
+    """Each runs episodes against the rollout actors that are its share, or against one that it shares."""
     environment_cpus: float = Field(0.125, gt=0)
     reward_actors: int = Field(2, ge=1)
     reward_cpus: float = Field(0.125, gt=0)

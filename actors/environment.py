@@ -1,124 +1,210 @@
-"""The environment worker: runs episodes against a rollout actor, each in an asyncio task of its own."""
+"""The environment worker: runs episodes against rollout actors, each in an asyncio task of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from k3rl.actors.answers import EngineClient, Request
 from k3rl.actors.jobs import EpisodeJob, Tasks
+from k3rl.actors.schedule import Header
 from k3rl.envs import (
     BlockWatch,
-    ContextOutgrown,
     EngineFailed,
     EnvConfig,
     EpisodeContext,
     GuardedEnv,
     GuardedHarness,
     TurnSettings,
+    gradable,
     make,
     run_episode,
 )
 from k3rl.envs.gateway import run_program
+from k3rl.envs.rollout import NOT_GRADED, ContextOutgrown
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams
 
+_STOP_S = 10.0  # for episodes to close their environments
+HEARTBEAT_S = 2.0  # an idle worker says so often that it lives
 
-class LockstepPolicy:
-    """Sends requests when every episode of the cohort waits for tokens, sorted by episode.
+
+class Lockstep:
+    """Holds requests back until every episode of a cohort waits for tokens, and lets them go sorted by episode.
 
     So the batch that the engine sees depends on the tasks and the weights, not on timing: the same seed gives the
     same rollouts. The price is that a turn waits for the slowest tool call of the cohort.
     """
 
-    def __init__(self, rollout: Any, episodes: int) -> None:
-        self._rollout = rollout
+    def __init__(self, episodes: int) -> None:
         self._active = episodes
-        self._waiting: list[tuple[int, tuple[Any, ...], asyncio.Future[Completion]]] = []
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}  # a program may wait for several answers at once
 
-    async def complete(
-        self, order: int, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
-    ) -> Completion:
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = (list(prompt_ids), params, tuple(images)) if images else (list(prompt_ids), params)
-        self._waiting.append((order, request, future))
-        self._flush_when_all_wait()
-        return await future
+    async def wait(self, order: int) -> None:
+        """Until all others wait too. order: of the episode in its cohort."""
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(order, []).append(gate)
+        self._open_when_all_wait()
+        try:
+            await gate
+        finally:
+            if gate.cancelled() and gate in (own := self._waiting.get(order, [])):  # its program was ended
+                own.remove(gate)
+                if not own:
+                    del self._waiting[order]
 
     def leave(self) -> None:
         """One episode of the cohort has ended."""
         self._active -= 1
-        self._flush_when_all_wait()
+        self._open_when_all_wait()
 
-    def _flush_when_all_wait(self) -> None:
-        self._waiting = [entry for entry in self._waiting if not entry[2].done()]  # of programs that were ended
-        # a program may wait for several answers at once, so episodes are counted, not requests
-        if self._waiting and len({order for order, *_ in self._waiting}) >= self._active:
-            cohort, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
-            self._sending = asyncio.ensure_future(self._send(cohort))
-
-    async def _send(self, cohort: list) -> None:
-        try:
-            answers = await self._rollout.generate.remote([request for _, request, _ in cohort])
-        except Exception as error:  # a lost engine is every waiting episode's error, and each reports it
-            answers = [error] * len(cohort)
-        for (_, _, future), answer in zip(cohort, answers, strict=True):
-            if future.done():  # its program was ended meanwhile
-                continue
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+    def _open_when_all_wait(self) -> None:
+        if len(self._waiting) < self._active:
+            return
+        cohort, self._waiting = sorted(self._waiting.items()), {}
+        for _, gates in cohort:
+            for gate in gates:
+                if not gate.done():
+                    gate.set_result(None)
 
 
 class _Seat:
-    """One episode's place in the cohort (the `Policy` that `run_episode` sees)."""
+    """One episode at its engine (the `Policy` that `run_episode` sees). tokens: that it has been given."""
 
-    def __init__(self, policy: LockstepPolicy, order: int) -> None:
-        self._policy = policy
-        self._order = order
+    def __init__(self, client: EngineClient, lockstep: Lockstep | None, order: int) -> None:
+        self._client, self._lockstep, self._order = client, lockstep, order
+        self.tokens = 0
 
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
     ) -> Completion:
-        try:
-            return await self._policy.complete(self._order, prompt_ids, params, images)
-        except ContextOutgrown:
-            raise
-        except Exception as error:
-            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+        if self._lockstep is not None:
+            await self._lockstep.wait(self._order)
+        request: Request = (list(prompt_ids), params, tuple(images)) if images else (list(prompt_ids), params)
+        completion = await self._client.complete(request)
+        self.tokens += len(completion.token_ids)
+        return completion
+
+    def leave(self) -> None:
+        """The episode has ended."""
+        if self._lockstep is not None:
+            self._lockstep.leave()
 
 
 class EnvironmentWorker:
-    """An asyncio Ray actor without torch. Rewards are given elsewhere; episodes leave here ungraded."""
+    """An asyncio Ray actor without torch. Rewards are given elsewhere; episodes leave here ungraded.
 
-    def __init__(self, env: EnvConfig, rollout: Any) -> None:
-        """rollout: the actor whose engine samples."""
+    `start` begins episodes, `events` tells of those that ended, `abort` and `stop` end them.
+    """
+
+    def __init__(self, env: EnvConfig, *engines: Any) -> None:
+        """engines: the rollout actors that sample; the episodes of a group share one."""
         self._faults = env.faults
         self._watch: BlockWatch | None = None
         self._environment = make(env.name, **env.args)
         self._tasks = Tasks(self._environment.source)
-        self._rollout = rollout
+        self._engines = engines
+        self._clients: list[EngineClient] = []
         self._sandboxes = provider_named(env.sandbox)
         self._programs = ProgramRunner(self._sandboxes) if self._environment.needs_programs else None
         self._tokenizer = Tokenizer.builtin()
+        self._episodes: dict[tuple[str, int], tuple[asyncio.Task[None], _Seat]] = {}
+        self._of_engine: Counter[int] = Counter()  # episodes that run
+        self._engine_of: dict[str, tuple[int, int]] = {}  # group -> its engine, and how many of its episodes run
+        self._ended: list[tuple[EpisodeJob, int, Episode]] = []
+        self._changed = asyncio.Event()
+        self._stopped = False
 
     async def set_tokenizer(self, directory: str) -> None:
         """From now on the tokenizer of this checkpoint directory."""
         self._tokenizer = Tokenizer.load(directory)
 
-    async def run(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[Episode]:
-        """One ungraded episode a job, in order. An episode whose environment fails says so; the others go on."""
+    async def open(self, client: str) -> None:
+        """Ends what ran before; from now on its requests are those of this client."""
+        await self.stop()
+        self._stopped = False
         self._watch = self._watch or BlockWatch(self._faults.blocked_s)  # on the thread of the event loop
-        policy = LockstepPolicy(self._rollout, len(jobs))
-        return list(await asyncio.gather(*(self._run(policy, i, job, sampling) for i, job in enumerate(jobs))))
+        self._clients = [EngineClient(engine, client) for engine in self._engines]
 
-    async def _run(self, policy: LockstepPolicy, order: int, job: EpisodeJob, sampling: SamplingParams) -> Episode:
+    async def start(self, jobs: Sequence[tuple[EpisodeJob, int]], sampling: SamplingParams, lockstep: bool) -> None:
+        """Begins episodes: jobs, each with the number of the attempt.
+
+        lockstep: those of one call that share an engine send their requests together; see `Lockstep`.
+        """
+        placed = [self._place(job.group_id) for job, _ in jobs]
+        cohorts = {engine: Lockstep(count) for engine, count in Counter(placed).items()} if lockstep else {}
+        for order, ((job, attempt), engine) in enumerate(zip(jobs, placed, strict=True)):
+            seat = _Seat(self._clients[engine], cohorts.get(engine), order)
+            task = asyncio.create_task(self._play(job, attempt, seat, sampling))
+            self._episodes[job.episode_id, attempt] = task, seat
+            task.add_done_callback(partial(self._left, job, attempt, seat))
+
+    async def events(self) -> AsyncIterator[Any]:
+        """In turns: ungraded episodes that ended, and (header, attempt) of each. Every few seconds, if only to say
+        that this worker lives, until it is stopped."""
+        while not self._stopped:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
+            self._changed.clear()
+            ended, self._ended = self._ended, []
+            yield [episode for _, _, episode in ended]
+            yield [(header_of(job, episode), attempt) for job, attempt, episode in ended]
+
+    async def abort(self, episodes: Sequence[tuple[str, int]]) -> int:
+        """Ends these attempts, (episode id, attempt), without a word; the tokens that they had sampled."""
+        tokens = 0
+        for name in episodes:
+            if name in self._episodes:
+                task, seat = self._episodes[name]
+                tokens += seat.tokens
+                task.cancel()
+        return tokens
+
+    async def stop(self) -> None:
+        """Ends everything, `events` included."""
+        tasks = [task for task, _ in self._episodes.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_STOP_S)
+        for client in self._clients:
+            client.close()
+        self._ended.clear()
+        self._stopped = True
+        self._changed.set()
+
+    def _place(self, group: str) -> int:
+        """The engine of an episode: that of its group, or the one with fewest."""
+        fewest = min(range(len(self._engines)), key=lambda number: (self._of_engine[number], number))
+        engine, running = self._engine_of.get(group, (fewest, 0))
+        self._engine_of[group] = engine, running + 1
+        self._of_engine[engine] += 1
+        return engine
+
+    def _left(self, job: EpisodeJob, attempt: int, seat: _Seat, _: asyncio.Task[None]) -> None:
+        """An episode does not run any more, whether it ended or was ended."""
+        del self._episodes[job.episode_id, attempt]
+        engine, running = self._engine_of.pop(job.group_id)
+        self._of_engine[engine] -= 1
+        if running > 1:
+            self._engine_of[job.group_id] = engine, running - 1
+        seat.leave()
+
+    async def _play(self, job: EpisodeJob, attempt: int, seat: _Seat, sampling: SamplingParams) -> None:
+        episode = await self._episode(job, seat, sampling)
+        self._ended.append((job, attempt, episode))
+        self._changed.set()
+
+    async def _episode(self, job: EpisodeJob, seat: _Seat, sampling: SamplingParams) -> Episode:
+        """An ungraded episode. One whose environment fails says so."""
         try:
             task = self._tasks.get(job.task).public()
-            seat = _Seat(policy, order)
             settings = TurnSettings(self._tokenizer, replace(sampling, seed=job.sampling_seed))
             context = EpisodeContext(
                 seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
@@ -133,10 +219,18 @@ class EnvironmentWorker:
         except Exception as error:  # the last line of defence: user code must not end the run
             failed = Failed(f"{type(error).__name__}: {error}"[:500], FailureKind.RAISED)
             return job.failed(self._environment.name, failed)
-        finally:
-            policy.leave()
 
     def _watched(self) -> BlockWatch:
         if self._watch is None:
-            raise RuntimeError("episodes are run by `run`")
+            raise RuntimeError("no client has opened this worker")
         return self._watch
+
+
+def header_of(job: EpisodeJob, episode: Episode) -> Header:
+    """What the driver has to know of an episode that ended. Without an answer to grade it has its score."""
+    turns = [turn for branch in episode.branches for turn in branch.turns]
+    score = None if episode.score == NOT_GRADED else episode.score
+    if score is None and not gradable(episode):
+        score = Failed(f"the episode ended as {episode.stop_reason} and has no answer to grade")
+    tokens = sum(len(turn.sampled_ids) for turn in turns)
+    return Header(job.episode_id, tokens, min((turn.first_version for turn in turns), default=None), score)

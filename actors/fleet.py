@@ -118,17 +118,22 @@ class Fleet:
         self._started += engines
 
         def environment(i: int) -> Any:
-            engine = engines[i % len(engines)]
-            return self._place(f"environment {i}", EnvironmentWorker, env, engine, max_concurrency=8)
+            mine = engines[i :: cluster.environment_actors] or [engines[i % len(engines)]]
+            return self._place(f"environment {i}", EnvironmentWorker, env, *mine)
 
         def reward(i: int) -> Any:
             return self._place(f"reward {i}", RewardWorker, env)
 
         for role, count in ((environment, cluster.environment_actors), (reward, cluster.reward_actors)):
             self._pools.append(WorkerPool([role(i) for i in range(count)], role))
-        name = make(env.name, **env.args).name
+        made = make(env.name, **env.args)
         self.rollouts = RolloutWorkers(
-            engines, *self._pools, env=name, faults=env.faults, timeout_s=cluster.call_timeout_s
+            engines,
+            *self._pools,
+            env=made.name,
+            faults=env.faults,
+            compares=made.compares,
+            timeout_s=cluster.call_timeout_s,
         )
 
     def _place(self, role: str, actor: type, *args: Any, **options: Any) -> Any:
@@ -152,6 +157,8 @@ class Fleet:
 
     def stop(self) -> None:
         """Ends all actors."""
+        if self._pools:
+            self.rollouts.close()
         for pool in self._pools:
             pool.end()
         for actor in self._started:

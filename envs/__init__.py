@@ -42,7 +42,6 @@ from k3rl.envs.faults import (
     FaultConfig,
     grade,
     honest,
-    worth_retrying,
 )
 from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, EpisodeRecorder, Policy, TurnSettings
 from k3rl.envs.registry import BrokenEnvironment, UnknownEnvironment, builtin_names, make, names, register
@@ -108,7 +107,6 @@ __all__ = [
     "sampled",
     "tighter",
     "watched",
-    "worth_retrying",
     "write_package",
 ]
 

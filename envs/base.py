@@ -256,6 +256,11 @@ class Environment:
         declared: tuple[float, float] = getattr(self.grader, "range", (0.0, 1.0))
         return declared
 
+    @property
+    def compares(self) -> bool:
+        """Whether a reward depends on the other answers of a group, which are then graded together."""
+        return bool(getattr(self.grader, "compares", False))
+
     def tasks(self, split: str, seed: int = 0, limit: int | None = None) -> Iterator[Task]:
         """The first `limit` tasks of a split, or all of a finite one."""
         length = self.source.length(split)

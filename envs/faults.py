@@ -33,7 +33,9 @@ class FaultConfig(Config):
     """How long code of an environment may hold its actor without giving way before it is stopped, by force if need
     be."""
     deadline_s: float | None = Field(None, gt=0)
-    """How long an actor may take for its share of a batch before it is ended and replaced; None: call_timeout_s."""
+    """How long an actor may be silent, or take to grade, before it is ended and replaced. None: as long as `blocked_s`
+    takes to end code that does not give way, and call_timeout_s for grades. How long an episode may take is said by its
+    task's budgets."""
     breaker_window: int = Field(64, ge=1)
     """The breaker looks at so many of the last attempts."""
     breaker_attempts: int = Field(16, ge=1)
@@ -142,8 +144,3 @@ def grade(environment: Environment, rubric: Rubric, items: Sequence[tuple[Task, 
         return [grade(environment, rubric, [item])[0] for item in items]
     limits = environment.reward_limits
     return [honest(score, limits) for score in scores]
-
-
-def worth_retrying(episode: Episode) -> bool:
-    """Whether playing it again may give it a reward."""
-    return isinstance(episode.score, Failed) and episode.score.kind is not FailureKind.TRIPPED

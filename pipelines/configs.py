@@ -180,6 +180,33 @@ class GRPOObjective(Config):
 Objective = Annotated[K3Objective | GRPOObjective, Field(discriminator="type")]
 
 
+class RolloutsConfig(Config):
+    """When rollouts and training take turns (docs/loop.md)."""
+
+    mode: Literal["synchronous", "partial", "asynchronous"] = "synchronous"
+    """synchronous: a batch is played by one version of the weights, `max_staleness` trainings old; equal seeds give
+    equal bits. partial: a phase ends when `fraction` of its episodes have ended, and the rest goes on in the next one
+    with newer weights. asynchronous: episodes run while the learner trains and while weights arrive."""
+    max_off_policy_steps: int | None = Field(None, ge=1)
+    """Groups with a token from more trainings ago are dropped or aborted, and counted. asynchronous: None is 1.
+    partial: None keeps all."""
+    fraction: float = Field(0.8, gt=0, le=1)
+    """partial: share of the active episodes that ends a phase."""
+    in_flight: int | None = Field(None, ge=1)
+    """Episodes that run at once, at most; None leaves it to the batch and, asynchronous, to `max_off_policy_steps`."""
+
+    @model_validator(mode="after")
+    def _keys_are_those_of_the_mode(self) -> RolloutsConfig:
+        for name, modes in (
+            ("max_off_policy_steps", ("partial", "asynchronous")),
+            ("fraction", ("partial",)),
+            ("in_flight", ("partial", "asynchronous")),
+        ):
+            if self.mode not in modes and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"rollouts.{name} is of the modes {' and '.join(modes)}; rollouts.mode is {self.mode}")
+        return self
+
+
 class RolloutStageConfig(StageConfig):
     """A stage whose data the policy samples itself."""
 
@@ -192,7 +219,9 @@ class RolloutStageConfig(StageConfig):
     """Optimizer steps on each rollout batch, each on its share of the groups."""
     sampling: SamplingConfig = SamplingConfig()
     max_staleness: Literal[0, 1] = 0
-    """0: learner and rollouts alternate. 1: the next batch is sampled while the learner trains on this one."""
+    """Of synchronous rollouts. 0: learner and rollouts alternate. 1: the next batch is sampled while the learner trains
+    on this one."""
+    rollouts: RolloutsConfig = RolloutsConfig()
     failure_limit: float = Field(0.25, ge=0, le=1)
     """Share of episodes without a reward above which the run stops."""
 
@@ -203,6 +232,11 @@ class RolloutStageConfig(StageConfig):
             raise ValueError(
                 f"group_size {self.group_size} does not divide batch_size {self.batch_size}; "
                 f"use batch_size {near} or {near + self.group_size}"
+            )
+        if self.max_staleness and self.rollouts.mode != "synchronous":
+            raise ValueError(
+                f"max_staleness {self.max_staleness} is of synchronous rollouts, and rollouts.mode is "
+                f"{self.rollouts.mode}; set max_staleness to 0, and bound what is old by rollouts.max_off_policy_steps"
             )
         groups = self.batch_size // self.group_size
         if groups < self.optimizer_steps:

@@ -13,7 +13,7 @@ from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.distill import Distillation
 from k3rl.pipelines.rl import Reinforcement
 from k3rl.pipelines.rollout_buffer import RolloutBuffer
-from k3rl.pipelines.rollout_metrics import check_failures, rollout_metrics
+from k3rl.pipelines.rollout_metrics import check_failures, replay_metrics, rollout_metrics
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
 from k3rl.pipelines.start import start_policy
@@ -71,7 +71,7 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
 
     for step in stage.steps():
         if buffer.empty:
-            buffer.fill(step, off_policy_steps=0)
+            buffer.fill(off_policy_steps=0)
         with stage.clock("wait_for_batch"):
             batch = buffer.take()
         more = stage.more()
@@ -82,17 +82,19 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         curriculum.update(groups)
         session.record(groups, step)
         if more and config.max_staleness:  # sampled while the learner trains on this batch
-            buffer.fill(step + 1, off_policy_steps=config.max_staleness)
+            buffer.fill(off_policy_steps=config.max_staleness)
         batches = algorithm.batches(groups, stage)
+        metrics.merge(replay_metrics(batches))
         with stage.clock("wait_for_policy"):
             started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
             metrics.merge(learner.trained(started))
         if more and not config.max_staleness:
-            buffer.fill(step + 1, off_policy_steps=0)
+            buffer.fill(off_policy_steps=0)
         metrics.merge(buffer.take_metrics())
         values = metrics.values()
         reward = values[f"reward/{workers.env}/mean"]
         stage.done(metrics, curriculum.state(), rollouts=buffer, reward=reward, shown=algorithm.shown(values))
         if not more:
             break
+    buffer.close()
     return stage.finish(curriculum.state(), algorithm.notes(curriculum))

@@ -70,7 +70,6 @@ def policy_batches(groups: Sequence[Group], config: RLConfig) -> list[TrainBatch
     for i in range(config.optimizer_steps):
         share = {name: advantage for known in live[i :: config.optimizer_steps] for name, advantage in known.items()}
         if share:
-            batches.append(
-                from_episodes([episodes[name] for name in share], share, mode=config.objective.token_weights)
-            )
+            own, mode = [episodes[name] for name in share], config.objective.token_weights
+            batches.append(from_episodes(own, share, mode=mode, routes=config.sampling.replay_routes))
     return batches

@@ -1,16 +1,18 @@
-"""The rollout buffer: groups that are sampled ahead of the learner, which takes them a batch at a time.
+"""The rollout buffer: groups that are sampled beside the learner, which takes them a batch at a time.
 
-Filling it publishes the weights so far and has the curriculum's jobs run; taking from it waits for the
-graded groups. A training state holds what is in it, so that no episode is run twice. It holds one batch at most.
+Filling it publishes the weights so far and lets a stream of rollouts go on with them; taking from it waits for graded
+groups. A training state holds what is in it. Synchronous rollouts are waited for and written down whole, so that no
+episode is run twice; otherwise a state has the jobs of all groups that were begun, which a resumed run plays again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from k3rl.actors import EpisodeJob, Mode, RolloutStream, Schedule, TaskRef
 from k3rl.data import ManifestEntry, TrajectoryWriter, read_groups
 from k3rl.pipelines.configs import RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
@@ -23,92 +25,146 @@ from k3rl.types import Group
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """One step's graded groups. version: of the weights that sampled them. off_policy_steps: updates since then."""
+    """One step's graded groups. version: of the weights that sample when they are taken. off_policy_steps: updates that
+    the learner has made since."""
 
     groups: list[Group]
     version: float
     off_policy_steps: int
 
 
-class _Rollouts:
-    """One step's rollouts, under way or done. published: what `Fleet.publish` said of their weights."""
-
-    def __init__(
-        self, collect: Callable[[], list[Group]], published: Mapping[str, float], off_policy_steps: int
-    ) -> None:
-        self._collect = collect
-        self._groups: list[Group] | None = None
-        self.published = dict(published)
-        self.off_policy_steps = off_policy_steps
-
-    def groups(self) -> list[Group]:
-        """The graded groups; waits for them the first time."""
-        if self._groups is None:
-            self._groups = self._collect()
-        return self._groups
+def schedule_of(config: RolloutStageConfig) -> Schedule:
+    """When rollouts of a stage start, and what becomes of old ones."""
+    chosen, mode = config.rollouts, Mode(config.rollouts.mode)
+    groups = config.batch_size // config.group_size
+    retries = config.env.faults.retries
+    match mode:
+        case Mode.SYNCHRONOUS:  # one batch a publication; when that comes is the loop's affair
+            return Schedule(mode, groups, config.group_size, 0, retries=retries)
+        case Mode.PARTIAL:
+            bound = chosen.max_off_policy_steps
+        case _:
+            bound = chosen.max_off_policy_steps or 1
+    return Schedule(mode, groups, config.group_size, bound, chosen.fraction, chosen.in_flight, retries)
 
 
 class RolloutBuffer:
-    """The batch of rollouts that the learner trains on next; a restored stage brings its own."""
+    """The batch of rollouts that the learner trains on next, and the stream of those after it."""
 
     def __init__(self, stage: Stage, config: RolloutStageConfig, curriculum: Curriculum) -> None:
         self._stage = stage
         self._config = config
         self._curriculum = curriculum
         self._fleet = stage.session.fleet
-        self._sampling = policy_sampling(config)
+        self._schedule = schedule_of(config)
+        self._synchronous = self._schedule.mode is Mode.SYNCHRONOUS
+        self._stream: RolloutStream | None = None
         self._published: dict[str, float] = {}
-        self._rollouts: _Rollouts | None = None
+        self._told: dict[str, float] = {}  # what was published and no metric says yet
+        self._groups: list[Group] | None = None  # taken from the stream, and not by the learner
+        self._filled = False
+        self._off_policy_steps = 0
+        self._step_jobs: tuple[int, list[list[EpisodeJob]]] = (-1, [])
+        self._resumed: tuple[int, list[tuple[int, list[EpisodeJob]]]] | None = None
         if stage.saved_rollouts is not None:
-            self._rollouts = self._load(*stage.saved_rollouts)
+            self._load(*stage.saved_rollouts)
+        self._first_step = stage.step + (self._groups is not None)
 
     @property
     def empty(self) -> bool:
         """Whether nothing is there to be taken, so that the next step's rollouts have to be begun first."""
-        return self._rollouts is None
+        return not self._filled
 
-    def fill(self, step: int, off_policy_steps: int) -> None:
-        """Publishes what has been learned so far and begins the rollouts of `step` with it.
+    def fill(self, off_policy_steps: int) -> None:
+        """Publishes what has been learned so far and lets rollouts go on with it.
 
-        off_policy_steps: updates that come before the learner takes them.
+        off_policy_steps: updates that come before the learner takes what is begun, of synchronous rollouts.
         """
         with self._stage.clock("publish"):
-            self._published = self._fleet.publish()
-        workers, config = self._fleet.rollouts, self._config
-        self._curriculum.skip(workers.skipped_families)
-        groups = config.batch_size // config.group_size
-        jobs = self._curriculum.jobs(step, groups, config.group_size, self._stage.name)
-        started = workers.start(jobs, self._sampling)
-        self._rollouts = _Rollouts(lambda: workers.result(started), self._published, off_policy_steps)
+            self._published = self._told = self._fleet.publish()
+        self._off_policy_steps = off_policy_steps
+        self._filled = True
+        version = int(self._published["version"])
+        if self._stream is not None:
+            self._stream.published(version)
+            return
+        groups = self._schedule.groups
+        next_group, drawn = self._resumed or (self._first_step * groups, [])
+        self._stream = self._fleet.rollouts.open(
+            self._schedule,
+            self._jobs,
+            policy_sampling(self._config),
+            wanted=None if self._synchronous else (self._stage.total_steps - self._stage.step) * groups,
+            next_group=next_group,
+            version=version,
+            drawn=drawn,
+        )
 
     def take(self) -> RolloutBatch:
-        """Waits for the groups and empties the buffer."""
-        rollouts, self._rollouts = self._rollouts, None
-        if rollouts is None:
-            raise RuntimeError("the rollout buffer is empty; fill it first")
-        return RolloutBatch(rollouts.groups(), rollouts.published["version"], rollouts.off_policy_steps)
+        """Waits for the groups of a batch."""
+        groups = self._waited_for()
+        self._groups = None
+        self._filled = not self._synchronous
+        return RolloutBatch(groups, self._published["version"], self._off_policy_steps)
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        if self._stream is not None:
+            self._fleet.rollouts.close()
+            self._stream = None
 
     def take_metrics(self) -> Accumulator:
         """What the last publication cost and whether engines agreed after it, once."""
-        published, self._published = self._published, {}
-        return publication_metrics(published)
+        told, self._told = self._told, {}
+        return publication_metrics(told)
+
+    def _waited_for(self) -> list[Group]:
+        if self._groups is None:
+            if self._stream is None or not self._filled:
+                raise RuntimeError("the rollout buffer is empty; fill it first")
+            self._groups = self._stream.take()
+        return self._groups
+
+    def _jobs(self, number: int) -> list[EpisodeJob]:
+        """Those of a group. The curriculum draws all of a step when the first of its groups begins."""
+        step, place = divmod(number, self._schedule.groups)
+        if self._step_jobs[0] != step:
+            self._curriculum.skip(self._fleet.rollouts.skipped_families)
+            jobs = self._curriculum.jobs(step, self._schedule.groups, self._config.group_size, self._stage.name)
+            size = self._config.group_size
+            self._step_jobs = step, [jobs[at : at + size] for at in range(0, len(jobs), size)]
+        return self._step_jobs[1][place]
 
     # ------------------------------------------------------------------------------------------- training states
 
     def save(self, folder: Path, step: int, tokenizer_hash: str) -> dict[str, Any] | None:
-        """Waits for the groups and writes them into `folder`, durable; gives JSON that restores the buffer.
+        """JSON that restores the buffer. Synchronous: waits for the groups and writes them into `folder`, durable.
 
         None from an empty buffer.
         """
-        if self._rollouts is None:
+        if not self._filled:
             return None
+        if not self._synchronous:
+            if self._stream is None:
+                return None
+            next_group, drawn = self._stream.drawn()
+            return {"next_group": next_group, "drawn": [[n, [asdict(job) for job in jobs]] for n, jobs in drawn]}
         writer = TrajectoryWriter(folder, actor="in-flight", tokenizer_hash=tokenizer_hash)
-        entry = writer.write(self._rollouts.groups(), generation=step)
+        entry = writer.write(self._waited_for(), generation=step)
         fields = {name: getattr(entry, name) for name in ManifestEntry.__slots__}
-        return {"folder": folder.name, "entry": fields, "published": self._rollouts.published}
+        return {"folder": folder.name, "entry": fields, "published": self._published}
 
-    def _load(self, parent: Path, saved: Mapping[str, Any]) -> _Rollouts:
+    def _load(self, parent: Path, saved: Mapping[str, Any]) -> None:
         """The inverse of `save`. Raises TrajectoryError for files that are not those that were written."""
+        if "drawn" in saved:
+            drawn = [(number, [_job(fields) for fields in jobs]) for number, jobs in saved["drawn"]]
+            self._resumed = saved["next_group"], drawn
+            return
         entry = ManifestEntry(**saved["entry"])
-        groups = read_groups(parent / saved["folder"], entry, routes=entry.routes_file is not None)
-        return _Rollouts(lambda: groups, saved["published"], self._config.max_staleness)
+        self._groups = read_groups(parent / saved["folder"], entry, routes=entry.routes_file is not None)
+        self._published, self._filled = dict(saved["published"]), True
+        self._off_policy_steps = self._config.max_staleness
+
+
+def _job(fields: Mapping[str, Any]) -> EpisodeJob:
+    return EpisodeJob(**{**fields, "task": TaskRef(**fields["task"])})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from k3rl.config import K3Error
+from k3rl.data import TrainBatch
 from k3rl.run import Accumulator
 from k3rl.types import Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason
 
@@ -58,6 +59,14 @@ def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumu
         for episode in group.episodes:
             _episode_metrics(metrics, episode, env, version)
     metrics.add("perf/sampled_tokens", sampled_tokens(groups))
+    return metrics
+
+
+def replay_metrics(batches: Sequence[TrainBatch]) -> Accumulator:
+    """Share of trained tokens that go to the experts that computed them when they were sampled."""
+    metrics = Accumulator()
+    for batch in batches:
+        metrics.add("routes/replayed", batch.target_tokens * (batch.routes is not None), batch.target_tokens)
     return metrics
 
 

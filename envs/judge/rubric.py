@@ -73,6 +73,11 @@ class JudgeGrader:
         """Rewards are win rates."""
         return (0.0, 1.0)
 
+    @property
+    def compares(self) -> bool:
+        """Games are played between the answers of a group."""
+        return True
+
     def __call__(self, provider: str = "bwrap", workers: int = 1) -> JudgeRubric:
         gate = None if self.gate is None else self.gate(provider=provider, workers=workers)
         return JudgeRubric(self.config, self.endpoint, gate)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from k3rl.actors import ClusterConfig, start_ray
+from k3rl.actors import AnswerStreams, ClusterConfig, EnvironmentWorker, EpisodeJob, start_ray
+from k3rl.types import Episode, SamplingParams
 
 CONFIG = ClusterConfig(cpus=4, object_store_mb=200, learner_threads=1, rollout_threads=1, placement_deadline_s=30)
 _running: list[ExitStack] = []
@@ -20,6 +24,67 @@ def ray_cluster() -> ClusterConfig:
             starting.enter_context(start_ray(CONFIG))
             _running.append(starting.pop_all())
     return CONFIG
+
+
+class InProcess:
+    """Where the Ray handle of an engine's actor would stand; what goes to and fro is pickled as Ray would."""
+
+    def __init__(self, actor: AnswerStreams) -> None:
+        self.actor = actor
+        self.sent: list[bytes] = []
+        """Pickled requests of each call."""
+        self.batches: list[int] = []
+        """How many requests each call had."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Method(self, name)
+
+
+class Method:
+    def __init__(self, handle: InProcess, name: str) -> None:
+        self._handle, self._name = handle, name
+
+    def remote(self, *arguments: Any) -> Any:
+        call = getattr(self._handle.actor, self._name)
+        if self._name == "answers":
+            return self._streamed(call(*arguments))
+        if self._name == "submit":
+            self._handle.sent.append(pickle.dumps(arguments[1]))
+            self._handle.batches.append(len(arguments[1]))
+        return self._called(call, pickle.dumps(arguments))
+
+    async def _called(self, call: Callable[..., Any], arguments: bytes) -> Any:
+        return pickle.loads(pickle.dumps(await call(*pickle.loads(arguments))))
+
+    async def _streamed(self, answers: Any) -> Any:
+        async for found in answers:
+            yield self._called(self._same, pickle.dumps((found,)))
+
+    async def _same(self, value: Any) -> Any:
+        return value
+
+
+async def play(worker: EnvironmentWorker, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[Episode]:
+    """Ungraded episodes of a worker that is called without Ray, in the order of their jobs, played in lockstep."""
+    await worker.open("test")
+    await worker.start([(job, 0) for job in jobs], sampling, True)
+    ended: dict[str, Episode] = {}
+    async for found in worker.events():
+        ended |= {one.id: one for one in found if isinstance(one, Episode)}
+        if len(ended) == len(jobs):
+            break
+    await worker.stop()
+    return [ended[job.episode_id] for job in jobs]
+
+
+@pytest.fixture(scope="session")
+def in_process() -> type[InProcess]:
+    return InProcess
+
+
+@pytest.fixture(scope="session", name="play")
+def play_without_ray() -> Callable[..., Any]:
+    return play
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures

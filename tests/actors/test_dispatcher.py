@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.actors.dispatcher import Dispatcher, Finished, Header, Mode, Schedule
+from k3rl.actors.dispatcher import Dispatcher
 from k3rl.actors.jobs import EpisodeJob, TaskRef
+from k3rl.actors.schedule import Finished, Header, Mode, Schedule
 from k3rl.types import Failed, FailureKind, Scored
 
 
@@ -276,9 +277,98 @@ def test_episodes_of_a_lost_worker_start_again_and_only_the_guilty_one_uses_up_i
     assert [header.episode_id for header in grade.headers] == ["0-1"]
 
 
-def test_the_worker_with_most_room_gets_the_next_episode():
-    control = dispatcher(Mode.SYNCHRONOUS, groups=3, size=2)
-    assert Counter(start.worker for start in control.start({0: 1, 1: 4, 2: 0, 3: 2})) == {1: 4, 3: 1, 0: 1}
+def test_a_group_begins_on_the_worker_with_most_room_and_stays_there_while_it_fits():
+    control = dispatcher(Mode.SYNCHRONOUS, groups=4, size=2)
+    starts = control.start({0: 1, 1: 4, 2: 0, 3: 2})
+    assert [(start.job.group_id, start.worker) for start in starts] == [
+        *[("g0", 1)] * 2,
+        *[("g1", 1)] * 2,
+        *[("g2", 3)] * 2,
+        ("g3", 0),
+    ]
+
+
+def test_a_synchronous_batch_is_assigned_by_its_jobs_and_goes_again_when_nothing_runs():
+    control = dispatcher(Mode.SYNCHRONOUS, groups=2, size=2)
+    first, second, third, fourth = control.start({0: 9, 1: 9})
+    assert [start.worker for start in (first, second, third, fourth)] == [0, 0, 1, 1]
+    for start in (third, second):
+        control.ended(Header(start.job.episode_id, score=Failed("x", FailureKind.RAISED)), 0)
+    assert control.start({0: 9, 1: 9}) == []
+    for start in (first, fourth):
+        control.ended(Header(start.job.episode_id, 1, 0), 0)
+    again = control.start({0: 9, 1: 9})
+    assert [start.job for start in again] == [second.job, third.job], "in the order of their draw"
+
+
+def test_an_unknown_culprit_is_found_by_halving_and_no_worker_runs_two_cohorts():
+    control = dispatcher(Mode.ASYNCHRONOUS, groups=2, size=4, max_off_policy_steps=1, retries=0)
+    room = dict.fromkeys(range(4), 99)
+    culprit, lost, where = "0-2", 0, {}
+    for start in control.start({0: 8}):
+        where[start.job.episode_id] = start.worker
+    while culprit in where and lost < 20:
+        worker = where.pop(culprit)
+        control.lost(worker)
+        lost += 1
+        where = {name: at for name, at in where.items() if at != worker}
+        for start in control.start(room):
+            where[start.job.episode_id] = start.worker
+        cohorts = [{control._member(name).cohort for name, at in where.items() if at == w} - {None} for w in room]
+        assert all(len(own) <= 1 for own in cohorts)
+    assert lost == 4, "eight, four, two, one"
+    member = control._member(culprit)
+    assert isinstance(member.header.score, Failed)
+    assert member.header.score.kind is FailureKind.DIED
+    for name in ("0-0", "0-1", "0-3"):
+        assert control._member(name).failures == 0
+
+
+def test_only_suspects_are_halved_when_others_ran_beside_them():
+    control = dispatcher(Mode.ASYNCHRONOUS, groups=1, size=4, max_off_policy_steps=1, retries=0, in_flight=6)
+    control.start({0: 4})
+    control.lost(0)
+    control.start({0: 99})  # a cohort of two, and two of the next group
+    beside = {n for n in control._on_worker[0] if control._member(n).cohort is None}
+    suspects = set(control._on_worker[0]) - beside
+    assert (len(suspects), len(beside)) == (2, 4)
+    control.lost(0)
+    assert {control._member(name).cohort for name in beside} == {None}
+    assert len({control._member(name).cohort for name in suspects}) == 2
+
+
+def test_a_family_that_is_left_out_is_not_played():
+    tripped = Failed("left out", FailureKind.TRIPPED)
+    open_ = set()
+    schedule = Schedule(Mode.SYNCHRONOUS, 2, 2)
+    control = Dispatcher(
+        schedule, lambda n: jobs_of(n, 2), left_out=lambda family: tripped if family in open_ else None
+    )
+    starts = control.start({0: 3})
+    assert len(starts) == 3
+    open_.add(None)
+    control.ended(Header("0-0", score=Failed("x", FailureKind.RAISED)), 0)
+    for start in starts[1:]:
+        for grade in control.ended(Header(start.job.episode_id, 1, 0), 0):
+            control.graded({h.episode_id: Scored(1.0) for h in grade.headers}, {start.job.episode_id: 0})
+    assert control.start({0: 3}) == []
+    one, two = control.take()
+    assert [header.score for header in one.headers + two.headers] == [tripped, Scored(1.0), Scored(1.0), tripped]
+
+
+def test_what_was_drawn_and_not_taken_is_played_again_by_a_resumed_run():
+    control = dispatcher(Mode.ASYNCHRONOUS, groups=1, size=2, max_off_policy_steps=1)
+    control.start({0: 9})
+    schedule = control.schedule
+    resumed = Dispatcher(schedule, lambda n: jobs_of(n, 2), next_group=control.next_group, drawn=control.drawn)
+    assert [start.job.episode_id for start in resumed.start({0: 9})] == ["0-0", "0-1", "1-0", "1-1"]
+    assert (resumed.counts.replayed, resumed.next_group) == (4, 2)
+
+
+def test_no_more_groups_begin_than_the_learner_takes():
+    schedule = Schedule(Mode.ASYNCHRONOUS, 2, 1, max_off_policy_steps=3)
+    control = Dispatcher(schedule, lambda n: jobs_of(n, 1), wanted=3)
+    assert len(control.start({0: 99})) == 3
 
 
 @pytest.mark.parametrize(

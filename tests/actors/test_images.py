@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -64,18 +63,6 @@ def environment():
 """
 
 
-class Wire:
-    """Where a Ray handle of a `RolloutActor` would stand."""
-
-    def __init__(self, actor: RolloutActor) -> None:
-        self.actor, self.sent = actor, []
-        self.generate = self
-
-    async def remote(self, requests: list) -> list[Any]:
-        self.sent.append(pickle.dumps(requests))
-        return pickle.loads(pickle.dumps(await self.actor.generate(pickle.loads(self.sent[-1]))))
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A tiny model with a random tower."""
@@ -91,18 +78,18 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def test_a_group_sends_its_image_once_and_gets_what_the_engine_gives(checkpoint, tmp_path):
+def test_a_group_sends_its_image_once_and_gets_what_the_engine_gives(checkpoint, tmp_path, in_process, play):
     module = tmp_path / "colours.py"
     module.write_text(COLOURS)
 
     async def run():
         rollout = RolloutActor(ClusterConfig(), max_running=8)
         await rollout.load(str(checkpoint))
-        wire = Wire(rollout)
+        wire = in_process(rollout)
         worker = EnvironmentWorker(EnvConfig(name=f"{module}:environment"), wire)
         await worker.set_tokenizer(str(checkpoint))
         jobs = [EpisodeJob(f"e{i}", "g", TaskRef("train", 0, 0), i) for i in range(4)]
-        return await worker.run(jobs, SamplingParams(max_tokens=4, return_routes=True)), wire.sent
+        return await play(worker, jobs, SamplingParams(max_tokens=4, return_routes=True)), wire.sent
 
     episodes, (message,) = asyncio.run(run())
     turns = [episode.branches[0].turns[0] for episode in episodes]

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from k3rl.actors import EnvironmentWorker, EpisodeJob, TaskRef
+from k3rl.actors import AnswerStreams, EnvironmentWorker, EpisodeJob, TaskRef
 from k3rl.envs.harness import files_from
 from k3rl.pipelines import EnvConfig
 from k3rl.tokens import Tokenizer, xtml
@@ -63,17 +63,18 @@ def environment():
 '''
 
 
-class Rollout:
-    """Stands where the handle of a rollout actor stands: echoes the last word of each prompt, and counts batches."""
+class Rollout(AnswerStreams):
+    """Stands where a rollout actor stands: echoes the last word of each prompt."""
 
     def __init__(self) -> None:
-        self.batches: list[int] = []
-        self.generate = self
+        super().__init__()
         self.tokenizer = Tokenizer.builtin()
 
-    async def remote(self, requests: list[Any]) -> list[Completion]:
-        self.batches.append(len(requests))
-        return [self._complete(ids) for ids, _ in requests]
+    def begin(self, requests: list[Any]) -> list[asyncio.Future[Completion]]:
+        futures = [asyncio.get_running_loop().create_future() for _ in requests]
+        for future, (ids, _) in zip(futures, requests, strict=True):
+            future.set_result(self._complete(ids))
+        return futures
 
     def _complete(self, prompt: list[int]) -> Completion:
         text = self.tokenizer.decode(prompt, skip_special=True).split('role="user"')[1].split("message")[0]
@@ -83,12 +84,12 @@ class Rollout:
         return Completion(ids, (-0.5,) * len(ids), StopReason.STOP, 1, 1)
 
 
-def test_programs_wait_for_each_other_and_one_that_fails_has_no_reward(tmp_path: Path) -> None:
+def test_programs_wait_for_each_other_and_one_that_fails_has_no_reward(tmp_path: Path, in_process, play) -> None:
     (tmp_path / "programs.py").write_text(MODULE)
-    rollout = Rollout()
+    rollout = in_process(Rollout())
     worker = EnvironmentWorker(EnvConfig(name=f"{tmp_path}/programs.py"), rollout)
     jobs = [EpisodeJob(f"e{n}", "g", TaskRef("train", n, 0), n) for n in range(3)]
-    zero, one, two = asyncio.run(worker.run(jobs, SamplingParams(max_tokens=64)))
+    zero, one, two = asyncio.run(play(worker, jobs, SamplingParams(max_tokens=64)))
     assert files_from(zero.answer) == {"heard.txt": "0/0"}
     assert files_from(one.answer) == {"heard.txt": "1/0 1/1"}
     assert [len(episode.branches) for episode in (zero, one)] == [1, 2]

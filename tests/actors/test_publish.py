@@ -16,7 +16,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from k3rl.actors import ClusterConfig, EnvironmentWorker, EpisodeJob, LearnerActor, RolloutActor, TaskRef
+from k3rl.actors import AnswerStreams, ClusterConfig, EnvironmentWorker, EpisodeJob, LearnerActor, RolloutActor, TaskRef
 from k3rl.actors.weight_sync import BaseVersion, Canary, PublishError, WeightPublisher, WeightSource
 from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.envs.rollout import gradable
@@ -180,36 +180,46 @@ def environment():
 """
 
 
-class FirstWords:
+class FirstWords(AnswerStreams):
     """A policy whose first turn is written down, because random weights say no valid message; then the real engine."""
 
     def __init__(self, engine) -> None:
+        super().__init__()
         self._engine = engine
-        self.generate = self
         self.asked: list[int] = []
         prompt = xtml.render([], thinking=False)
         said = xtml.render([{"role": "assistant", "content": "a"}], thinking=False, add_generation_prompt=False)
         self.said = tuple(Tokenizer.builtin().encode_segments(said[len(prompt) :]))
 
-    async def remote(self, requests):
+    def begin(self, requests):
         self.asked.append(len(requests))
-        if len(self.asked) > 1:
-            return await self._engine.generate.remote(requests)
         first = Completion(self.said, (-0.1,) * len(self.said), StopReason.STOP, 0, 0)
-        long = [request for request in requests if len(request[0]) > 4000]
-        refused = iter(await self._engine.generate.remote(long))
-        return [next(refused) if request in long else first for request in requests]
+        written = len(self.asked) == 1
+        return [
+            asyncio.ensure_future(self._asked(request, first if written and len(request[0]) <= 4000 else None))
+            for request in requests
+        ]
+
+    async def _asked(self, request, written):
+        if written is not None:
+            return written
+        (answer,) = await self._engine.generate.remote([request])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def test_a_conversation_that_outgrows_the_context_is_truncated_and_one_that_never_fitted_failed(fleet, tmp_path):
+def test_a_conversation_that_outgrows_the_context_is_truncated_and_one_that_never_fitted_failed(
+    fleet, tmp_path, in_process, play
+):
     _, engines, _, _ = fleet
     fresh(fleet)
     module = tmp_path / "talk.py"
     module.write_text(TALK)
     policy = FirstWords(engines[0])
-    worker = EnvironmentWorker(EnvConfig(name=f"{module}:environment"), policy)
+    worker = EnvironmentWorker(EnvConfig(name=f"{module}:environment"), in_process(policy))
     jobs = [EpisodeJob(f"e{n}", f"g{n}", TaskRef("train", n, 0), n) for n in range(3)]
-    outgrown, fits, never = asyncio.run(worker.run(jobs, SamplingParams(max_tokens=8)))
+    outgrown, fits, never = asyncio.run(play(worker, jobs, SamplingParams(max_tokens=8)))
     assert policy.asked == [3, 2]
     assert (outgrown.stop_reason, outgrown.answer) == (StopReason.CONTEXT_OVERFLOW, "what stood at context_overflow")
     assert gradable(outgrown)

@@ -15,7 +15,7 @@ import pytest
 
 from k3rl.config import MissingResource
 from k3rl.envs import Action, Env, EpisodeContext, Message, Observation, Rubric, StepResult, Task, make
-from k3rl.envs.faults import Breaker, EnvironmentTripped, FaultConfig, grade, honest, worth_retrying
+from k3rl.envs.faults import Breaker, EnvironmentTripped, FaultConfig, grade, honest
 from k3rl.envs.guard import FORKED, MAX_SAID_CHARS, BlockWatch, EnvironmentFault, GuardedEnv
 from k3rl.types import Episode, Failed, FailureKind, Invalid, Score, Scored, StopReason
 
@@ -206,11 +206,3 @@ def test_the_engines_failures_are_not_the_environments() -> None:
     for _ in range(20):
         one.saw(None, Failed("engine gone", FailureKind.ENGINE))
     assert not one.open
-
-
-def test_what_is_played_again() -> None:
-    def scored(score: Score) -> Episode:
-        return dataclasses.replace(episode("x"), score=score)
-
-    assert worth_retrying(scored(HUNG))
-    assert not any(map(worth_retrying, map(scored, (Scored(0.0), Invalid("h", "e"), Failed("x", FailureKind.TRIPPED)))))

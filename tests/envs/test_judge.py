@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.envs import Rubric
+from k3rl.envs import Environment, Rubric
 from k3rl.envs.harness import answer_from
 from k3rl.envs.judge import HTTPEndpoint, JudgeFailed, judged
 from k3rl.envs.judge.shown import Marker, Submission
@@ -232,6 +232,11 @@ def test_a_judge_may_read_on_before_it_scores() -> None:
 
 def starts_with_a_capital(answer: str) -> Any:
     return Invalid("claims", answer) if "PASS" in answer else float(answer[:1].isupper())
+
+
+def test_an_environment_says_whether_its_rewards_need_the_whole_group() -> None:
+    for grader, compares in ((judged(base_url="http://nowhere.invalid/v1", model="m"), True), (Rubric.of(len), False)):
+        assert Environment("e", "x", None, None, grader).compares is compares  # type: ignore[arg-type]
 
 
 def test_a_gate_of_functions_comes_first() -> None:

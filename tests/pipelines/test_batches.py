@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from k3rl.pipelines.configs import SamplingConfig
 from k3rl.pipelines.distill import distill_batches
 from k3rl.pipelines.presets import distill, grpo, rl
 from k3rl.pipelines.rl import policy_batches, shuffled
-from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures, rollout_metrics
+from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures, replay_metrics, rollout_metrics
 from k3rl.types import Branch, Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason, Turn
 
 
@@ -69,6 +72,27 @@ def test_distillation_trains_on_every_sampled_token_of_whole_episodes_whatever_t
     [batch], [domains] = distill_batches(groups, distill())
     assert int(batch.loss_mask.sum()) == 12
     assert domains == ["list"] * 4
+
+
+def test_recorded_experts_are_in_the_batches_of_a_run_that_replays_them():
+    recorded = [np.random.default_rng(n).integers(0, 8, (5, 2, 2)).astype(np.int16) for n in range(2)]
+    episodes = []
+    for number, routes in enumerate(recorded):
+        one = episode(f"g-{number}", Scored(float(number)))
+        turn = dataclasses.replace(one.branches[0].turns[0], routes=routes)
+        episodes.append(dataclasses.replace(one, branches=(Branch(one.id, (turn,)),)))
+    groups = [Group("g", "t", tuple(episodes))]
+    for asked in (False, True):
+        sampling = SamplingConfig(replay_routes=asked)
+        [trained] = policy_batches(groups, rl().replace(optimizer_steps=1, sampling=sampling))
+        [distilled], _ = distill_batches(groups, distill().replace(sampling=sampling))
+        for batch in (trained, distilled):
+            assert replay_metrics([batch]).values() == {"routes/replayed": float(asked)}
+            if not asked:
+                assert batch.routes is None
+                continue
+            for own, routes in zip(np.split(batch.routes, batch.cu_seqlens[1:-1]), recorded, strict=True):
+                np.testing.assert_array_equal(own[:-1], routes)
 
 
 def test_shuffled_rewards_are_the_same_rewards_at_other_samples():

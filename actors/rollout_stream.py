@@ -1,0 +1,388 @@
+"""A stream of rollouts: episodes run, are graded and wait in whole groups while the driver does something else.
+
+`RolloutStream` drives a `Dispatcher` from an event loop in a thread of its own: it follows each environment worker,
+hands grades out, and replaces what is lost. What it holds of an episode is a header and a reference; the episodes
+themselves are fetched when the learner takes their group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost, no_answer, wait
+from k3rl.actors.dispatcher import Dispatcher
+from k3rl.actors.jobs import EpisodeJob
+from k3rl.actors.schedule import Grade, Header, Mode
+from k3rl.actors.worker_pool import WorkerPool
+from k3rl.config import K3Error
+from k3rl.envs import BlockWatch, Breaker, FaultConfig
+from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams, Score
+
+_LOOK_S = 30.0  # between two looks at engines
+_CLOSE_S = 20.0  # for workers to end what they play
+_MANY = 1 << 30  # episodes that a worker takes, where nothing else bounds them
+_SLACK_S = 60.0  # beyond what a worker's own watch takes to end code that does not give way
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Actors:
+    """Who makes rollouts. env: the environment's name in episodes. timeout_s: of any call but an episode's."""
+
+    engines: Sequence[Any]
+    environments: WorkerPool
+    rewards: WorkerPool
+    env: str
+    faults: FaultConfig
+    timeout_s: float
+
+    @property
+    def silence_s(self) -> float:
+        """How long a worker may be silent before it counts as hung."""
+        return self.faults.deadline_s or BlockWatch.KILL_AFTER * self.faults.blocked_s + _SLACK_S
+
+
+class RolloutStream:
+    """`take` groups as they become whole, say which version is `published`, and `close` in the end.
+
+    Raises in `take` what ended it: ActorLost where an engine is gone or broken, EnvironmentTripped, or what drawing
+    raised.
+    """
+
+    def __init__(
+        self,
+        actors: Actors,
+        dispatcher: Dispatcher,
+        sampling: SamplingParams,
+        breaker: Breaker,
+        counts: Counter[str],
+        prepare: Callable[[Any], Any],
+    ) -> None:
+        """counts: what went wrong, added to. prepare: worker -> the call that comes first, if any."""
+        self._actors, self._dispatcher, self._sampling = actors, dispatcher, sampling
+        self._breaker, self._counts, self._prepare = breaker, counts, prepare
+        self._synchronous = dispatcher.schedule.mode is Mode.SYNCHRONOUS
+        self._error: BaseException | None = None
+        self._closed = self._begun = False
+        self._open: set[int] = set()  # places of environment workers that take episodes
+        self._clients: dict[int, str] = {}
+        self._grades: list[Grade] = []
+        self._idle = set(range(len(actors.rewards)))  # places of reward workers that grade nothing
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._resting = False
+        self.aborted_tokens = 0
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread.start()
+        self._on_loop(self._begin()).result()
+
+    # ------------------------------------------------------------------------------------------ the driver's calls
+
+    def take(self, timeout_s: float | None = None) -> list[Group]:
+        """Waits for the next batch. Raises ActorHung after `timeout_s` with what was waited for."""
+        finished = self._on_loop(self._take(timeout_s)).result()
+        refs = list({header.payload for group in finished for header in group.headers if header.payload is not None})
+        parts = wait(refs, self._actors.timeout_s, "fetching episodes")
+        played = {ref: {episode.id: episode for episode in part} for ref, part in zip(refs, parts, strict=True)}
+        groups = []
+        for group in finished:
+            pairs = zip(group.headers, group.jobs, strict=True)
+            own = tuple(self._episode(header, job, played.get(header.payload, {})) for header, job in pairs)
+            groups.append(Group(group.group_id, own[0].task_id, own))
+        self._breaker.check([job.task.family for group in finished for job in group.jobs])
+        return groups
+
+    def _episode(self, header: Header, job: EpisodeJob, played: Mapping[str, Episode]) -> Episode:
+        score = header.score if header.score is not None else Failed("not graded")
+        if header.episode_id in played:
+            return replace(played[header.episode_id], score=score)
+        return job.failed(self._actors.env, score if isinstance(score, Failed) else Failed("its record is gone"))
+
+    def published(self, version: int) -> None:
+        """Engines serve this version from now on."""
+        self._on_loop(self._published(version)).result()
+
+    def drawn(self) -> tuple[int, list[tuple[int, list[EpisodeJob]]]]:
+        """(number of the next group, groups that were drawn and not taken), where a resumed run goes on."""
+        return self._on_loop(self._drawn()).result()
+
+    def take_counts(self) -> dict[str, float]:
+        """What did not reach the learner since the last call, by name."""
+        return self._on_loop(self._take_counts()).result()
+
+    def close(self) -> None:
+        """Ends what still runs, in workers and engines."""
+        if self._closed:
+            return
+        self.take_counts()
+        self._closed = True
+        with suppress(Exception):  # who is gone needs no ending
+            self._on_loop(self._end()).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _take(self, timeout_s: float | None) -> Any:
+        began = time.monotonic()
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self._dispatcher.ready:
+                taken = self._dispatcher.take()
+                self._fill()
+                return taken
+            left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                raise ActorHung(f"no batch of rollouts within {timeout_s:g} s: {self._dispatcher}") from None
+            self._changed.clear()
+
+    async def _published(self, version: int) -> None:
+        self._resting = False
+        aborts = self._dispatcher.published(version)
+        by_worker: dict[int, list[tuple[str, int]]] = {}
+        for abort in aborts:
+            by_worker.setdefault(abort.worker, []).append((abort.episode_id, abort.attempt))
+        for place, episodes in by_worker.items():
+            self._spawn(self._abort(place, episodes))
+        self._fill()
+
+    async def _abort(self, place: int, episodes: Sequence[tuple[str, int]]) -> None:
+        with suppress(RayError):  # its reader sees that it is lost
+            self.aborted_tokens += await self._actors.environments.actors[place].abort.remote(episodes)
+
+    async def _drawn(self) -> tuple[int, list[tuple[int, list[EpisodeJob]]]]:
+        return self._dispatcher.next_group, self._dispatcher.drawn
+
+    async def _take_counts(self) -> dict[str, float]:
+        counts, aborted, self.aborted_tokens = self._dispatcher.take_counts(), self.aborted_tokens, 0
+        self._counts["retried"] += counts.retried + counts.regraded
+        return {
+            "dropped_tokens": counts.dropped_tokens,
+            "aborted_tokens": aborted,
+            "dropped_groups": counts.dropped_groups,
+            "dropped_episodes": counts.dropped_episodes,
+            "aborted_episodes": counts.aborted_episodes,
+            "restarted_episodes": counts.restarted,
+            "replayed_episodes": counts.replayed,
+        } | {f"dropped_by_length/{2**bits // 2}": float(n) for bits, n in sorted(counts.by_length.items())}
+
+    # ------------------------------------------------------------------------------------------- the event loop
+
+    async def _begin(self) -> None:
+        for place in range(len(self._actors.environments)):
+            self._spawn(self._follow(place))
+        self._spawn(self._watch_engines())
+
+    async def _end(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        calls = [self._actors.environments.actors[place].stop.remote() for place in self._open]
+        calls += [engine.cancel.remote(name) for name in self._clients.values() for engine in self._actors.engines]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Runs it beside; what it raises ends the stream."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned)
+
+    def _spawned(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            self._changed.set()
+
+    def _fill(self) -> None:
+        """Starts what may start, and says that something happened."""
+        dispatcher = self._dispatcher
+        self._changed.set()
+        self._begun = self._begun or len(self._open) == len(self._actors.environments)
+        if len(self._open) < len(self._actors.environments) and (self._synchronous or not self._begun):
+            return  # whoever is there first would get everything
+        starts = dispatcher.start({place: _MANY - dispatcher.running_on(place) for place in self._open})
+        by_worker: dict[int, list[tuple[EpisodeJob, int]]] = {}
+        for start in starts:
+            by_worker.setdefault(start.worker, []).append((start.job, start.attempt))
+        for place, jobs in by_worker.items():
+            worker = self._actors.environments.actors[place]
+            self._spawn(self._sent(worker.start.remote(jobs, self._sampling, self._synchronous)))
+        self._give_out(dispatcher.take_due())
+        if dispatcher.phase_over and not self._resting:
+            self._resting = True
+            self._spawn(self._rest())
+
+    async def _sent(self, ref: Any) -> None:
+        try:
+            await ref
+        except RayTaskError as error:
+            raise ActorFailure(f"an environment worker cannot start episodes:\n{error}") from error
+        except RayError:  # its reader sees that it is lost
+            return
+
+    async def _rest(self) -> None:
+        """Engines rest until the next version is published; tools go on."""
+        await asyncio.gather(*(engine.pause.remote() for engine in self._actors.engines))
+
+    # ------------------------------------------------------------------------------------- environment workers
+
+    async def _follow(self, place: int) -> None:
+        """One worker after another at a place, each for as long as it lives."""
+        pool = self._actors.environments
+        while True:
+            worker, client = pool.actors[place], f"{place}-{secrets.token_hex(8)}"
+            self._clients[place] = client
+            try:
+                await self._events(place, worker, client)
+            except TimeoutError:
+                lost = Failed(f"environment worker {place} was silent and was ended", FailureKind.HUNG)
+            except RayActorError as error:
+                if error.actor_init_failed:
+                    raise ActorFailure(f"environment worker {place} cannot be started:\n{error}") from error
+                lost = Failed(f"the process of environment worker {place} died", FailureKind.DIED)
+            except RayError as error:  # an answer that cannot travel, or that was lost with its node
+                lost = Failed(f"environment worker {place}: {type(error).__name__}: {error}"[:500], FailureKind.DIED)
+            self._open.discard(place)
+            await self._check_engines()
+            if not pool.can_replace:
+                raise ActorLost(lost.reason)
+            for engine in self._actors.engines:
+                engine.cancel.remote(client)
+            pool.replace(place)
+            self._give_out(self._dispatcher.lost(place, kind=lost.kind, why=lost.reason))
+            for job, failed in self._dispatcher.take_guilty():
+                self._saw(job, failed)
+            self._fill()
+
+    async def _events(self, place: int, worker: Any, client: str) -> None:
+        """Follows one worker until it is lost, which raises."""
+        limit_s = max(self._actors.timeout_s, self._actors.silence_s)  # a process that starts imports much
+        if (first := self._prepare(worker)) is not None:
+            await asyncio.wait_for(asyncio.wrap_future(first.future()), limit_s)
+        await asyncio.wait_for(asyncio.wrap_future(worker.open.remote(client).future()), limit_s)
+        events = worker.events.remote()
+        self._open.add(place)
+        self._fill()
+        while True:
+            payload = await asyncio.wait_for(anext(events), self._actors.silence_s)
+            headers = await asyncio.wait_for(self._headers(events, payload), self._actors.silence_s)
+            if headers:
+                await self._ended(headers, payload)
+
+    async def _headers(self, events: Any, payload: Any) -> list[tuple[Header, int]]:
+        """Those of a payload. Raises RayError for a worker that is lost, whose last word is an error."""
+        if (ref := await anext(events, None)) is None:
+            await payload
+            raise ActorFailure("an environment worker ended the stream of its episodes")
+        headers: list[tuple[Header, int]] = await ref
+        return headers
+
+    async def _ended(self, headers: Sequence[tuple[Header, int]], payload: Any) -> None:
+        failures = [header.score for header, _ in headers if isinstance(header.score, Failed)]
+        if any(failed.kind is FailureKind.ENGINE for failed in failures):
+            await self._check_engines()
+        for header, attempt in headers:
+            if self._dispatcher.attempt_of(header.episode_id) == attempt:
+                job = self._dispatcher.job_of(header.episode_id)
+                if isinstance(header.score, Failed):
+                    self._saw(job, header.score)
+            self._give_out(self._dispatcher.ended(replace(header, payload=payload), attempt))
+        self._fill()
+
+    def _saw(self, job: EpisodeJob, score: Score) -> None:
+        if isinstance(score, Failed):
+            self._counts[f"failed_{score.kind}"] += 1
+        self._breaker.saw(job.task.family, score)
+
+    # ------------------------------------------------------------------------------------------- reward workers
+
+    def _give_out(self, grades: Sequence[Grade]) -> None:
+        """Queues grades; each reward worker takes all that wait when it is free."""
+        self._grades += grades
+        while self._grades and self._idle:
+            share = -(-len(self._grades) // len(self._idle))
+            place, mine = min(self._idle), self._grades[:share]
+            self._idle.discard(place)
+            del self._grades[:share]
+            self._spawn(self._grade(place, mine))
+
+    async def _grade(self, place: int, grades: Sequence[Grade]) -> None:
+        """One call for all; where that breaks, one for each group, in a worker that may be a fresh one."""
+        scores = await self._scores(place, grades)
+        if isinstance(scores, Failed):
+            found, scores = scores, {}
+            for grade in grades:
+                own = found if len(grades) == 1 else await self._scores(place, [grade])
+                scores |= dict.fromkeys((h.episode_id for h in grade.headers), own) if isinstance(own, Failed) else own
+        attempts = {name: self._dispatcher.attempt_of(name) for name in scores}
+        known = {name: attempt for name, attempt in attempts.items() if attempt is not None}
+        for name in known:
+            self._saw(self._dispatcher.job_of(name), scores[name])
+        self._idle.add(place)
+        self._give_out(self._dispatcher.graded({name: scores[name] for name in known}, known))
+        self._fill()
+
+    async def _scores(self, place: int, grades: Sequence[Grade]) -> dict[str, Score] | Failed:
+        """Scores by episode, or why the worker gave none."""
+        headers = [header for grade in grades for header in grade.headers if self._is_wanted(header)]
+        if not headers:
+            return {}
+        jobs = [self._dispatcher.job_of(header.episode_id) for header in headers]
+        payloads = list({header.payload for header in headers})
+        limit_s = self._actors.faults.deadline_s or self._actors.timeout_s
+        ref = self._actors.rewards.actors[place].grade.remote(jobs, *payloads)
+        try:
+            scores: dict[str, Score] = await asyncio.wait_for(asyncio.wrap_future(ref.future()), limit_s)
+            return scores
+        except TimeoutError:
+            failed = Failed(f"grading took more than {limit_s:g} s and was ended", FailureKind.HUNG)
+        except RayTaskError as error:
+            if isinstance(error.cause, K3Error):
+                raise error.cause from None
+            return Failed(f"grading: {type(error.cause).__name__}: {error.cause}"[:500], FailureKind.RAISED)
+        except RayActorError as error:
+            if error.actor_init_failed:
+                raise ActorFailure(f"reward worker {place} cannot be started:\n{error}") from error
+            failed = Failed(f"the process of reward worker {place} died", FailureKind.DIED)
+        except RayError as error:
+            failed = Failed(f"grading: {type(error).__name__}: {error}"[:500], FailureKind.DIED)
+        self._actors.rewards.replace(place)
+        return failed
+
+    def _is_wanted(self, header: Header) -> bool:
+        return self._dispatcher.attempt_of(header.episode_id) is not None
+
+    # ------------------------------------------------------------------------------------------------- engines
+
+    async def _watch_engines(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            await self._check_engines()
+
+    async def _check_engines(self) -> None:
+        """Raises ActorLost where an engine is gone or broken: no other one may take its requests."""
+        for number, engine in enumerate(self._actors.engines):
+            what = f"rollout actor {number}"
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(engine.check.remote().future()), self._actors.timeout_s)
+            except TimeoutError:
+                raise no_answer(what, self._actors.timeout_s) from None
+            except RayActorError as error:
+                raise ActorLost(f"{what} died:\n{error}") from error
+            except RayTaskError as error:
+                raise ActorLost(f"{what} is broken:\n{error}") from error
