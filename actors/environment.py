@@ -14,7 +14,9 @@ from k3rl.actors.answers import EngineClient, Request
 from k3rl.actors.jobs import EpisodeJob, Tasks
 from k3rl.actors.schedule import Header
 from k3rl.envs import (
+    NOT_GRADED,
     BlockWatch,
+    ContextOutgrown,
     EngineFailed,
     EnvConfig,
     EpisodeContext,
@@ -26,7 +28,6 @@ from k3rl.envs import (
     run_episode,
 )
 from k3rl.envs.gateway import run_program
-from k3rl.envs.rollout import NOT_GRADED, ContextOutgrown
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams
