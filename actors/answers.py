@@ -20,6 +20,9 @@ Request: TypeAlias = tuple[Sequence[int], SamplingParams] | tuple[Sequence[int],
 Answer: TypeAlias = Completion | Exception
 
 
+_GATHER_S = 0.005  # answers that come within it travel together: a message costs as much as a step of an engine
+
+
 class _Outbox:
     """Answers for one client that were not sent yet, and its requests that have none."""
 
@@ -60,12 +63,19 @@ class AnswerStreams(ABC):
             outbox.live[ticket] = future
             future.add_done_callback(partial(outbox.put, ticket))
 
-    async def answers(self, client: str) -> AsyncIterator[list[tuple[int, Answer]]]:
-        """Tickets with their answers, as they come, until the client is cancelled as a whole."""
+    async def answers(self, client: str, together: bool = False) -> AsyncIterator[list[tuple[int, Answer]]]:
+        """Tickets with their answers, as they come, until the client is cancelled as a whole.
+
+        together: only when none of its requests is left, for who would wait for the last one anyway.
+        """
         outbox = self._outboxes.setdefault(client, _Outbox())
         while not outbox.closed:
             await outbox.changed.wait()
             outbox.changed.clear()
+            if outbox.live and together:
+                continue
+            if outbox.live and not outbox.closed:
+                await asyncio.sleep(_GATHER_S)
             found, outbox.answers = outbox.answers, []
             if found:
                 yield found
@@ -76,9 +86,9 @@ class AnswerStreams(ABC):
             return
         gone = list(outbox.live) if tickets is None else [ticket for ticket in tickets if ticket in outbox.live]
         self.take_back([outbox.live.pop(ticket) for ticket in gone])
+        outbox.changed.set()
         if tickets is None:
             outbox.closed = True
-            outbox.changed.set()
             del self._outboxes[client]
 
     async def check(self) -> None:
@@ -98,6 +108,8 @@ class EngineClient:
         self._unwanted: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
+        self.together = False
+        """Whether answers are of use only when all have come; set before the first request."""
 
     async def complete(self, request: Request) -> Completion:
         """The completion of a request. Raises ContextOutgrown, and EngineFailed for whatever else goes wrong."""
@@ -131,7 +143,7 @@ class EngineClient:
 
     async def _read(self) -> None:
         try:
-            async for ref in self._engine.answers.remote(self._name):
+            async for ref in self._engine.answers.remote(self._name, self.together):
                 self._answer(await ref)
             error: Exception = EngineFailed("the engine ended the stream of its answers")
         except Exception as lost:

@@ -138,6 +138,8 @@ class EnvironmentWorker:
 
         lockstep: those of one call that share an engine send their requests together; see `Lockstep`.
         """
+        for client in self._clients:
+            client.together = lockstep
         placed = [self._place(job.group_id) for job, _ in jobs]
         cohorts = {engine: Lockstep(count) for engine, count in Counter(placed).items()} if lockstep else {}
         for order, ((job, attempt), engine) in enumerate(zip(jobs, placed, strict=True)):

@@ -110,7 +110,7 @@ class Fleet:
         self.learner = LearnerGroup(ranks, cluster.call_timeout_s)
 
     def _start_rollouts(self, env: EnvConfig) -> None:
-        config, cluster = self._config, self._config.cluster
+        config, cluster, made = self._config, self._config.cluster, make(env.name, **env.args)
         engines = [
             self._place(f"rollout {i}", RolloutActor, cluster, i, config.max_running, config.seed + i)
             for i in range(cluster.rollout_actors)
@@ -126,7 +126,6 @@ class Fleet:
 
         for role, count in ((environment, cluster.environment_actors), (reward, cluster.reward_actors)):
             self._pools.append(WorkerPool([role(i) for i in range(count)], role))
-        made = make(env.name, **env.args)
         self.rollouts = RolloutWorkers(
             engines,
             *self._pools,

@@ -94,7 +94,10 @@ class RolloutStream:
         """Waits for the next batch. Raises ActorHung after `timeout_s` with what was waited for."""
         finished = self._on_loop(self._take(timeout_s)).result()
         refs = list({header.payload for group in finished for header in group.headers if header.payload is not None})
-        parts = wait(refs, self._actors.timeout_s, "fetching episodes")
+        try:
+            parts = wait(refs, self._actors.timeout_s, "fetching episodes")
+        except RayError as error:  # with the node that had them
+            raise ActorLost(f"episodes that were played are gone:\n{error}") from error
         played = {ref: {episode.id: episode for episode in part} for ref, part in zip(refs, parts, strict=True)}
         groups = []
         for group in finished:

@@ -159,6 +159,14 @@ def jobs_of(number: int, size: int, index: int | None = None, level: int | None 
     return [EpisodeJob(f"{number}-{k}", f"g{number}", task, 100 * number + k) for k in range(size)]
 
 
+def waited(engine, name: str, wanted: int) -> bool:
+    """Whether an engine has counted to this within half a minute, and no further."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and ray.get(engine.counted.remote())[name] < wanted:
+        time.sleep(0.1)
+    return ray.get(engine.counted.remote())[name] == wanted
+
+
 PARAMS = SamplingParams(max_tokens=64)
 SLOW, STOPS, KILLS = 90, 91, 92
 
@@ -216,24 +224,18 @@ def test_requests_of_a_lost_worker_and_of_a_closed_stream_are_taken_back(ray_clu
         stream = rollouts.open(Schedule(Mode.SYNCHRONOUS, 3, 1), lambda n: jobs_of(n, 1), PARAMS)
         (engine,) = rollouts.engines
 
-        def waited(name: str, wanted: int) -> bool:
-            deadline = time.monotonic() + 25
-            while time.monotonic() < deadline and ray.get(engine.counted.remote())[name] < wanted:
-                time.sleep(0.1)
-            return ray.get(engine.counted.remote())[name] == wanted
-
-        assert waited("begun", 3)
+        assert waited(engine, "begun", 3)
         ray.kill(rollouts._environments.actors[0])
-        assert waited("cancelled", 3)
-        assert waited("begun", 4), "one cohort of suspects at a time"
+        assert waited(engine, "cancelled", 3)
+        assert waited(engine, "begun", 4), "one cohort of suspects at a time"
         stream.close()
-        assert waited("cancelled", 4)
+        assert waited(engine, "cancelled", 4)
 
 
 def test_a_lost_engine_is_a_lost_actor_and_no_fault_of_the_environment(ray_cluster, tmp_path):
-    with rollout_workers(ray_cluster, tmp_path, workers=2, delay_s=2.0) as rollouts:
+    with rollout_workers(ray_cluster, tmp_path, workers=2, delay_s=20.0) as rollouts:
         stream = rollouts.open(Schedule(Mode.SYNCHRONOUS, 4, 1), lambda n: jobs_of(n, 1), PARAMS)
-        time.sleep(1)
+        assert waited(rollouts.engines[0], "begun", 4)
         ray.kill(rollouts.engines[0])
         with pytest.raises(ActorLost, match="rollout actor 0 died"):
             stream.take()
@@ -289,8 +291,9 @@ def test_a_partial_phase_rests_its_engines_until_the_next_version(ray_cluster, t
 def test_who_waits_is_told_what_for(ray_cluster, tmp_path):
     with rollout_workers(ray_cluster, tmp_path, delay_s=60.0) as rollouts:
         stream = rollouts.open(Schedule(Mode.SYNCHRONOUS, 2, 1), lambda n: jobs_of(n, 1), PARAMS)
+        assert waited(rollouts.engines[0], "begun", 2)
         with pytest.raises(ActorLost, match=r"0 of 2 groups are whole; episodes: 2 running \(worker 0: 2\)"):
-            stream.take(timeout_s=10)
+            stream.take(timeout_s=0.5)
 
 
 def test_what_drawing_raises_ends_the_stream(ray_cluster, tmp_path):

@@ -235,7 +235,8 @@ def starts_with_a_capital(answer: str) -> Any:
 
 
 def test_an_environment_says_whether_its_rewards_need_the_whole_group() -> None:
-    for grader, compares in ((judged(base_url="http://nowhere.invalid/v1", model="m"), True), (Rubric.of(len), False)):
+    judge = judged(base_url="http://nowhere.invalid/v1", model="m")
+    for grader, compares in ((judge, True), (lambda **_: None, False)):
         assert Environment("e", "x", None, None, grader).compares is compares  # type: ignore[arg-type]
 
 
