@@ -170,7 +170,7 @@ class RolloutStream:
             self.aborted_tokens += await self._actors.environments.actors[place].abort.remote(episodes)
 
     async def _drawn(self) -> tuple[int, list[tuple[int, list[EpisodeJob]]]]:
-        return self._dispatcher.next_group, self._dispatcher.drawn
+        return self._dispatcher.next_group, self._dispatcher.groups.drawn
 
     async def _take_counts(self) -> dict[str, float]:
         counts, aborted, self.aborted_tokens = self._dispatcher.take_counts(), self.aborted_tokens, 0
@@ -224,23 +224,11 @@ class RolloutStream:
             by_worker.setdefault(start.worker, []).append((start.job, start.attempt))
         for place, jobs in by_worker.items():
             worker = self._actors.environments.actors[place]
-            self._spawn(self._sent(worker.start.remote(jobs, self._sampling, self._synchronous)))
+            self._spawn(_sent(worker.start.remote(jobs, self._sampling, self._synchronous)))
         self._give_out(dispatcher.take_due())
         if dispatcher.phase_over and not self._resting:
             self._resting = True
-            self._spawn(self._rest())
-
-    async def _sent(self, ref: Any) -> None:
-        try:
-            await ref
-        except RayTaskError as error:
-            raise ActorFailure(f"an environment worker cannot start episodes:\n{error}") from error
-        except RayError:  # its reader sees that it is lost
-            return
-
-    async def _rest(self) -> None:
-        """Engines rest until the next version is published; tools go on."""
-        await asyncio.gather(*(engine.pause.remote() for engine in self._actors.engines))
+            self._spawn(_rest(self._actors.engines))
 
     # ------------------------------------------------------------------------------------- environment workers
 
@@ -300,8 +288,8 @@ class RolloutStream:
         if any(failed.kind is FailureKind.ENGINE for failed in failures):
             await self._check_engines()
         for header, attempt in headers:
-            if self._dispatcher.attempt_of(header.episode_id) == attempt:
-                job = self._dispatcher.job_of(header.episode_id)
+            if self._dispatcher.groups.attempt_of(header.episode_id) == attempt:
+                job = self._dispatcher.groups.member(header.episode_id).job
                 if isinstance(header.score, Failed):
                     self._saw(job, header.score)
             self._give_out(self._dispatcher.ended(replace(header, payload=payload), attempt))
@@ -332,20 +320,25 @@ class RolloutStream:
             for grade in grades:
                 own = found if len(grades) == 1 else await self._scores(place, [grade])
                 scores |= dict.fromkeys((h.episode_id for h in grade.headers), own) if isinstance(own, Failed) else own
-        attempts = {name: self._dispatcher.attempt_of(name) for name in scores}
+        attempts = {name: self._dispatcher.groups.attempt_of(name) for name in scores}
         known = {name: attempt for name, attempt in attempts.items() if attempt is not None}
         for name in known:
-            self._saw(self._dispatcher.job_of(name), scores[name])
+            self._saw(self._dispatcher.groups.member(name).job, scores[name])
         self._idle.add(place)
         self._give_out(self._dispatcher.graded({name: scores[name] for name in known}, known))
         self._fill()
 
     async def _scores(self, place: int, grades: Sequence[Grade]) -> dict[str, Score] | Failed:
         """Scores by episode, or why the worker gave none."""
-        headers = [header for grade in grades for header in grade.headers if self._is_wanted(header)]
+        headers = [
+            header
+            for grade in grades
+            for header in grade.headers
+            if self._dispatcher.groups.attempt_of(header.episode_id) is not None
+        ]
         if not headers:
             return {}
-        jobs = [self._dispatcher.job_of(header.episode_id) for header in headers]
+        jobs = [self._dispatcher.groups.member(header.episode_id).job for header in headers]
         payloads = list({header.payload for header in headers})
         limit_s = self._actors.faults.deadline_s or self._actors.timeout_s
         ref = self._actors.rewards.actors[place].grade.remote(jobs, *payloads)
@@ -367,9 +360,6 @@ class RolloutStream:
         self._actors.rewards.replace(place)
         return failed
 
-    def _is_wanted(self, header: Header) -> bool:
-        return self._dispatcher.attempt_of(header.episode_id) is not None
-
     # ------------------------------------------------------------------------------------------------- engines
 
     async def _watch_engines(self) -> None:
@@ -389,3 +379,18 @@ class RolloutStream:
                 raise ActorLost(f"{what} died:\n{error}") from error
             except RayTaskError as error:
                 raise ActorLost(f"{what} is broken:\n{error}") from error
+
+
+async def _sent(ref: Any) -> None:
+    """Waits for a call that starts episodes. Raises ActorFailure where the worker refuses them."""
+    try:
+        await ref
+    except RayTaskError as error:
+        raise ActorFailure(f"an environment worker cannot start episodes:\n{error}") from error
+    except RayError:  # its reader sees that it is lost
+        return
+
+
+async def _rest(engines: Sequence[Any]) -> None:
+    """Engines rest until the next version is published; tools go on."""
+    await asyncio.gather(*(engine.pause.remote() for engine in engines))

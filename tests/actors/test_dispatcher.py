@@ -92,7 +92,7 @@ class World:
         grade = self.grading.pop(self.rng.randrange(len(self.grading)))
         scores, attempts = {}, {}
         for header in grade.headers:
-            attempt = self.dispatcher.attempt_of(header.episode_id)
+            attempt = self.dispatcher.groups.attempt_of(header.episode_id)
             attempts[header.episode_id] = -1 if attempt is None else attempt
             failed = self.rng.random() < self.trouble
             scores[header.episode_id] = Failed("grader", FailureKind.RAISED) if failed else Scored(1.0)
@@ -170,7 +170,7 @@ def test_every_group_reaches_the_learner_once_or_is_counted(schedule, compares, 
     assert drawn == list(range(len(drawn))), "every number is drawn once, in order"
     taken = [group.number for batch in world.batches for group in batch]
     assert len(taken) == len(set(taken)), "no group is trained on twice"
-    dropped, active = world.dispatcher.counts.dropped_groups, len(world.dispatcher._active)
+    dropped, active = world.dispatcher.counts.dropped_groups, len(world.dispatcher.groups.active)
     assert len(drawn) == len(taken) + dropped + active, "none is lost without a count"
     for batch, version in zip(world.batches, world.versions, strict=True):
         for group in batch:
@@ -314,14 +314,14 @@ def test_an_unknown_culprit_is_found_by_halving_and_no_worker_runs_two_cohorts()
         where = {name: at for name, at in where.items() if at != worker}
         for start in control.start(room):
             where[start.job.episode_id] = start.worker
-        cohorts = [{control._member(name).cohort for name, at in where.items() if at == w} - {None} for w in room]
+        cohorts = [{control.groups.member(name).cohort for name, at in where.items() if at == w} - {None} for w in room]
         assert all(len(own) <= 1 for own in cohorts)
     assert lost == 4, "eight, four, two, one"
-    member = control._member(culprit)
+    member = control.groups.member(culprit)
     assert isinstance(member.header.score, Failed)
     assert member.header.score.kind is FailureKind.DIED
     for name in ("0-0", "0-1", "0-3"):
-        assert control._member(name).failures == 0
+        assert control.groups.member(name).failures == 0
 
 
 def test_only_suspects_are_halved_when_others_ran_beside_them():
@@ -329,12 +329,12 @@ def test_only_suspects_are_halved_when_others_ran_beside_them():
     control.start({0: 4})
     control.lost(0)
     control.start({0: 99})  # a cohort of two, and two of the next group
-    beside = {n for n in control._on_worker[0] if control._member(n).cohort is None}
-    suspects = set(control._on_worker[0]) - beside
+    beside = {m.job.episode_id for m in control.groups.members() if m.worker == 0 and m.cohort is None}
+    suspects = {m.job.episode_id for m in control.groups.members() if m.worker == 0} - beside
     assert (len(suspects), len(beside)) == (2, 4)
     control.lost(0)
-    assert {control._member(name).cohort for name in beside} == {None}
-    assert len({control._member(name).cohort for name in suspects}) == 2
+    assert {control.groups.member(name).cohort for name in beside} == {None}
+    assert len({control.groups.member(name).cohort for name in suspects}) == 2
 
 
 def test_a_family_that_is_left_out_is_not_played():
@@ -360,7 +360,7 @@ def test_what_was_drawn_and_not_taken_is_played_again_by_a_resumed_run():
     control = dispatcher(Mode.ASYNCHRONOUS, groups=1, size=2, max_off_policy_steps=1)
     control.start({0: 9})
     schedule = control.schedule
-    resumed = Dispatcher(schedule, lambda n: jobs_of(n, 2), next_group=control.next_group, drawn=control.drawn)
+    resumed = Dispatcher(schedule, lambda n: jobs_of(n, 2), next_group=control.next_group, drawn=control.groups.drawn)
     assert [start.job.episode_id for start in resumed.start({0: 9})] == ["0-0", "0-1", "1-0", "1-1"]
     assert (resumed.counts.replayed, resumed.next_group) == (4, 2)
 

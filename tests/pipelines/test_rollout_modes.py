@@ -53,9 +53,10 @@ def _rows(run: Path) -> list[dict]:
     return [row for row in rows if row["source"] == "distill"]
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_bound(command, words, mode):
+@pytest.fixture(scope="module", params=MODES)
+def stopped_and_resumed(command, words, request) -> tuple[str, int, list[dict]]:
+    """(mode, steps before it was stopped, rows of all steps) of a run that is stopped in the middle of episodes."""
+    mode = request.param
     process = command.start(*words, *MODES[mode], "--out", mode)
     run = command.folder / mode
     latest, deadline = run / "checkpoints" / "distill" / "latest", time.monotonic() + 120
@@ -69,9 +70,14 @@ def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_b
     finally:
         process.kill()
     before = len(_rows(run))
-    assert before < STEPS
     command.run(*words, *MODES[mode], "--out", mode, "--resume")
-    rows = _rows(run)
+    return mode, before, _rows(run)
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_bound(stopped_and_resumed):
+    mode, before, rows = stopped_and_resumed
+    assert before < STEPS
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert sum(row.get("rollout/replayed_episodes", 0) for row in rows[:before]) == 0
     assert rows[before]["rollout/replayed_episodes"] >= 2, "groups that were begun are played again"

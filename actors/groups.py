@@ -1,0 +1,214 @@
+"""The groups of episodes under way, and who plays what: what a dispatcher keeps count of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from k3rl.actors.jobs import EpisodeJob
+from k3rl.actors.schedule import Grade, Header
+
+
+class State(StrEnum):
+    """Of an episode."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PLAYED = "played"  # waits for its grade, or for its group to be played
+    DONE = "done"
+
+
+@dataclass
+class Member:
+    """An episode of a group."""
+
+    job: EpisodeJob
+    state: State = State.WAITING
+    worker: int | None = None
+    attempt: int = 0  # answers to earlier ones no longer count
+    failures: int = 0  # attempts that were its own fault
+    header: Header | None = None
+    grading: bool = False
+    broken: bool = False  # ended without an answer to grade
+    cohort: int | None = None  # of suspects, where it ran on a worker that was lost
+    version: int | None = None  # that was served when this attempt was started
+
+
+@dataclass
+class ActiveGroup:
+    """A group that was drawn and is neither trained on nor dropped."""
+
+    number: int
+    group_id: str
+    members: dict[str, Member]
+
+    @property
+    def whole(self) -> bool:
+        return all(member.state is State.DONE for member in self.members.values())
+
+    @property
+    def played(self) -> bool:
+        """Whether no episode of it runs or waits any more."""
+        return all(member.state in (State.PLAYED, State.DONE) for member in self.members.values())
+
+    def oldest(self) -> int | None:
+        """The version of the oldest token that there is, or may be where an episode still runs."""
+        versions = [
+            member.header.first_version if member.header is not None else member.version
+            for member in self.members.values()
+        ]
+        return min((version for version in versions if version is not None), default=None)
+
+    def ungrade(self) -> None:
+        """Its grades are to be compared anew, because one of them failed."""
+        for member in self.members.values():
+            if member.state is State.DONE and member.header is not None and not member.broken:
+                member.header = replace(member.header, score=None)
+                member.state = State.PLAYED
+
+    def to_grade(self, compares: bool) -> list[Grade]:
+        """What to grade now. compares: whether its grades depend on each other."""
+        if compares and not self.played:
+            return []
+        chosen = [m for m in self.members.values() if m.state is State.PLAYED and not m.grading]
+        for member in chosen:
+            member.grading = True
+        headers = tuple(m.header for m in chosen if m.header is not None)
+        return [Grade(self.group_id, headers)] if headers else []
+
+
+class Groups:
+    """The active groups, by id and in the order of their numbers. whole: ids of whole ones, as they became so."""
+
+    def __init__(self) -> None:
+        self.active: dict[str, ActiveGroup] = {}
+        self.whole: list[str] = []
+        self._group_of: dict[str, str] = {}
+
+    def add(self, group: ActiveGroup) -> None:
+        self.active[group.group_id] = group
+        self._group_of |= dict.fromkeys(group.members, group.group_id)
+
+    def remove(self, group: ActiveGroup) -> None:
+        if group.group_id in self.whole:
+            self.whole.remove(group.group_id)
+        del self.active[group.group_id]
+        for episode_id in group.members:
+            del self._group_of[episode_id]
+
+    def of(self, episode_id: str) -> ActiveGroup:
+        """The group of an episode. Raises KeyError where it is gone."""
+        return self.active[self._group_of[episode_id]]
+
+    def member(self, episode_id: str) -> Member:
+        """Raises KeyError where its group is gone."""
+        return self.of(episode_id).members[episode_id]
+
+    def members(self) -> Iterator[Member]:
+        """Of all groups."""
+        return (member for group in self.active.values() for member in group.members.values())
+
+    def attempt_of(self, episode_id: str) -> int | None:
+        """The attempt at an episode that counts; None where its group is gone."""
+        return self.member(episode_id).attempt if episode_id in self._group_of else None
+
+    def place_of(self, episode_id: str) -> tuple[int, int]:
+        """Number of the group, and of the episode in it."""
+        group = self.of(episode_id)
+        return group.number, list(group.members).index(episode_id)
+
+    def note_whole(self, group: ActiveGroup) -> None:
+        """To be told when an episode is done."""
+        if group.whole and group.group_id not in self.whole:
+            self.whole.append(group.group_id)
+
+    def before(self, number: int) -> list[ActiveGroup]:
+        """Those of lower numbers."""
+        return [group for group in self.active.values() if group.number < number]
+
+    @property
+    def drawn(self) -> list[tuple[int, list[EpisodeJob]]]:
+        """(number, jobs) of each."""
+        return [(group.number, [m.job for m in group.members.values()]) for group in self.active.values()]
+
+
+class Room:
+    """How many more episodes each worker takes; the one with most room comes first, of equals the first."""
+
+    def __init__(self, room: Mapping[int, int]) -> None:
+        self._free = {worker: free for worker, free in room.items() if free > 0}
+
+    def __bool__(self) -> bool:
+        return bool(self._free)
+
+    def most(self, without: Collection[int] = ()) -> int | None:
+        """The worker with most room, but for those that are excluded."""
+        allowed = [worker for worker in self._free if worker not in without]
+        return max(allowed, key=lambda worker: (self._free[worker], -worker), default=None)
+
+    def take(self, worker: int | None) -> bool:
+        """Uses room for one episode, if there is any."""
+        if worker is None or worker not in self._free:
+            return False
+        self._free[worker] -= 1
+        if not self._free[worker]:
+            del self._free[worker]
+        return True
+
+
+class Assignments:
+    """Which episodes each worker plays. A worker that was lost makes suspects, in cohorts, of those it played; a worker
+    plays one cohort at a time."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._on_worker: dict[int, set[str]] = {}
+        self._suspects: dict[int, tuple[int, set[str]]] = {}  # worker -> its cohort, and who runs
+        self._cohorts = 0
+
+    def on(self, worker: int) -> int:
+        """Episodes that this worker plays now."""
+        return len(self._on_worker.get(worker, ()))
+
+    def start(self, worker: int, member: Member) -> None:
+        self.running += 1
+        member.worker = worker
+        self._on_worker.setdefault(worker, set()).add(member.job.episode_id)
+        if member.cohort is not None:
+            self._suspects.setdefault(worker, (member.cohort, set()))[1].add(member.job.episode_id)
+
+    def stop(self, member: Member) -> None:
+        """An episode does not run any more."""
+        worker, episode_id = member.worker, member.job.episode_id
+        if worker is None:
+            return
+        self.running -= 1
+        self._on_worker[worker].discard(episode_id)
+        if worker in self._suspects:
+            self._suspects[worker][1].discard(episode_id)
+            if not self._suspects[worker][1]:
+                del self._suspects[worker]
+        member.worker = None
+
+    def lose(self, worker: int) -> tuple[set[str], set[str]]:
+        """(episodes that a lost worker played, those of them that may have taken it along)."""
+        names = self._on_worker.pop(worker, set())
+        cohort = self._suspects.pop(worker, None)
+        self.running -= len(names)
+        return names, names if cohort is None else cohort[1]
+
+    def suspect(self, members: Sequence[Member]) -> None:
+        """Makes a cohort of them."""
+        self._cohorts += 1
+        for member in members:
+            member.cohort = self._cohorts
+
+    def worker_for(self, cohort: int, room: Room) -> int | None:
+        """The worker that plays this cohort of suspects, or one that plays none."""
+        plays = [worker for worker, (own, _) in self._suspects.items() if own == cohort]
+        return plays[0] if plays else room.most(without=self._suspects)
+
+    def __str__(self) -> str:
+        where = ", ".join(f"worker {worker}: {len(names)}" for worker, names in self._on_worker.items() if names)
+        return where or "none runs"
