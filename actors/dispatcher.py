@@ -28,7 +28,7 @@ class Dispatcher:
 
     draw: number of a group -> its jobs, `group_size` of one task; asked for each number once, in order. compares:
     whether the reward of an episode depends on the others of its group, which is then graded when it is whole.
-    left_out: task family -> the score of its episodes where they are not played any more. wanted: groups that the
+    skipped: task family -> the score of its episodes where they are not played any more. wanted: groups that the
     learner takes in all; None: without end. next_group, version: where a resumed run goes on; drawn: what `drawn` gave
     before it was stopped, which is played again.
     """
@@ -39,7 +39,7 @@ class Dispatcher:
         draw: Callable[[int], Sequence[EpisodeJob]],
         *,
         compares: bool = False,
-        left_out: Callable[[str | None], Failed | None] = lambda _: None,
+        skipped: Callable[[str | None], Failed | None] = lambda _: None,
         wanted: int | None = None,
         next_group: int = 0,
         version: int = 0,
@@ -47,7 +47,7 @@ class Dispatcher:
     ) -> None:
         self.schedule, self.version, self.next_group = schedule, version, next_group
         self.counts = Counts()
-        self._draw, self._compares, self._left_out = draw, compares, left_out
+        self._draw, self._compares, self._skipped = draw, compares, skipped
         self._wanted = wanted  # groups that are still to be taken
         self._first_batch_number = next_group // schedule.groups
         self._updates = 0  # publications
@@ -78,7 +78,7 @@ class Dispatcher:
             if not self._waiting and not self._begin_group():
                 break
             family = self.groups.member(self._waiting[0]).job.task.family
-            if (score := self._left_out(family)) is not None:
+            if (score := self._skipped(family)) is not None:
                 self._skip(self._waiting.popleft(), score)
                 continue
             group = self.groups.of(self._waiting[0])
@@ -107,7 +107,7 @@ class Dispatcher:
                 self._again += waiting[number:]
                 return
             member = self.groups.member(episode_id)
-            if (score := self._left_out(member.job.task.family)) is not None:
+            if (score := self._skipped(member.job.task.family)) is not None:
                 self._skip(episode_id, score)
                 continue
             worker = left.most() if member.cohort is None else self._assigned.worker_for(member.cohort, left)
@@ -191,8 +191,8 @@ class Dispatcher:
                 self._wait_again(member)
                 self.counts.retried += 1
                 return []
-            left_out = self._left_out(member.job.task.family)
-            return self._broke(member, header if left_out is None else replace(header, score=left_out))
+            skipped = self._skipped(member.job.task.family)
+            return self._broke(member, header if skipped is None else replace(header, score=skipped))
         member.header, member.state = header, State.PLAYED
         self._phase_ended += 1
         return self.groups.of(header.episode_id).to_grade(self._compares)
@@ -213,7 +213,7 @@ class Dispatcher:
                 if self._goes_again(member, score):
                     self.counts.regraded += 1
                     continue
-                score = self._left_out(member.job.task.family) or score
+                score = self._skipped(member.job.task.family) or score
             member.header = replace(member.header, score=score)
             member.state = State.DONE
         again: list[Grade] = []
@@ -366,7 +366,7 @@ class Dispatcher:
 
     def _goes_again(self, member: Member, failed: Failed) -> bool:
         member.failures += 1
-        return member.failures <= self.schedule.retries and self._left_out(member.job.task.family) is None
+        return member.failures <= self.schedule.retries and self._skipped(member.job.task.family) is None
 
     def _wait_again(self, member: Member) -> None:
         member.state, member.worker, member.header, member.version = State.WAITING, None, None, None

@@ -93,7 +93,7 @@ class RolloutWorkers:
             schedule,
             draw,
             compares=self._compares,
-            left_out=lambda family: self._breaker.tripped(family) if family in self._breaker.open else None,
+            skipped=lambda family: self._breaker.tripped(family) if family in self._breaker.open else None,
             wanted=wanted,
             next_group=next_group,
             version=version,

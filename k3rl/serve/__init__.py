@@ -1,4 +1,4 @@
-"""An engine over HTTP. Needs the packages starlette and uvicorn (extra `dashboard`).
+"""An engine over HTTP. Needs the packages starlette and uvicorn (extra `serve`).
 
 server   the OpenAI endpoints, health and metrics of one engine; serve_checkpoint runs them
 job      one request being answered; the dialect itself is `k3rl.tokens.openai`

@@ -1,7 +1,7 @@
 """Recording sessions over HTTP, for agent programs that run outside of our sandboxes.
 
 Each session has a URL of its own, `/s/<token>/v1`, which is its secret; see `k3rl.envs.gateway`. Needs the packages
-of the extra `dashboard`.
+of the extra `serve`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `create_app` gives an ASGI application, `serve` runs it. `/health` and `/ready` are open; everything else asks for the
 bearer token when there is one. A request whose client leaves is aborted, and its slot is free at the next step.
-Needs the packages starlette and uvicorn (extra `dashboard`).
+Needs the packages starlette and uvicorn (extra `serve`).
 """
 
 from __future__ import annotations

@@ -337,13 +337,11 @@ def test_only_suspects_are_halved_when_others_ran_beside_them():
     assert len({control.groups.member(name).cohort for name in suspects}) == 2
 
 
-def test_a_family_that_is_left_out_is_not_played():
+def test_a_family_that_is_skipped_is_not_played():
     tripped = Failed("left out", FailureKind.TRIPPED)
     open_ = set()
     schedule = Schedule(Mode.SYNCHRONOUS, 2, 2)
-    control = Dispatcher(
-        schedule, lambda n: jobs_of(n, 2), left_out=lambda family: tripped if family in open_ else None
-    )
+    control = Dispatcher(schedule, lambda n: jobs_of(n, 2), skipped=lambda family: tripped if family in open_ else None)
     starts = control.start({0: 3})
     assert len(starts) == 3
     open_.add(None)
@@ -391,3 +389,14 @@ def test_a_version_that_does_not_grow_and_a_batch_that_is_not_there_are_refused(
         control.published(0)
     with pytest.raises(RuntimeError, match="no batch is ready"):
         control.take()
+
+
+def test_no_more_episodes_run_at_once_than_in_flight_allows():
+    free = dispatcher(Mode.ASYNCHRONOUS, groups=2, size=2, max_off_policy_steps=1)
+    assert len(free.start({0: 99})) == 8
+    bounded = dispatcher(Mode.ASYNCHRONOUS, groups=2, size=2, max_off_policy_steps=1, in_flight=3)
+    first, *others = bounded.start({0: 99})
+    assert len(others) == 2
+    assert bounded.start({0: 99}) == []
+    bounded.ended(Header(first.job.episode_id, 1, 0), 0)
+    assert len(bounded.start({0: 99})) == 1
