@@ -17,15 +17,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from k3rl.checkpoint import load_checkpoint, official_tensors, save_checkpoint
-from k3rl.checkpoint.manifest import manifest_of
-from k3rl.checkpoint.partial import second_model
-from k3rl.data.batch import TrainBatch, from_episodes
-from k3rl.data.sft import chat_sequence
-from k3rl.engine import Engine
-from k3rl.engine.protocol import EngineError
-from k3rl.envs import Environment, EpisodeContext, make
-from k3rl.envs.rollout import run_episode
+from k3rl.checkpoint import load_checkpoint, manifest_of, official_tensors, save_checkpoint, second_model
+from k3rl.data import TrainBatch, chat_sequence, from_episodes
+from k3rl.engine import Engine, EngineError
+from k3rl.envs import Environment, EpisodeContext, TurnSettings, make, run_episode
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.losses import CrossEntropy, K3Policy, group_advantages
 from k3rl.model import K3Config, K3ForCausalLM
@@ -75,11 +70,10 @@ async def play(
 
     async def episode(number: int, name: str, task: Task) -> Episode:
         try:
-            return await run_episode(
-                env.make_env(), task.public(), policy, tokenizer, episode_id=name,
-                sampling=SamplingParams(temperature=1.0, max_tokens=64, seed=seed + number),
-                context=EpisodeContext(seed=seed + number, programs=programs, sandboxes=sandboxes),
-            )  # fmt: skip
+            sampling = SamplingParams(temperature=1.0, max_tokens=64, seed=seed + number)
+            context = EpisodeContext(seed=seed + number, programs=programs, sandboxes=sandboxes)
+            settings = TurnSettings(tokenizer, sampling)
+            return await run_episode(env.make_env(), task.public(), policy, settings, episode_id=name, context=context)
         finally:
             policy.leave()
 

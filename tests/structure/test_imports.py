@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -168,3 +171,23 @@ def test_a_fresh_interpreter_that_imports_it_has_neither_torch_nor_ray(module):
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_what_examples_and_benchmarks_import_of_the_package_is_there():
+    wanted = {
+        (module, alias.name, str(path.relative_to(source.ROOT)))
+        for path in source.python_files()
+        if path.relative_to(source.ROOT).parts[0] in ("examples", "benchmarks")
+        for node in source.statements(source.tree_of(path))
+        if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith("k3rl")
+        for alias in node.names
+    }
+    missing = []
+    for module, name, where in sorted(wanted):
+        try:
+            there = hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
+        except ModuleNotFoundError:
+            there = None
+        if not there:
+            missing.append(f"{where} takes {name} of {module}")
+    assert not missing, "\n".join(missing)
