@@ -177,22 +177,23 @@ class RolloutActor(AnswerStreams):
         """Where this engine's weights are."""
         return self.weights.location()
 
-    async def join_transfer(self, link: Link, number: int) -> None:
-        """Meets the learner, as receiver `number`, to be sent weights by it. Raises TransferBroken."""
-        await self.weights.join(link, number)
+    async def join_transfer(self, links: Sequence[Link], number: int) -> None:
+        """Meets the ranks of the learner that send weights, as receiver `number`. Raises TransferBroken."""
+        await self.weights.join(links, number)
 
     async def close_transfer(self) -> None:
         self.weights.close()
 
-    async def prepare(self, version: int, manifest: Mapping[str, str], payload: Payload) -> None:
-        """First phase: builds and verifies version `version` beside the one that serves."""
-        await self.weights.prepare(self.engine, version, manifest, payload)
+    async def prepare(self, version: int, manifest: Mapping[str, str], payload: Payload) -> dict[str, float]:
+        """First phase: builds and verifies version `version` beside the one that serves; -> seconds of its parts."""
+        return await self.weights.prepare(self.engine, version, manifest, payload)
 
-    async def commit(self, version: int) -> int:
-        """Second phase: switches to the prepared version, with which requests that rested go on."""
-        self.engine.finish_weight_update(version)
+    async def commit(self, version: int) -> float:
+        """Second phase: switches to the prepared version, with which requests that rested go on; -> seconds in which
+        the engine could not step because of the version."""
+        paused_s = self.weights.commit(self.engine, version)
         self._wake()
-        return self.engine.version
+        return paused_s
 
     async def rollback(self) -> None:
         """Drops a prepared version; the old one goes on serving."""

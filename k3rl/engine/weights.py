@@ -2,9 +2,10 @@
 
 A version comes whole, tensor by tensor as a checkpoint stores them (`k3rl.checkpoint.official_tensors`) with a manifest
 of their digests; in flat buffers, whose digests are made where they lie (`flat_update.py`); or as a delta to the
-version that is served (`k3rl.checkpoint.delta`). Either way it is proved complete and unaltered, and a second model is built that the first one, which serves until that succeeded, knows nothing
-of. Peak memory: both models, and the stored tensors or the delta as it came. Experts that are served as stored bytes
-(`as_served`) arrive as such: nothing is decoded.
+version that is served (`k3rl.checkpoint.delta`). Either way it is proved complete and unaltered, and a second model is
+built that the first one, which serves until that succeeded, knows nothing of. Peak memory: both models, and the stored
+tensors or the delta as it came. Experts that are served as stored bytes (`as_served`) arrive as such: nothing is
+decoded.
 """
 
 from __future__ import annotations
@@ -241,7 +242,9 @@ class ServedWeights:
         served, known = self.model, self._copy
         if not self._owned or served.device.type != "cuda" or not _alike(served, built):
             return None
-        return known if known is not None and known.into is served and known.source is built else ValuesCopy(served, built)
+        return (
+            known if known is not None and known.into is served and known.source is built else ValuesCopy(served, built)
+        )
 
     def finish(self, version: int) -> str | None:
         """Serves `version` from now on, verified first when that is not done -> the adapter whose version that is;

@@ -31,7 +31,7 @@ from k3rl.types import Completion, Failed, FailureKind, SamplingParams, StopReas
 PROMPT = Tokenizer.builtin().encode("one two three")
 TRAINER = TrainerConfig(muon_lr=1e-4, adamw_lr=1e-4)
 CANARY = Canary(PROMPT)
-ONE_THREAD = ClusterConfig(rollout_threads=1, call_timeout_s=60.0)
+ONE_THREAD = ClusterConfig(rollout_threads=1, call_timeout_s=60.0, weight_transfer="object_store")
 
 
 class Saboteur(LearnerActor):
@@ -95,7 +95,7 @@ def fresh(fleet):
 def by_broadcast(fleet) -> WeightPublisher:
     fresh(fleet)
     learner, engines, _, _ = fleet
-    config = ONE_THREAD.replace(weight_transfer="broadcast", transfer_timeout_s=30.0)
+    config = ONE_THREAD.replace(weight_transfer="broadcast", weight_delta="on", transfer_timeout_s=30.0)
     return WeightPublisher([learner], engines, CANARY, config)
 
 
