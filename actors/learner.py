@@ -247,7 +247,7 @@ class LearnerActor:
         settings = self.trainer.config.model_dump(mode="json")
         learner = {"model": model | {"frozen": self._frozen}, "trainer": settings, "rounded_to": self._computes}
         extra = {**extra, "weight_version": self.weights.version, "learner": learner}
-        self._writer.save(Path(directory), self.trainer.owned_state(), extra, save_id=save_id)
+        self._writer.save(Path(directory), self.trainer.owned_state(), extra, save_id=save_id, fresh=True)
 
     def state_saved(self) -> None:
         """Returns when the state of the last `save_state` is on the disk. Raises TrainStateError."""

@@ -156,9 +156,9 @@ class OptimizerState:
 
     @torch.no_grad()
     def to_tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
-        """All state, or that of `names`, as new tensors on the host: "<name>/master" and "<name>/momentum" of Muon matrices;
-        "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors. Beside the
-        state, its device holds one tensor's copy at a time. Independent of how state is bucketed.
+        """All state, or that of `names`, as new tensors on the host: "<name>/master" and "<name>/momentum" of Muon
+        matrices; "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors.
+        Beside the state, its device holds one tensor's copy at a time. Independent of how state is bucketed.
         """
         state: dict[str, Tensor] = {}
         for piece, parts in self._muon_pieces():
