@@ -138,7 +138,7 @@ class WeightPublisher:
             "tensors": float(sum(export.tensors for export in exports)),
             "canary": self._agree(number, exports[0].half),
             "bytes": size,
-            "bytes_full": size,
+            "bytes_full": float(sum(export.stored_bytes for export in exports)),
             "deltas": 0.0,
             "gather_seconds": max(export.gather_seconds for export in exports),
             "digest_seconds": max(export.digest_seconds for export in exports),

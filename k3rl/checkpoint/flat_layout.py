@@ -105,6 +105,11 @@ class FlatLayout:
         return self.entries[-1].stop
 
     @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of the tensors alone, without padding."""
+        return sum(e.copies * math.prod(e.shape) * _DTYPES[e.region].itemsize for e in self.entries)
+
+    @cached_property
     def tensors(self) -> int:
         """How many there are."""
         return sum(entry.copies for entry in self.entries)
