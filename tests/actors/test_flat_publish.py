@@ -18,6 +18,7 @@ from k3rl.actors.weight_sync import Export, Payload, TransferBroken, WeightSink,
 from k3rl.checkpoint import manifest_of, official_tensors, save_checkpoint
 from k3rl.engine import Engine, WeightUpdateError
 from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
 
 NANO = K3Config.named("k3-nano")
@@ -165,7 +166,7 @@ class Handed(WeightSink):
 
 def test_running_requests_go_on_with_the_states_that_the_configuration_names(tmp_path):
     """The reference: what each token's logprob is under each version, from one pass of the second model."""
-    save_checkpoint(made(0), tmp_path / "start")
+    save_checkpoint(made(0), tmp_path / "start", tokenizer=Tokenizer.builtin())
     rank = Rank(0, [range(16)])
     found = {}
 
