@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from k3rl.actors import LearnerGroup
 from k3rl.data import TrainBatch
+from k3rl.envs import make
 from k3rl.parallel import Loss
 from k3rl.pipelines.configs import DistillConfig, RLConfig
 from k3rl.pipelines.curriculum import Curriculum
@@ -63,9 +64,11 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
     learner, workers = session.fleet.learner, session.fleet.rollouts
     start_policy(session.fleet, config)
     algorithm.prepare(learner)
-    curriculum = Curriculum(config.env, config.seed)
+    curriculum = Curriculum(config.env, config.seed, make(config.env.name, **config.env.args).source)
     if (state := stage.restore()) is not None:
         curriculum.restore(state)
+        if curriculum.left_out:
+            session.progress.note(f"{stage.name}: families left out before stay so: {', '.join(curriculum.left_out)}")
     buffer = RolloutBuffer(stage, config, curriculum)
     schedule, temperature = config.schedule.build(config.steps), config.sampling.temperature
 
