@@ -95,7 +95,7 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
             buffer.fill(off_policy_steps=0)
         metrics.merge(buffer.take_metrics())
         values = metrics.values()
-        reward = values[f"reward/{workers.env}/mean"]
+        reward = values.get(f"reward/{workers.env}/mean")  # None: no episode of the step has one
         stage.done(metrics, curriculum.state(), rollouts=buffer, reward=reward, shown=algorithm.shown(values))
         if not more:
             break
