@@ -13,7 +13,14 @@ from k3rl.pipelines.configs import SamplingConfig
 from k3rl.pipelines.distill import distill_batches
 from k3rl.pipelines.presets import distill, grpo, rl
 from k3rl.pipelines.rl import policy_batches, shuffled
-from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures, replay_metrics, rollout_metrics
+from k3rl.pipelines.rollout_metrics import (
+    TooManyFailures,
+    check_failures,
+    fitting,
+    replay_metrics,
+    rollout_metrics,
+    too_long_metrics,
+)
 from k3rl.types import Branch, Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason, Turn
 
 
@@ -162,3 +169,15 @@ def test_metrics_skip_missing_rewards_and_count_them():
     assert values["reward/env/mean"] == 0.5
     assert values["env/env/failed"] == pytest.approx(1 / 3)
     assert values["staleness/max"] == 1.0
+
+
+def test_an_episode_that_no_micro_batch_holds_is_counted_and_stays_in_the_baseline():
+    long = episode("g-0", Scored(1.0), tokens=40)
+    groups = [Group("g", "t", (long, *group("g", Scored(0.0), Scored(0.0), Scored(0.0)).episodes[1:]))]
+    kept, left_out = fitting(groups, budget=42)  # 3 of the prompt and 40 sampled
+    assert left_out == [long]
+    assert too_long_metrics(left_out).values() == {"rollout/too_long_episodes": 1.0, "rollout/too_long_tokens": 40.0}
+    [batch] = policy_batches(kept, rl().replace(optimizer_steps=1))
+    assert advantages(batch) == pytest.approx({"g-1": -1 / 3, "g-2": -1 / 3}, rel=1e-6)
+    assert {len(ids) for ids in np.split(batch.input_ids, batch.cu_seqlens[1:-1])} == {6}
+    assert fitting(groups, budget=43) == (groups, [])

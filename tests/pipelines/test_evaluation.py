@@ -86,7 +86,9 @@ def test_no_interval_leaves_the_rates_that_are_possible():
 
 
 def test_rewards_beyond_0_and_1_have_the_interval_of_their_mean():
-    found = measure(Recording(lambda n: Scored(-1.0 if n % 2 else 3.0)), EvalConfig(n=400, n_family=0), {"heldout": 400})
+    found = measure(
+        Recording(lambda n: Scored(-1.0 if n % 2 else 3.0)), EvalConfig(n=400, n_family=0), {"heldout": 400}
+    )
     assert found.pass_at_1 == 1.0
     # the standard error of a mean of 400 values 2 away from it is 2 / 20; the bootstrap draws add noise to its ends
     assert found.ci95 == pytest.approx((1 - 1.96 * 0.1, 1 + 1.96 * 0.1), abs=0.03)
