@@ -103,7 +103,9 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         metrics.merge(buffer.take_metrics())
         values = metrics.values()
         reward = values.get(f"reward/{workers.env}/mean")  # None: no episode of the step has one
-        stage.done(metrics, curriculum.state(), rollouts=buffer, reward=reward, shown=algorithm.shown(values))
+        trained = sum(batch.target_tokens for batch in batches)
+        state, shown = curriculum.state(), algorithm.shown(values)
+        stage.done(metrics, state, trained_tokens=trained, rollouts=buffer, reward=reward, shown=shown)
         if not more:
             break
     buffer.close()
