@@ -128,11 +128,12 @@ class Stage:
         if (chosen := chosen_train_state(self._states, wanted)) is None:
             return None
         extra = self.session.fleet.learner.load_state(str(chosen))
-        go_back_to(chosen)
+        left = go_back_to(chosen)
         self.step, self._spent_s, self.totals = extra["step"], extra["seconds"], extra["totals"]
         if extra["in_flight"] is not None:
             self.saved_rollouts = self._states, extra["in_flight"]
-        self.session.progress.note(f"{self.name}: going on after step {self.step}")
+        aside = f"; {', '.join(left)} are set aside in {self._states / 'abandoned'}" if left else ""
+        self.session.progress.note(f"{self.name}: going on after step {self.step}{aside}")
         return extra["loop"]
 
     def steps(self) -> Iterator[int]:
