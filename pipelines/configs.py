@@ -45,6 +45,15 @@ class ModelConfig(Config):
     """Used for fresh weights; a checkpoint brings its own."""
 
 
+Effort = Literal["low", "high", "max"]
+
+
+def _check_effort(where: str, thinking: bool, effort: Effort | None) -> None:
+    """Raises ValueError for an effort that nothing thinks with."""
+    if effort is not None and not thinking:
+        raise ValueError(f"{where}.thinking_effort is {effort} and {where}.thinking is false; set both, or neither")
+
+
 class SamplingConfig(Config):
     """How rollouts are sampled."""
 
@@ -61,6 +70,16 @@ class SamplingConfig(Config):
     replay_routes: bool = False
     """Training sends each token to the experts that computed it in the rollout, which are recorded beside it. In bf16
     the learner may otherwise choose others where scores nearly tie; in float32 both choose alike."""
+    thinking: bool = False
+    """Assistant turns begin in the think channel. What is thought there is sampled and trained; answers are what comes
+    behind it."""
+    thinking_effort: Effort | None = None
+    """With `thinking`: what the prompt says of how much to think."""
+
+    @model_validator(mode="after")
+    def _effort_needs_thinking(self) -> SamplingConfig:
+        _check_effort("sampling", self.thinking, self.thinking_effort)
+        return self
 
 
 class EvalConfig(Config):
@@ -75,6 +94,14 @@ class EvalConfig(Config):
     max_tokens: int = Field(96, ge=1)
     max_running: int = Field(256, ge=1)
     """Sequences that one engine decodes at a time, in training and in the measurement."""
+    thinking: bool = False
+    """As `sampling.thinking`, for the measurement; a policy that is trained to think is measured so."""
+    thinking_effort: Effort | None = None
+
+    @model_validator(mode="after")
+    def _effort_needs_thinking(self) -> EvalConfig:
+        _check_effort("evaluation", self.thinking, self.thinking_effort)
+        return self
 
 
 class ScheduleConfig(Config):
@@ -124,6 +151,11 @@ class SFTConfig(StageConfig):
     data: str | None = None
     """JSONL or Parquet chat data (`messages`); None writes the environment's own demonstrations."""
     heldout_data: str | None = None
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """Whether assistant turns have a think channel, in which their `reasoning_content` is trained: in conversations
+    that have any, in all, or in none."""
+    thinking_effort: Effort | None = None
+    """What conversations with a think channel say of how much to think; a row's own `thinking_effort` comes first."""
     demonstrations: int = Field(16_000, ge=1)
     """How many demonstrations to write when `data` is None."""
     heldout_examples: int = Field(256, ge=1)

@@ -111,8 +111,9 @@ def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, tempe
     if n == 0:
         return []
     seeds = np.random.default_rng([config.seed, int(temperature > 0)]).integers(2**62, size=n)
+    thinking = config.thinking, config.thinking_effort
     jobs = [
-        EpisodeJob(f"eval-{split}-{i}", f"eval-{split}-{i}", TaskRef(split, i, config.seed), int(seed))
+        EpisodeJob(name := f"eval-{split}-{i}", name, TaskRef(split, i, config.seed), int(seed), *thinking)
         for i, seed in enumerate(seeds)
     ]
     params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens)

@@ -34,6 +34,7 @@ class Recording:
 
     def run(self, jobs, params):
         self.asked += [(job.task.split, params.temperature) for job in jobs]
+        self.thought = {(job.thinking, job.thinking_effort) for job in jobs}
         return [Group(job.group_id, "t", (self.episode(job),)) for job in jobs]
 
     def episode(self, job):
@@ -111,3 +112,11 @@ def test_a_measurement_without_any_reward_says_so():
     skipped = Failed("skipped", FailureKind.TRIPPED)
     with pytest.raises(TooManyFailures, match="none of 8 episodes of heldout has a reward"):
         measure(Recording(lambda n: skipped), EvalConfig(n=8), {"heldout": 8})
+
+
+def test_a_measurement_thinks_as_it_is_told():
+    rollouts = Recording()
+    measure(rollouts, EvalConfig(n=2, n_family=0, thinking=True, thinking_effort="low"), {"heldout": 2})
+    assert rollouts.thought == {(True, "low")}
+    measure(rollouts, EvalConfig(n=2, n_family=0), {"heldout": 2})
+    assert rollouts.thought == {(False, None)}
