@@ -14,7 +14,7 @@ from k3rl.data import ChatDataset, ChatExample, TrainBatch, TrainSequence, chat_
 from k3rl.envs import make
 from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
-from k3rl.pipelines.start import resolve_start
+from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import write_atomic
 from k3rl.tokens import Tokenizer
 
@@ -102,8 +102,7 @@ def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatch
             session.progress.note(f"{name}: demonstrations stay those of the first attempt; a new run may have others")
         train_file = _demonstrations(folder / f"{name}.jsonl", config, config.demonstrations, "train")
         heldout_file = _demonstrations(folder / "heldout.jsonl", config, config.heldout_examples, "heldout")
-    start = resolve_start(config.model.start)
-    tokenizer = Tokenizer.builtin() if start is None else Tokenizer.load(str(start))
+    tokenizer = tokenizer_of(config.model.start)
     train = load_chat_dataset(train_file, cache_dir=cache)
     heldout = load_chat_dataset(heldout_file, cache_dir=cache)
     kept = ChatBatches(heldout, tokenizer, len(heldout), config)

@@ -11,6 +11,7 @@ from k3rl.config import ConfigError
 from k3rl.model import K3Config
 from k3rl.parallel import check_slices, data_degree, expert_run
 from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
+from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
 
 
@@ -18,6 +19,12 @@ def resolve_start(start: str) -> Path | None:
     """The directory of a checkpoint or an adapter that `model.start` names, or None for a named size."""
     path = Path(start)
     return path if (path / "config.json").is_file() or is_adapter(path) else None
+
+
+def tokenizer_of(start: str) -> Tokenizer:
+    """That of the checkpoint which `model.start` names; the one of the small sizes for fresh weights."""
+    directory = resolve_start(start)
+    return Tokenizer.builtin() if directory is None else Tokenizer.load(str(directory))
 
 
 def start_learner(learner: LearnerGroup, config: StageConfig) -> None:
