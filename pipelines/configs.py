@@ -16,13 +16,19 @@ from k3rl.run import MetricsConfig
 
 
 class QuantizationConfig(Config):
-    """What the model computes with; written into the checkpoint and obeyed on load."""
+    """What the model computes with; written into the checkpoint and obeyed on load.
 
-    weights: Literal["mxfp4", "post_hoc", "none"] = "mxfp4"
-    """Routed experts hold MXFP4 values in every stage; or full precision until a checkpoint is saved; or always."""
-    activations: Literal["mxfp8", "none"] = "mxfp8"
-    """Inputs of routed experts are rounded to MXFP8, or read as they are."""
-    scale_rule: Literal["ceil", "floor", "even"] = "ceil"
+    A key that is not set is that of the checkpoint, or for fresh weights mxfp4, mxfp8 and ceil.
+    """
+
+    weights: Literal["mxfp4", "post_hoc", "none"] | None = None
+    """Routed experts hold MXFP4 values in every stage; or full precision until a checkpoint is saved; or always. A
+    checkpoint is what it is: another value than its own is refused."""
+    activations: Literal["mxfp8", "none"] | None = None
+    """Inputs of routed experts are rounded to MXFP8, or read as they are. Not set, it is mxfp8 also for a checkpoint
+    with MXFP4 experts that does not say, such as the official one."""
+    scale_rule: Literal["ceil", "floor", "even"] | None = None
+    """How a block's scale is chosen. Another than a checkpoint's own is refused."""
 
 
 class AblationChoices(Config):
@@ -40,7 +46,6 @@ class ModelConfig(Config):
     start: str = "k3-nano"
     """A named size (fresh weights), or the directory of a checkpoint in the official layout."""
     quantization: QuantizationConfig = QuantizationConfig()
-    """Used for fresh weights; a checkpoint brings its own."""
     ablation: AblationChoices = AblationChoices()
     """Used for fresh weights; a checkpoint brings its own."""
 
