@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from k3rl.actors import ClusterConfig
 from k3rl.config import NOT_HASHED, Config, ConfigError
 from k3rl.envs import EnvConfig
-from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill
+from k3rl.losses import GRPO, Correction, CrossEntropy, K3Policy, OnPolicyDistill
 from k3rl.optim import Schedule
 from k3rl.parallel import LearnerConfig, TrainerConfig, check_backend
 from k3rl.run import MetricsConfig
@@ -196,8 +196,8 @@ class K3Objective(Config):
     normalise: Literal["none"] = "none"
     token_weights: Literal["token"] = "token"
 
-    def loss(self) -> K3Policy:
-        return K3Policy(self.ratio_low, self.ratio_high, self.tau)
+    def loss(self, correction: Correction) -> K3Policy:
+        return K3Policy(self.ratio_low, self.ratio_high, self.tau, correction)
 
 
 class GRPOObjective(Config):
@@ -210,11 +210,35 @@ class GRPOObjective(Config):
     normalise: Literal["std"] = "std"
     token_weights: Literal["sequence"] = "sequence"
 
-    def loss(self) -> GRPO:
-        return GRPO(self.clip_low, self.clip_high)
+    def loss(self, correction: Correction) -> GRPO:
+        return GRPO(self.clip_low, self.clip_high, correction)
 
 
 Objective = Annotated[K3Objective | GRPOObjective, Field(discriminator="type")]
+
+
+class CorrectionConfig(Config):
+    """Importance correction, token by token, in place of the objective's own band or clip (docs/algorithms.md)."""
+
+    type: Literal["none", "truncated", "masked"] = "none"
+    """none: the objective's own. truncated: the ratio of learner to sampler weighs a token, up to `high` (TIS). masked:
+    tokens whose ratio is outside [low, high] have no policy gradient (MIS, IcePop)."""
+    low: float = Field(0.5, ge=0, lt=1)
+    """masked: the smallest ratio that counts."""
+    high: float | None = Field(None, gt=1)
+    """The largest; None is 2 for truncated and 5 for masked."""
+
+    @model_validator(mode="after")
+    def _bounds_bound_something(self) -> CorrectionConfig:
+        if self.type == "none" and self.high is not None:
+            raise ValueError(f"correction.high is {self.high} and correction.type none; set type, or leave high out")
+        if self.type != "masked" and self.low != type(self).model_fields["low"].default:
+            raise ValueError(f"correction.low is of type masked, and correction.type is {self.type}")
+        return self
+
+    def build(self) -> Correction:
+        high = self.high if self.high is not None else {"truncated": 2.0, "masked": 5.0}.get(self.type, 2.0)
+        return Correction(self.type, self.low, high)
 
 
 class RolloutsConfig(Config):
@@ -259,6 +283,7 @@ class RolloutStageConfig(StageConfig):
     """Of synchronous rollouts. 0: learner and rollouts alternate. 1: the next batch is sampled while the learner trains
     on this one."""
     rollouts: RolloutsConfig = RolloutsConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     failure_limit: float = Field(0.25, ge=0, le=1)
     """Share of episodes without a reward above which the run stops."""
 
@@ -314,7 +339,7 @@ class DistillConfig(RolloutStageConfig):
     group_size: int = Field(1, ge=1)
 
     def loss(self) -> OnPolicyDistill:
-        return OnPolicyDistill(self.reward_max, self.ratio_low, self.ratio_high, self.tau)
+        return OnPolicyDistill(self.reward_max, self.ratio_low, self.ratio_high, self.tau, self.correction.build())
 
 
 class QuickstartConfig(Config):

@@ -28,7 +28,7 @@ class Reinforcement:
 
     def __init__(self, config: RLConfig) -> None:
         self._config = config
-        self.loss: Loss = config.objective.loss()
+        self.loss: Loss = config.objective.loss(config.correction.build())
 
     def prepare(self, learner: LearnerGroup) -> None:
         """The learner needs nothing but the policy."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.losses import LossInputs
+from k3rl.losses import Correction, LossInputs
 from k3rl.pipelines.configs import SamplingConfig
 from k3rl.pipelines.distill import distill_batches
 from k3rl.pipelines.presets import distill, grpo, rl
@@ -78,7 +78,7 @@ def test_the_regularizer_pulls_at_tokens_of_groups_without_a_signal():
     inputs = LossInputs(
         logprobs, torch.from_numpy(batch.sampler_logprobs).double(), torch.from_numpy(batch.advantages), weights
     )
-    config.objective.loss()(inputs).loss.backward()
+    config.objective.loss(Correction())(inputs).loss.backward()
     # d/dx of weight * tau * (x - sampler)^2, at a distance of 0.1 and with 12 tokens in the batch
     np.testing.assert_allclose(logprobs.grad[flat], 2 * config.objective.tau * 0.1 / 12, rtol=1e-5)
 

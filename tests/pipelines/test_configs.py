@@ -10,11 +10,14 @@ import pytest
 
 from k3rl.actors import ClusterConfig, EngineConfig, RolloutConfig
 from k3rl.config import ConfigError
+from k3rl.losses import Correction
 from k3rl.model import K3Config
 from k3rl.model import QuantizationConfig as Stored
 from k3rl.parallel import TrainerConfig
-from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig, RLConfig
+from k3rl.pipelines.configs import AblationChoices, CorrectionConfig, ModelConfig, QuantizationConfig, RLConfig
+from k3rl.pipelines.distill import Distillation
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
+from k3rl.pipelines.rl import Reinforcement
 from k3rl.pipelines.start import check_layout, check_start, model_config, policy_sampling, start_policy
 
 
@@ -155,3 +158,14 @@ def test_fresh_weights_have_what_is_chosen_and_otherwise_the_defaults():
     found = model_config(sft().replace(model=ModelConfig(quantization=QuantizationConfig(activations="none"))))
     assert found.quantization == Stored("mxfp4", "ceil", "none")
     assert model_config(sft()).quantization == Stored("mxfp4", "ceil", "mxfp8")
+
+
+def test_a_correction_reaches_the_losses_of_both_pipelines_with_the_bounds_of_its_type():
+    masked = CorrectionConfig(type="masked", low=0.4)
+    assert Reinforcement(rl().replace(correction=masked)).loss.correction == Correction("masked", 0.4, 5.0)
+    truncated = distill().replace(correction=CorrectionConfig(type="truncated"))
+    assert Distillation(truncated).loss.correction == Correction("truncated", high=2.0)
+    assert Reinforcement(rl()).loss.correction.type == "none"
+    for wrong in ({"high": 3.0}, {"type": "truncated", "low": 0.1}):
+        with pytest.raises(ValueError, match="correction"):
+            CorrectionConfig(**wrong)
