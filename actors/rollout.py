@@ -53,8 +53,11 @@ class RolloutActor(AnswerStreams):
         self._pump: asyncio.Task[None] | None = None
         self.weights = WeightSink(config.rollout_device, direct=config.rollout.backend == "k3rl")
 
-    async def load(self, checkpoint: str) -> int:
-        """A fresh engine over a checkpoint directory; returns its weight version (0)."""
+    async def load(self, checkpoint: str, activations: str | None = None) -> int:
+        """A fresh engine over a checkpoint directory; returns its weight version (0).
+
+        activations: see `load_checkpoint`; a vLLM server computes what it was started with.
+        """
         from k3rl.actors.engines import k3rl_engine, vllm_engine
 
         if self._futures:
@@ -64,7 +67,7 @@ class RolloutActor(AnswerStreams):
         if self._config.rollout.backend == "vllm":
             self._engine = vllm_engine(self._config, self._number, Path(checkpoint), self._engine, **limits)
         else:
-            self._engine = k3rl_engine(self._config, Path(checkpoint), **limits)
+            self._engine = k3rl_engine(self._config, Path(checkpoint), activations=activations, **limits)
         return self._engine.version
 
     @property

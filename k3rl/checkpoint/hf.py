@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_adapter_config
+from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_adapter_config, trained_activations
 from k3rl.checkpoint.card import CARD, card_text
 from k3rl.checkpoint.official import CheckpointError, collected_tensors, fill, official_tensors
 from k3rl.checkpoint.replace import flush, locked, put_in_place, recover, scratch_beside, scratch_name
@@ -129,12 +130,14 @@ def load_checkpoint(
     *,
     mesh: Mesh | None = None,
     packed: bool | Literal["served"] = False,
+    activations: str | None = None,
 ) -> K3ForCausalLM:
     """The model of a checkpoint directory in the official layout; on a mesh with this rank's run of experts only.
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
     are stored as bf16 or MXFP4 (others are float32 or wider). packed: MXFP4 experts stay the stored bytes, frozen;
-    "served": where a kernel multiplies with them, which is what an engine wants.
+    "served": where a kernel multiplies with them, which is what an engine wants. activations: what the inputs of routed
+    experts are rounded to ("mxfp8" or "none") instead of what the configuration says.
     A directory with an adapter gives the model that it belongs to, with the adapter attached.
     Raises CheckpointError, also where images are to be prepared another way than k3rl does it, or ModelConfigError for
     a configuration that is not a K3.
@@ -145,7 +148,7 @@ def load_checkpoint(
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds {CONFIG}")
     if is_adapter(path):
-        return _load_adapted(path, dtype, device, mesh, packed)
+        return _load_adapted(path, dtype, device, mesh, packed, activations)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
     begun = path.stat()
@@ -154,6 +157,8 @@ def load_checkpoint(
     files = StoredFiles(path)
     experts = None if mesh is None else mesh.experts(config.num_experts)
     config = as_stored(config, files.keys())
+    if activations is not None:
+        config = config.replace(quantization=replace(config.quantization, activations=activations))
     packs = bool(packed) and config.quantization.weights == "mxfp4"
     if packed == "served":
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
@@ -166,7 +171,12 @@ def load_checkpoint(
 
 
 def _load_adapted(
-    path: Path, dtype: torch.dtype, device: torch.device | str, mesh: Mesh | None, packed: bool | Literal["served"]
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    mesh: Mesh | None,
+    packed: bool | Literal["served"],
+    activations: str | None,
 ) -> K3ForCausalLM:
     _, base = read_adapter_config(path)
     if not (base / CONFIG).is_file():
@@ -174,7 +184,8 @@ def _load_adapted(
             f"the adapter {path} belongs to {base}, which holds no checkpoint; put that in place, or beside the adapter"
         )
     check_base(path, base)
-    model = load_checkpoint(base, dtype, device, mesh=mesh, packed=packed)
+    chosen = activations or trained_activations(path)
+    model = load_checkpoint(base, dtype, device, mesh=mesh, packed=packed, activations=chosen)
     load_adapter(path, model).attach(model)
     return model
 

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from k3rl.optim.config import Variant
+    from k3rl.optim.config import Scaling, Variant
 
 Group = Literal["muon", "adamw", "balanced"]
+
+BASE_WIDTH = 64
+"""Columns of a matrix for which `Scaling` "width" leaves a rate as it is: the hidden size of `k3-nano`."""
 
 
 class HeadLayout(Protocol):
@@ -90,6 +93,7 @@ _ADAMW = re.compile(
     r"|^(vision_tower|mm_projector)\."
     r"|\.lora_[AB]\.weight$"
 )
+_READS_HIDDEN = re.compile(r"\.(lm_head|b_proj|[a-z_]*_res_proj)\.weight$")
 _BALANCED = re.compile(r"\.e_score_correction_bias$")
 
 
@@ -127,6 +131,16 @@ def classify(name: str, shape: Sequence[int], config: HeadLayout) -> ParamInfo:
         f"no rule of k3rl.optim.classify covers the parameter {name!r} of shape {tuple(shape)}; "
         "official names end in '.weight', '.A_log', '.dt_bias' or '.e_score_correction_bias'"
     )
+
+
+def adamw_scale(name: str, shape: Sequence[int], scaling: Scaling) -> float:
+    """What AdamW's rate is multiplied with for this parameter (`MuonConfig.scaling`).
+
+    Entries of a matrix that reads rows of C features all move together, so what it gives moves C times as far as one of
+    them; embeddings, convolutions, norms, vectors and adapters read no such rows.
+    """
+    reads = _READS_HIDDEN.search(name) or _PER_HEAD.search(name) or _WHOLE.search(name)
+    return BASE_WIDTH / shape[-1] if scaling == "width" and reads else 1.0
 
 
 def _as_variant(variant: Variant, info: ParamInfo, shape: torch.Size) -> ParamInfo:
