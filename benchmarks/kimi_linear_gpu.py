@@ -211,8 +211,9 @@ class Cut:
             self.report.check("hidden states against transformers", ok=None, peer="absent")
             return
         mine, other = self.hidden().float(), peer.hidden(self.ids).float()
-        gap = float((mine - other).norm() / other.norm())
-        self.report.check("hidden states against transformers, bf16", ok=gap < 0.05, relative=gap)
+        gaps = (mine - other).norm(dim=-1) / other.norm(dim=-1)  # a token that went to another expert is far off
+        found = {"median": float(gaps.median()), "largest": float(gaps.max())}
+        self.report.check("hidden states against transformers, bf16", ok=found["median"] < 0.05, **found)
 
     def against_peer(self) -> None:
         peer, setting = self._peer(), self.setting
@@ -259,7 +260,10 @@ class Peer:
                 self.model = transformers.KimiLinearForCausalLM(config)
             finally:
                 torch.set_default_dtype(before)
-        self.model.load_state_dict({name: value.to(setting.dtype) for name, value in _in_memory(model)})
+        for name, parameter in self.model.named_parameters():
+            if name.endswith((".A_log", ".dt_bias")):
+                parameter.data = parameter.data.float()
+        self.model.load_state_dict(dict(_in_memory(model)))
         self.model.eval()
 
     @torch.no_grad()
