@@ -41,7 +41,7 @@ class Batch:
         running.number, self._submitted = self._submitted, self._submitted + 1
         running.seed = request_seed(params.seed, self._seed, running.number)
         self.requests[running.number] = running
-        key = running.prompt.tobytes(), params.cache_salt, params.adapter
+        key = running.key, params.cache_salt, params.adapter
         self.scheduler.submit(running.number, key, len(running.prompt))
         return running.number
 
@@ -67,6 +67,16 @@ class Batch:
         if running.row is not None:
             return self.table.completion(running.row, aborted=True)
         return running.completion(running.progress or Progress.none(version), StopReason.ABORTED)
+
+    def clear(self) -> None:
+        """Forgets every request and frees every row, in whatever state a step that raised has left them."""
+        self.scheduler.clear()
+        self._drop_parked()
+        rows = range(self.scheduler.rows)
+        self.pool.free(rows)
+        self.table.free(rows)
+        self.requests.clear()
+        self.ended.take()
 
     # ---- a step
 

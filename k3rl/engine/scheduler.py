@@ -88,13 +88,17 @@ class Scheduler:
         if rows < 1 or prefill_tokens < 1:
             raise ValueError(f"rows is {rows}, prefill_tokens is {prefill_tokens}; both must be at least 1")
         self.rows, self.prefill_tokens = rows, prefill_tokens
+        self.pages, self.page = pages, page
+        self.throttle = None if pages is None else Throttle(pages)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets every request."""
         self.waiting: OrderedDict[Hashable, PromptGroup] = OrderedDict()
         self.prefilling: list[PromptGroup] = []
         self.parked: PromptGroup | None = None  # its prompt state is parked; its members have no row
         self.occupants: list[int | PromptGroup] = []  # of rows 0..n-1: a running request, or a prefilling group
         self.row_of: dict[int, int] = {}  # running requests
-        self.pages, self.page = pages, page
-        self.throttle = None if pages is None else Throttle(pages)
         self.tokens: dict[int, int] = {}  # of running requests: tokens in their state
 
     @property

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from k3rl.checkpoint import digest
 from k3rl.data import ImagePatches
-from k3rl.engine.protocol import EngineError, Outcome, PauseMode, WeightUpdateError
+from k3rl.engine.protocol import EngineError, Outcome, PauseMode, Prompt, Tokens, WeightUpdateError
 from k3rl.engine.sampling import sampler
 from k3rl.engine.vllm import wire
 from k3rl.engine.vllm.client import Client, Deadlines
@@ -143,9 +143,16 @@ class VLLMEngine:
         """Requests that wait here, for a place or for the end of a pause."""
         return len(self._requests.live) - self.num_running
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a step waits for nothing."""
+        return self._state.pause is not None
+
     # ---- requests
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
+    def submit(
+        self, prompt_ids: Sequence[int] | Prompt, params: SamplingParams, images: Sequence[ImagePatches] = ()
+    ) -> int:
         """Queues one prompt and returns its id; see `RolloutEngine`.
 
         Raises InvalidRequest also for what vLLM would not do exactly as asked (`wire.check_options`) and for images,
@@ -155,13 +162,14 @@ class VLLMEngine:
         self._state.refuse_if_lost()
         number, self._submitted = self._submitted, self._submitted + 1
         seed = wire.wire_seed(sampler.request_seed(params.seed, self.seed, number))
-        answer = wire.Answer(len(prompt), params)
+        answer = wire.Answer(prompt.rows.size, params)
         self._requests.start(Request(number, prompt, params, seed, self._session.name(number), answer))
         return number
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> None:
-        """Raises InvalidRequest as `submit` would, and queues nothing."""
-        self._session.checked_prompt(prompt_ids, params, images)
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> Prompt:
+        """Raises InvalidRequest as `submit` would, and queues nothing -> the prompt, which any number of requests may
+        be submitted with."""
+        return self._session.checked_prompt(prompt_ids, params, images)
 
     def step(self) -> list[tuple[int, Outcome]]:
         """The requests that ended since the last call; waits a moment when there is none and some are running."""
@@ -176,11 +184,25 @@ class VLLMEngine:
         count = min(len(answer.ids), len(answer.logprobs))
         return tuple(answer.ids[start:count]), tuple(answer.logprobs[start:count])
 
-    def abort(self, request: int) -> None:
-        """Takes a request back; the next `step` returns it as aborted. Raises UnknownRequest."""
-        live = self._requests.find(request)
-        self._requests.abort([live], 3 * self._deadlines.call)
-        live.done.wait(self._deadlines.call)
+    def new_tokens(self, request: int, seen: int, routed: int = 0) -> Tokens | None:
+        """What a live request has sampled beyond `seen` tokens, if anything; routes come with its end."""
+        ids, logprobs = self.sampled(request, seen)
+        return Tokens(ids, logprobs) if ids else None
+
+    def abort(self, *requests: int) -> None:
+        """Takes requests back; the next `step` returns them as aborted. Raises UnknownRequest for those that are not
+        live, once the others are taken back."""
+        live = [one for number in requests if (one := self._requests.live.get(number)) is not None]
+        self._requests.abort(live, 3 * self._deadlines.call)
+        for one in live:
+            one.done.wait(self._deadlines.call)
+        for number in {*requests} - {one.number for one in live}:
+            self._requests.find(number)
+
+    def clear(self) -> None:
+        """Forgets every request without an outcome."""
+        self.abort(*list(self._requests.live))
+        self._requests.outcomes.take()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
