@@ -30,6 +30,7 @@ from k3rl.engine.compute.decoding import Decoder
 from k3rl.engine.compute.prefill import Prefill, RowLogits
 from k3rl.engine.compute.prefill_graph import CapturedPrefill
 from k3rl.engine.counters import EngineCounters
+from k3rl.engine.outcomes import BlockingCalls
 from k3rl.engine.prefix.cache import PrefixCache
 from k3rl.engine.prefix.states import PrefixStates
 from k3rl.engine.prompts import Admission
@@ -44,10 +45,10 @@ from k3rl.engine.scheduler import Scheduler
 from k3rl.engine.weights import ServedWeights, WeightUpdate, as_served, check_names
 from k3rl.model import K3ForCausalLM
 from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, SamplingParams
+from k3rl.types import SamplingParams
 
 
-class Engine:
+class Engine(BlockingCalls):
     """A `RolloutEngine` over one in-process model, which it never writes to: a new version is a new copy.
 
     max_running: rows, that is requests that can be decoded together. max_context: prompt plus sampled tokens of one
@@ -110,6 +111,8 @@ class Engine:
                 prefix_cache, pool, table, self.weights, whole_blocks=exact, carries=not self._recomputes
             )
         self.batch = Batch(Scheduler(rows, prefill_tokens, pages, page_tokens), pool, table, prefix, seed)
+
+        super().__init__(self.batch.ended, self.batch.requests, self._refuse_to_wait_paused)
 
         self.captured_decode: CapturedDecode | None = None
         self.captured_prefill: CapturedPrefill | None = None
@@ -200,28 +203,6 @@ class Engine:
         ids, logprobs = tuple(held.tokens[seen:].tolist()), tuple(held.logprobs[seen:].tolist())
         return Tokens(ids, logprobs, others, self.batch.routes(running, routed))
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        images: Sequence[Sequence[ImagePatches]] | None = None,
-    ) -> list[Completion]:
-        """Completes all prompts, in their order; images: those of each prompt.
-
-        Raises InvalidRequest before any work, or a request's EngineError.
-        """
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        asked = zip(prompts, each, [()] * len(prompts) if images is None else images, strict=True)
-        checked = [self._admission.check(*one) for one in asked]
-        return self.batch.ended.wait_for([self.batch.add(running) for running in checked], self._step_on)
-
-    def drain(self) -> list[tuple[int, Outcome]]:
-        """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
-        outcomes: list[tuple[int, Outcome]] = []
-        while self.batch.requests:
-            outcomes += self._step_on()
-        return outcomes + self.step()
-
     def pause(self, mode: PauseMode) -> None:
         """keep: freeze everything; abort: end everything now; wait: finish what has a row, admit nothing.
 
@@ -249,11 +230,9 @@ class Engine:
             self.counters.step_s += time.perf_counter() - began
         return self.batch.ended.take()
 
-    def _step_on(self) -> list[tuple[int, Outcome]]:
-        """`step` for whoever waits for requests. Raises EngineError where it would wait without end."""
-        if self.is_paused and not self.batch.ended:
+    def _refuse_to_wait_paused(self) -> None:
+        if self.is_paused:
             raise EngineError(f"the engine is paused ({self._pause}) and requests wait; call resume first")
-        return self.step()
 
     def _advance(self, admit: bool) -> None:
         self.counters.preempted += self.batch.make_room()

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from k3rl.checkpoint import digest
 from k3rl.data import ImagePatches
+from k3rl.engine.outcomes import BlockingCalls
 from k3rl.engine.protocol import EngineError, Outcome, PauseMode, Prompt, Tokens, WeightUpdateError
 from k3rl.engine.sampling import sampler
 from k3rl.engine.vllm import wire
@@ -36,10 +37,10 @@ from k3rl.engine.vllm.server_state import ServerState
 from k3rl.engine.vllm.session import ModelShape, Session
 from k3rl.engine.vllm.weights import WeightTransfer
 from k3rl.model import K3Config
-from k3rl.types import Completion, SamplingParams
+from k3rl.types import SamplingParams
 
 
-class VLLMEngine:
+class VLLMEngine(BlockingCalls):
     """A `RolloutEngine` that a vLLM server serves. Raises IncompatibleServer at once when the server lacks something.
 
     url: of the server. vocab_size, moe_layers (depth indexes of the M MoE layers) and experts_per_token k are those of
@@ -85,6 +86,9 @@ class VLLMEngine:
         shape = ModelShape(vocab_size, tuple(moe_layers), experts_per_token)
         self._session = Session(self._client, shape, model, require)
         self._requests = Requests(self._client, self._session, self._state, max_running, self._news.set)
+        super().__init__(
+            self._requests.outcomes, self._requests.live, lambda: self._state.refuse_if_stalled(self.num_running)
+        )
         self._transfer = WeightTransfer(self._client, transfer_dir, chunk_bytes, self._state.lose)
         try:
             self.reconnect(version)
@@ -203,29 +207,6 @@ class VLLMEngine:
         """Forgets every request without an outcome."""
         self.abort(*list(self._requests.live))
         self._requests.outcomes.take()
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Completion]:
-        """Completes all prompts, in their order. Raises InvalidRequest before any work, or a request's EngineError."""
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        for prompt, own in zip(prompts, each, strict=True):
-            self.check(prompt, own)
-        numbers = [self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-        return self._requests.outcomes.wait_for(numbers, self._step_on)
-
-    def drain(self) -> list[tuple[int, Outcome]]:
-        """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
-        outcomes: list[tuple[int, Outcome]] = []
-        while self._requests.live:
-            outcomes += self._step_on()
-        return outcomes + self.step()
-
-    def _step_on(self) -> list[tuple[int, Outcome]]:
-        """`step` for whoever waits for requests. Raises EngineError where it would wait without end."""
-        if not self._requests.outcomes:
-            self._state.refuse_if_stalled(self.num_running)
-        return self.step()
 
     # ---- pauses and sleep
 
