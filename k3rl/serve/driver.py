@@ -134,6 +134,12 @@ class EngineDriver:
         self._ready().submit([stream.submission])
         return stream
 
+    def submit_all(self, asked: Sequence[tuple[Prompt, SamplingParams]], incremental: bool) -> list[Stream]:
+        """Streams of requests that begin together."""
+        streams = [Stream(prompt, params, incremental) for prompt, params in asked]
+        self._ready().submit([stream.submission for stream in streams])
+        return streams
+
     def abort(self, *streams: Stream) -> None:
         """Aborts requests that have not ended; their slots are free at the next step."""
         left = [stream.submission for stream in streams if not stream.ended]
