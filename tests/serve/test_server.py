@@ -128,6 +128,14 @@ def test_completions_give_the_engines_tokens_logprobs_and_routes(served, model):
     assert answer["prompt_token_ids"] == prompts
 
 
+def test_stop_strings_that_tags_are_made_of_leave_a_turn_whole(scripted):
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 400}
+    answer = scripted.chat.completions.create(**asked, stop=["response", "tools", "call", "argument"]).choices[0]
+    check_turn(answer.message.content, answer.message.reasoning_content, answer.message.tool_calls)
+    cut = scripted.chat.completions.create(**asked, stop=["is", "done"]).choices[0]
+    assert (cut.message.content, cut.message.tool_calls, cut.finish_reason) == ("It ", None, "stop")
+
+
 def test_a_prompt_of_many_samples_is_checked_once(served, monkeypatch):
     url, _ = served
     checked, check = [], prompts.checked_prompt
