@@ -231,7 +231,8 @@ class Trainer:
     def logprobs(self, batch: TrainBatch | None, temperature: float = 1.0) -> np.ndarray:
         """float32 [N]: the logprob of each target token, 0 elsewhere. Forward only; moves no bias.
 
-        Where ranks take micro-batches together a collective; batch: this rank's share, None when it has none.
+        Where ranks take micro-batches together a collective; batch: this rank's share, None when it has none. Raises
+        BatchError or SequenceTooLong, and then PeerFailed on the ranks that it would meet.
         """
         out = np.zeros(0 if batch is None else batch.input_ids.size, np.float32)
         starts: dict[str, int] = {}
@@ -243,7 +244,7 @@ class Trainer:
             def run(micro: TrainBatch = micro, share: ContextShare = share) -> torch.Tensor:
                 return self.on_mesh.target_values(micro, temperature, share)
 
-            values, positions = self.backend.forward(run), share.targets
+            values, positions = self._forward(run), share.targets
             if counts:
                 owner = np.searchsorted(micro.cu_seqlens, positions, side="right") - 1
                 origin = np.array([starts[sid] for sid in micro.sequence_ids], np.int64)
@@ -265,10 +266,19 @@ class Trainer:
                 found.append(loss(self.on_mesh.target_inputs(micro)))
                 return found[0].loss
 
-            self.backend.forward(run)
+            self._forward(run)
             if counts:
                 add_loss(metrics, found[0])
         return metrics
+
+    def _forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A forward pass; where ranks meet in it, an error of one ends all of them."""
+        try:
+            return self.backend.forward(run)
+        except Exception as error:
+            if self.backend.lockstep and not isinstance(error, PeerFailed):
+                self.mesh.world.leave(f"{type(error).__name__}: {error}")
+            raise
 
     # -- parameters and state -------------------------------------------------------------------------------------
 
