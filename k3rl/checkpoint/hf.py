@@ -180,8 +180,10 @@ def _load_adapted(
             f"the adapter {path} belongs to {base}, which holds no checkpoint; put that in place, or beside the adapter"
         )
     check_base(path, base)
-    options = {"packed": packed, "activations": activations or trained_activations(path), "quantization": quantization}
-    model = load_checkpoint(base, dtype, device, mesh=mesh, **options)
+    chosen = activations or trained_activations(path)
+    model = load_checkpoint(
+        base, dtype, device, mesh=mesh, packed=packed, activations=chosen, quantization=quantization
+    )
     load_adapter(path, model).attach(model)
     return model
 

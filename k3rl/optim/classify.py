@@ -38,6 +38,7 @@ BASE_WIDTH = 64
 class HeadLayout(Protocol):
     """The part of `K3Config` that says how attention projections are cut."""
 
+    def __hash__(self) -> int: ...
     @property
     def linear_attn_config(self) -> _KdaHeads: ...
     @property
