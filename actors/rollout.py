@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3rl.actors.answers import AnswerStreams, Request
+from k3rl.actors.answers import AnswerStreams, Increments, Request
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.config import K3Error
 from k3rl.data import ImageError, ImagePatches, preprocess_files
@@ -49,6 +49,7 @@ class RolloutActor(AnswerStreams):
         self._engine: Engine | VLLMEngine | None = None
         self._futures: dict[Any, asyncio.Future[Completion]] = {}  # of each live request
         self._failed_steps = 0
+        self._counts = Increments()
         self._resting = False
         self._pump: asyncio.Task[None] | None = None
         self.weights = WeightSink(config.rollout_device, direct=config.rollout.backend == "k3rl")
@@ -98,6 +99,16 @@ class RolloutActor(AnswerStreams):
             with suppress(K3Error):  # it has ended by itself
                 self.engine.abort(request)
         super().take_back(futures)
+
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """See `AnswerStreams`."""
+        if self._engine is not None:
+            self._engine.end_sessions(*names)
+
+    async def take_counts(self) -> dict[str, float]:
+        """See `AnswerStreams`."""
+        totals = getattr(self._engine, "totals", None)  # a vLLM server keeps its own
+        return {} if totals is None else self._counts.since(totals())
 
     async def check(self) -> None:
         """See `AnswerStreams`."""

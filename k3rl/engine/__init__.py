@@ -14,6 +14,7 @@ from k3rl.engine.adapters import AdapterHeader
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.compute import padded_batch
 from k3rl.engine.engine import Engine
+from k3rl.engine.memory import device_bytes
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix import DiskTier, FixedState, Hit, PrefixCache
 from k3rl.engine.protocol import (
@@ -59,6 +60,7 @@ __all__ = [
     "UnknownRequest",
     "VLLMEngine",
     "WeightUpdateError",
+    "device_bytes",
     "padded_batch",
     "request_samples",
     "sample_uncut",

@@ -173,6 +173,23 @@ def test_rows_of_like_length_run_together_where_padding_would_be_too_much(model,
         )
 
 
+def test_a_long_row_splits_no_step_where_latents_are_read_in_their_pages(model, monkeypatch):
+    """What limits how much is gathered is of the definition alone; where it does split, that is counted."""
+    monkeypatch.setattr("k3rl.engine.compute.decode_graph._TOKENS", 4 * PAGE)
+    own = [params(seed=seed, max_tokens=12) for seed in range(3)]
+    given = [PROMPTS[1], PROMPTS[1], PROMPTS[3]]
+    found = {}
+    for gathers in (True, False):
+        engine = fixed_engine(model, 3, max_context=64)
+        engine.captured_decode._gathers = gathers
+        found[gathers] = engine.generate(given, own), engine.totals()
+    for got, expected in zip(found[False][0], found[True][0], strict=True):
+        same(got, expected)
+    assert (found[False][1]["split_steps"], found[False][1]["uncaptured_steps"]) == (0, 0)
+    assert found[False][1]["ahead_steps"] >= 9
+    assert found[True][1]["split_steps"] >= 9
+
+
 def test_shapes_are_few_whatever_the_lengths(model):
     engine = fixed_engine(model, 5, max_context=200)
     engine.generate([PROMPTS[3]] * 5, [params(seed=seed, max_tokens=20 + 30 * seed) for seed in range(5)])
