@@ -107,8 +107,7 @@ class RolloutActor(AnswerStreams):
 
     async def take_counts(self) -> dict[str, float]:
         """See `AnswerStreams`."""
-        totals = getattr(self._engine, "totals", None)  # a vLLM server keeps its own
-        return {} if totals is None else self._counts.since(totals())
+        return {} if self._engine is None else self._counts.since(self._engine.totals())
 
     async def check(self) -> None:
         """See `AnswerStreams`."""

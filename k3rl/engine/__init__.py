@@ -13,7 +13,7 @@ protocol over a vLLM server). Nothing here trains, speaks HTTP to clients (`k3rl
 from k3rl.engine.adapters import AdapterHeader
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.compute import padded_batch
-from k3rl.engine.engine import Engine
+from k3rl.engine.engine import Engine, totals_of
 from k3rl.engine.memory import device_bytes
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix import DiskTier, FixedState, Hit, PrefixCache
@@ -64,4 +64,5 @@ __all__ = [
     "padded_batch",
     "request_samples",
     "sample_uncut",
+    "totals_of",
 ]

@@ -149,22 +149,6 @@ class Engine:
         """Requests with a row, being prefilled or decoded."""
         return self.batch.scheduler.num_rows
 
-    def totals(self) -> dict[str, float]:
-        """What was counted since the engine started, by the names of a run's metrics (`docs/runs.md`)."""
-        counters, cache = self.counters, self.prefix_cache
-        return {
-            "prompt_tokens_computed": counters.prefilled_tokens,
-            "prompt_tokens_cached": counters.cached_tokens,
-            "sampled_tokens": counters.sampled_tokens,
-            "recomputed_tokens": counters.recomputed_tokens,
-            "preempted": counters.preempted,
-            "decode_steps": counters.decode_steps,
-            "ahead_steps": counters.ahead_steps,
-            "split_steps": counters.split_steps,
-            "uncaptured_steps": counters.uncaptured_steps,
-            "evicted_states": 0 if cache is None else cache.evicted,
-        }
-
     # ---- requests
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
@@ -341,3 +325,20 @@ class Engine:
     def abort_weight_update(self) -> None:
         """Drops an open or prepared update, if any; the current version stays."""
         self.weights.abort()
+
+
+def totals_of(engine: Engine) -> dict[str, float]:
+    """What an engine has counted since it started, by the names of a run's metrics (`docs/runs.md`)."""
+    counters, cache = engine.counters, engine.prefix_cache
+    return {
+        "prompt_tokens_computed": counters.prefilled_tokens,
+        "prompt_tokens_cached": counters.cached_tokens,
+        "sampled_tokens": counters.sampled_tokens,
+        "recomputed_tokens": counters.recomputed_tokens,
+        "preempted": counters.preempted,
+        "decode_steps": counters.decode_steps,
+        "ahead_steps": counters.ahead_steps,
+        "split_steps": counters.split_steps,
+        "uncaptured_steps": counters.uncaptured_steps,
+        "evicted_states": 0 if cache is None else cache.evicted,
+    }

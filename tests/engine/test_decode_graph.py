@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from k3rl.checkpoint import manifest_of
 from k3rl.checkpoint.hf import official_tensors
-from k3rl.engine import Engine, EngineError, PrefixCache
+from k3rl.engine import Engine, EngineError, PrefixCache, totals_of
 from k3rl.engine.compute.decode_graph import BATCHES, CapturedDecode, padded_batch
 from k3rl.engine.sampling.device_sampler import sample_uncut
 from k3rl.engine.sampling.sampler import sample
@@ -182,7 +182,7 @@ def test_a_long_row_splits_no_step_where_latents_are_read_in_their_pages(model, 
     for gathers in (True, False):
         engine = fixed_engine(model, 3, max_context=64)
         engine.captured_decode._gathers = gathers
-        found[gathers] = engine.generate(given, own), engine.totals()
+        found[gathers] = engine.generate(given, own), totals_of(engine)
     for got, expected in zip(found[False][0], found[True][0], strict=True):
         same(got, expected)
     assert (found[False][1]["split_steps"], found[False][1]["uncaptured_steps"]) == (0, 0)
