@@ -16,11 +16,13 @@ from k3rl.tokens import Tokenizer
 _CACHE_SHARE = 8  # of a device's memory, for states of conversations, when nobody says how much
 
 
-def k3rl_engine(config: ClusterConfig, checkpoint: Path, *, max_running: int, seed: int) -> Engine:
+def k3rl_engine(
+    config: ClusterConfig, checkpoint: Path, *, max_running: int, seed: int, activations: str | None = None
+) -> Engine:
     """A fresh engine over a checkpoint directory."""
     (device, dtype), own = place_of(config.rollout_device), config.engine
     return Engine(
-        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served"),
+        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served", activations=activations),
         max_running=max_running,
         seed=seed,
         tokenizer=Tokenizer.load(checkpoint),

@@ -125,9 +125,9 @@ class Decoder:
 
     def _settle_ahead(self) -> None:
         """Reads what others wait for: the buffers of a step are those of the second next one."""
-        for route in self._ahead:
+        ahead, self._ahead = self._ahead, []
+        for route in ahead:
             route.get()
-        self._ahead.clear()
 
     def decode(self, rows: list[int], alone: bool) -> Decoded:
         """Feeds running rows their last sampled tokens, or finds what was launched for them.

@@ -107,6 +107,9 @@ class MemoryTier:
     def clear(self, *, keep_owned: bool = False) -> None:
         for key in self._index.without_owner() if keep_owned else list(self.states):
             self._drop(key)
+        if not keep_owned:  # what a put that raised left behind, too
+            self.blocks.clear()
+            self.bytes = 0
         if self._below is not None:
             self._below.clear(keep_owned=keep_owned)
 

@@ -124,11 +124,19 @@ class PrefixStates:
 
     def clear(self) -> None:
         """Other weights are served."""
+        if not self._carries:
+            self.forget()
+            return
         self._shared.clear()
         self._coming.clear()
-        self._prefix.clear(keep_owned=self._carries)
-        if not self._carries:
-            self._sessions.clear()
+        self._prefix.clear(keep_owned=True)
+
+    def forget(self) -> None:
+        """Nothing is kept any more: of other weights, or half written by a step that raised."""
+        self._shared.clear()
+        self._coming.clear()
+        self._sessions.clear()
+        self._prefix.clear()
 
     def _keep(
         self,
