@@ -13,7 +13,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -81,7 +81,8 @@ class AnswerStreams(ABC):
                 outbox.answers.append((ticket, lost))
                 outbox.changed.set()
                 continue
-            requests.append((ids, params, images) if images else (ids, params))
+            row = cast(Sequence[int], ids)
+            requests.append((row, params, images) if images else (row, params))
             ready.append((ticket, turn))
         for (ticket, turn), future in zip(ready, self.begin(requests), strict=True):
             outbox.live[ticket] = future

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache, totals_of
 from k3rl.engine.compute.decode_graph import BATCHES, CapturedDecode, padded_batch
 from k3rl.engine.sampling.device_sampler import sample_uncut

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.checkpoint import digest, manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import digest, manifest_of, official_tensors
 from k3rl.engine import Engine
 from k3rl.engine.protocol import WeightUpdateError
 from k3rl.types import SamplingParams
