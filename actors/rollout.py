@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from k3rl.actors.answers import AnswerStreams, Request
+from k3rl.actors.answers import AnswerStreams, Increments, Request
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.data import ImageError, ImagePatches, preprocess_files
 from k3rl.envs import ContextOutgrown, EngineFailed
@@ -51,6 +51,7 @@ class RolloutActor(AnswerStreams):
         self._number = number
         self._max_running = max_running
         self._seed = seed
+        self._counts = Increments()
         self._resting = False
         self._preparing: set[asyncio.Task[None]] = set()  # of images
         self._thread = self._new_thread()
@@ -155,6 +156,24 @@ class RolloutActor(AnswerStreams):
         with suppress(EngineStopped):  # which ended them
             self._thread.abort(left)
         super().take_back(futures)
+
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """See `AnswerStreams`."""
+        from k3rl.engine import Engine, EngineStopped
+
+        with suppress(EngineStopped):  # and with it what it had kept
+            if isinstance(self.engine, Engine):  # a vLLM server keeps what it has room for
+                self._thread.run(lambda engine: engine.end_sessions(*names) if isinstance(engine, Engine) else None)
+
+    async def take_counts(self) -> dict[str, float]:
+        """See `AnswerStreams`."""
+        from k3rl.engine import Engine, EngineStopped, totals_of
+
+        try:
+            engine = self.engine
+        except EngineStopped:  # nothing is loaded, or `check` says what happened
+            return {}
+        return self._counts.since(totals_of(engine)) if isinstance(engine, Engine) else {}
 
     async def check(self) -> None:
         """See `AnswerStreams`."""
