@@ -24,8 +24,10 @@ class EngineConfig(Config):
     weights, or carried on as the old ones computed them."""
     memory_mb: int | None = Field(None, ge=1)
     """Memory of states and latents together; None takes a share of what the machine has free, if it must be bounded."""
-    prefix_cache_mb: int = Field(0, ge=0)
-    """Memory for prefixes of multi-turn requests; 0 turns the prefix cache off."""
+    prefix_cache_mb: int | None = Field(None, ge=0)
+    """Memory, beside the model, for the states of conversations between their turns and of prompts that many share.
+    None takes an eighth of what the device has, divided by the engines on it; with 0 each turn computes its whole
+    conversation again."""
     prefix_host_mb: int = Field(0, ge=0)
     """Host memory for what leaves the first tier of the prefix cache."""
     prefix_disk_mb: int = Field(0, ge=0)
@@ -38,7 +40,7 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _tiers_fit(self) -> EngineConfig:
-        if (self.prefix_host_mb or self.prefix_disk_mb) and not self.prefix_cache_mb:
+        if (self.prefix_host_mb or self.prefix_disk_mb) and self.prefix_cache_mb == 0:
             raise ValueError("prefix_host_mb and prefix_disk_mb take what leaves prefix_cache_mb, which is 0; set it")
         if self.prefix_disk_mb and self.prefix_directory is None:
             raise ValueError(f"prefix_disk_mb is {self.prefix_disk_mb} without prefix_directory; name a folder")
@@ -108,6 +110,9 @@ class ClusterConfig(Config):
     transfer_timeout_s: float = Field(60.0, gt=0, json_schema_extra=NOT_HASHED)
     """How long learner and engines wait for each other at each bucket of a broadcast or of `ipc`. A transport
     that broke is left for the object store."""
+    canary_tolerance: float = Field(0.05, gt=0)
+    """Nats by which learner and engines may differ on a fixed prompt after a switch of weights, in the median of its
+    tokens; ten times as many where engines record routes for it, on GPUs in bf16. Beyond, the run ends."""
     restarts: int = Field(2, ge=0)
     """How often a run may start its actors again, from its last training state, after one died or hung."""
     object_store_mb: int = Field(512, ge=100)

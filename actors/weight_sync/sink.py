@@ -38,7 +38,6 @@ class WeightSink:
         self._direct = direct
         self._receivers: list[Receiver] = []  # of each learner rank that sends
         self._worker: ThreadPoolExecutor | None = None  # takes flat buffers while the engine goes on
-        self._blocked_s = 0.0  # in which the engine could not step, of the version that is being prepared
 
     def location(self) -> Location:
         """Where the engine's weights are."""
@@ -64,7 +63,6 @@ class WeightSink:
     ) -> dict[str, float]:
         """Builds and verifies a version beside the one that the engine serves; -> seconds of the parts, where they are
         known. Buckets come one at a time."""
-        self._blocked_s = 0.0
         if payload.stream and not self._receivers:
             raise TransferBroken("this rollout actor has not met the learner; call join_transfer(...) first")
         if payload.encoding == "flat":
@@ -74,34 +72,27 @@ class WeightSink:
 
         def take(bucket: bytes | Tensor) -> None:
             nonlocal opened
-            began = time.perf_counter()
             if not opened:
                 self.open(engine, version, manifest, payload)
             opened = True
             self.take(engine, payload.encoding, bucket)
-            self._blocked_s += time.perf_counter() - began
 
         if payload.stream:
             await self._receivers[0].receive(payload.stream, take)
         for ref in payload.buckets:
             take(await ref)
-        began = time.perf_counter()
         if not opened:  # a delta of nothing has no bucket
             self.open(engine, version, manifest, payload)
         engine.verify_weight_update()
-        self._blocked_s += time.perf_counter() - began
         return {}
 
     def commit(self, engine: Engine | VLLMEngine, version: int) -> float:
-        """Switches to the prepared version; -> seconds in which the engine could not step because of it.
-
-        Those of the first phase are in it too, where that runs between two steps, and so is what the device copies.
-        """
+        """Switches to the prepared version, between two steps; -> seconds that it takes, the device's copies too."""
         began = time.perf_counter()
         engine.finish_weight_update(version)
         if self._direct and self._device_name == "cuda":
             torch.cuda.current_stream().synchronize()
-        return self._blocked_s + time.perf_counter() - began
+        return time.perf_counter() - began
 
     # ---- flat buffers, beside the steps of the engine
 

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.checkpoint import digest, empty_buffer, manifest_of, shard_layout, shard_of, write_flat
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import (
+    digest,
+    empty_buffer,
+    manifest_of,
+    official_tensors,
+    shard_layout,
+    shard_of,
+    write_flat,
+)
 from k3rl.engine import Engine
 from k3rl.engine.flat_update import ValuesCopy
 from k3rl.engine.protocol import WeightUpdateError
