@@ -232,11 +232,11 @@ class WeightPublisher:
                 gone = isinstance(error, TransferBroken | RayActorError | GetTimeoutError)
                 for link in self._links if sending and gone else ():
                     abort_transfer(link, f"rollout actor {i} is gone")
-        for call in sending:
+        for sender, call in enumerate(sending):
             try:
                 ray.get(call, timeout=self._timeout_s)
             except Exception as error:  # as above
-                errors.append(f"the learner: {error}")
+                errors.append(f"rank {sender} of the learner's that send: {error}")
                 broken = error if isinstance(error, TransferBroken) else broken
         if errors and phase == "prepare":
             ray.wait(
