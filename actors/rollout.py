@@ -205,24 +205,26 @@ class RolloutActor(AnswerStreams):
         """Where this engine's weights are."""
         return self.weights.location()
 
-    async def join_transfer(self, link: Link, number: int) -> None:
-        """Meets the learner, as receiver `number`, to be sent weights by it. Raises TransferBroken."""
-        await self.weights.join(link, number)
+    async def join_transfer(self, links: Sequence[Link], number: int) -> None:
+        """Meets the ranks of the learner that send weights, as receiver `number`. Raises TransferBroken."""
+        await self.weights.join(links, number)
 
     async def close_transfer(self) -> None:
         self.weights.close()
 
-    async def prepare(self, version: int, manifest: Mapping[str, str], payload: Payload) -> None:
-        """First phase: builds and verifies version `version` beside the one that serves, while that is stepped."""
-        await self.weights.prepare(self.engine, version, manifest, payload)
+    async def prepare(self, version: int, manifest: Mapping[str, str], payload: Payload) -> dict[str, float]:
+        """First phase: builds and verifies version `version` beside the one that serves, while that is stepped;
+        -> seconds of its parts."""
+        return await self.weights.prepare(self.engine, version, manifest, payload)
 
-    async def commit(self, version: int) -> int:
-        """Second phase: switches to the prepared version, with which requests that rested go on."""
+    async def commit(self, version: int) -> float:
+        """Second phase: switches to the prepared version, with which requests that rested go on; -> seconds in which
+        the engine could not step because of the version."""
 
-        def switch(engine: Engine | VLLMEngine) -> int:
-            engine.finish_weight_update(version)
+        def switch(engine: Engine | VLLMEngine) -> float:
+            paused_s = self.weights.commit(engine, version)
             self._wake(engine)
-            return engine.version
+            return paused_s
 
         return await self._between_steps(switch)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3rl.checkpoint import FlatShard
 from k3rl.data import ImagePatches
 from k3rl.engine import diagnose
 from k3rl.engine.batch import Batch
@@ -297,6 +298,17 @@ class Engine(BlockingCalls):
     def update_weights_by_delta(self, bucket: bytes) -> None:
         """Takes a bucket of the delta in, in any order. An error drops the update."""
         self.weights.add_bucket(bucket)
+
+    def start_flat_update(self, version: int, shards: Sequence[FlatShard]) -> None:
+        """Opens an update to a later version, which comes in a flat buffer for each of these shards."""
+        self.weights.open_flat(version, shards)
+
+    def update_weights_by_shard(self, number: int, buffer: Tensor) -> None:
+        """Proves and takes in shard `number`, uint8 [n] on the model's device. An error drops the update.
+
+        Steps may run meanwhile in another thread, and while the update is verified.
+        """
+        self.weights.add_shard(number, buffer)
 
     def verify_weight_update(self) -> None:
         """First phase: proves the update whole and builds its model, or adapter, beside the one that serves.

@@ -177,7 +177,7 @@ def gather_tensors(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]
         return dict(own)
     about = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()]
     every: dict[str, Tensor] = {}
-    for rank, text in enumerate(world.exchange(json.dumps(about))):
+    for rank, text in enumerate(world.exchange_once(json.dumps(about))):
         parts = [(name, getattr(torch, kind), torch.Size(shape)) for name, kind, shape in json.loads(text)]
         sizes = [shape.numel() * kind.itemsize for _, kind, shape in parts]
         if not parts:  # it owns nothing, and all ranks know
