@@ -168,7 +168,7 @@ class SamplingParams:
     request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
     cache_salt: prefix-cache entries are shared only between requests of one salt (a tenant).
     session: the name of the conversation that the request goes on; its state stays in the engine until the next turn,
-    or until the session ends. Empty: none.
+    or until the session ends. Empty: none. ends_session: this is its last turn, behind which nothing is kept.
     routes_from: tokens of the prompt whose routes the caller has; `Completion.routes` begins behind them.
     adapter: the name of a published adapter to compute with; empty for the weights as they are.
     top_logprobs: how many of the likeliest tokens to give with each sampled one (`Completion.top_logprobs`).
@@ -191,6 +191,7 @@ class SamplingParams:
     adapter: str = ""
     top_logprobs: int = 0
     session: str = ""
+    ends_session: bool = False
     routes_from: int = 0
 
     def __post_init__(self) -> None:
