@@ -94,8 +94,11 @@ class LearnerActor:
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
         packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
         held = mesh.experts(built.num_experts)
-        model = K3ForCausalLM(built, dtype=self._dtype, device=self._model_device(trainer), experts=held, packed=packed)
-        model.init_weights(seed)
+        with self._world.together("making a model"):
+            model = K3ForCausalLM(
+                built, dtype=self._dtype, device=self._model_device(trainer), experts=held, packed=packed
+            )
+            model.init_weights(seed)
         return self._adopt(model, trainer, mesh, learner)
 
     def load(
@@ -110,7 +113,8 @@ class LearnerActor:
         mesh = self._mesh(trainer)
         packed = _packs(trainer, learner)
         device = self._model_device(trainer)
-        model = load_checkpoint(checkpoint, self._dtype, device, mesh=mesh, packed=packed, activations=activations)
+        with self._world.together("loading a checkpoint"):
+            model = load_checkpoint(checkpoint, self._dtype, device, mesh=mesh, packed=packed, activations=activations)
         return self._adopt(model, trainer, mesh, learner)
 
     def _model_device(self, trainer: TrainerConfig) -> torch.device:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from k3rl.data import TrainBatch, TrainSequence
 from k3rl.losses import LossOutput
 from k3rl.model import MLP, GatedMLA, K3ForCausalLM, KimiDeltaAttention, LatentMoE
-from k3rl.numerics import project, stored_dtype
+from k3rl.numerics import project
 from k3rl.optim import ADAMW_BETAS, ADAMW_EPS, OptimizerStateError, adamw_scale, classify, clip_heads_
 from k3rl.parallel.agree import flat, raise_together
 from k3rl.parallel.backends.base import OPTIMIZER, Update
@@ -317,7 +317,7 @@ class DeepSpeedBackend:
         """Every parameter becomes what a checkpoint stores of it; the masters stay."""
         quantization = self._model.config.quantization
         for name, parameter in self._names.items():
-            stored = stored_dtype(name, quantization.weights)
+            stored = self._model.config.stored(name)
             if stored == "fp32" or (stored == "bf16" and parameter.dtype == torch.bfloat16):
                 continue
             with self._gathered([name], write=True):
@@ -366,11 +366,11 @@ class DeepSpeedBackend:
         for layer, maximum in max_logits.items():
             if bool((maximum <= self._config.qk_clip).all()):
                 continue
-            names = [
-                f"language_model.model.layers.{layer}.self_attn.{kind}.weight" for kind in ("q_b_proj", "kv_b_proj")
-            ]
+            config = self._model.config
+            kinds = ("q_proj" if config.q_lora_rank is None else "q_b_proj", "kv_b_proj")
+            names = [f"{config.prefix}model.layers.{layer}.self_attn.{kind}.weight" for kind in kinds]
             masters = [self._full(name).clone() for name in names]
-            clipped += clip_heads_(masters[0], masters[1], maximum, self._model.config, self._config.qk_clip)
+            clipped += clip_heads_(masters[0], masters[1], maximum, config, self._config.qk_clip)
             self._write(dict(zip(names, masters, strict=True)))
         return clipped
 
