@@ -93,6 +93,11 @@ class EvalConfig(Config):
 
     n: int = Field(512, ge=1)
     """Held-out tasks."""
+    every: int | None = Field(None, ge=1)
+    """Of RL and distillation: steps between evaluations while the run goes on, at temperature 1, on what training
+    leaves of the engines and of one version of the weights (`eval/...` in docs/runs.md). None: none."""
+    every_n: int = Field(128, ge=1)
+    """Held-out tasks of each of these."""
     n_family: int = Field(128, ge=0)
     """Tasks of the family that never occurs in training, reported apart."""
     seed: int = 0
