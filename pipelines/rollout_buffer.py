@@ -128,8 +128,8 @@ class RolloutBuffer:
         self._due = trained
 
     def take_evaluations(self, *, last: bool) -> list[tuple[int, list[float | None]]]:
-        """(trained steps, reward of each episode or None) of an evaluation that is done, one at a time: a step's metrics
-        have room for one. Of all that are left where this step is the `last`.
+        """(trained steps, reward of each episode or None) of an evaluation that is done, one at a time: a step's
+        metrics have room for one. Of all that are left where this step is the `last`.
         """
         if last:
             self._finish_evaluation()
