@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from k3rl.actors import ActorLost, Fleet, FleetConfig, start_fleet, start_ray
+from k3rl.actors import ActorLost, ClusterConfig, Fleet, FleetConfig, start_fleet, start_ray
 from k3rl.actors.weight_sync import Canary
 from k3rl.config import to_tree
 from k3rl.data import TrajectoryWriter
@@ -40,6 +40,7 @@ class Session:
     interrupts: Interrupts
     fleet: Fleet
     memory: MemoryWatch
+    cluster: ClusterConfig
     tokenizer: Tokenizer
     trajectories: TrajectoryWriter
     resume: bool
@@ -114,7 +115,19 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         max_running = config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
         kept = _trajectories(run, tokenizer)
-        yield Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, options.resume)
+        yield Session(
+            run,
+            metrics,
+            recorder,
+            progress,
+            interrupts,
+            members,
+            memory,
+            config.cluster,
+            tokenizer,
+            kept,
+            options.resume,
+        )
 
 
 def canary_prompt(env: EnvConfig, tokenizer: Tokenizer) -> list[int]:

@@ -22,6 +22,7 @@ STEPS = 5
 WORDS = (
     *("--steps", str(STEPS), "--batch-size", "8", "--group-size", "2", "--save-every", "1"),
     *("--evaluation.n", "4", "--evaluation.n-family", "0", "--sampling.max-tokens", "12"),
+    *("--evaluation.every", "2", "--evaluation.every-n", "3", "--evaluation.max-tokens", "12"),
     *("--cluster.learner-actors", "1", "--cluster.rollout-actors", "1"),
     *("--cluster.environment-actors", "1", "--cluster.reward-actors", "1"),
 )
@@ -87,6 +88,17 @@ def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_b
     assert all(row["engine/prompt_tokens_computed"] >= 0 and row["engine/decode_steps"] > 0 for row in rows[:before])
     if mode == "asynchronous":
         assert max(row["staleness/max"] for row in rows) >= 1, "episodes ran while the learner trained"
+
+
+def test_weights_are_measured_while_the_run_goes_on(stopped_and_resumed):
+    _, _, rows = stopped_and_resumed
+    found = [row for row in rows if "eval/coding-lists/mean" in row]
+    assert [row["eval/coding-lists/step"] for row in found] == [2, 4], "each once, whenever the run was stopped"
+    for row in found:
+        assert row["counts"]["eval/coding-lists/mean"] + row["eval/coding-lists/missing"] == 3
+        assert row["eval/coding-lists/ci_low"] <= row["eval/coding-lists/mean"] <= row["eval/coding-lists/ci_high"]
+        assert row["eval/coding-lists/best_step"] == 2, "random weights solve nothing, so no later one is better"
+        assert row["step"] + 1 >= row["eval/coding-lists/step"]
 
 
 def test_a_schedule_follows_from_the_configuration():
