@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.types import SamplingMasks
+from k3rl.packed import SamplingMasks
 
 TABLE_ELEMENTS = 1 << 22  # a table up to this size is kept: computing it again costs more than its 16 MiB
 

@@ -16,7 +16,8 @@ from k3rl.data import (
     token_weights,
 )
 from k3rl.data.batch import branch_routes
-from k3rl.types import Branch, Episode, Failed, SamplingMasks, Scored, StopReason, Turn
+from k3rl.packed import SamplingMasks
+from k3rl.types import Branch, Episode, Failed, Scored, StopReason, Turn
 
 
 def turn(prompt, sampled, *, routes=None, version=0):

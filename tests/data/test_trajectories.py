@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from k3rl.data import trajectories
 from k3rl.data.trajectories import TrajectoryError, TrajectoryWriter
+from k3rl.packed import SamplingMasks
 from k3rl.tokens.images import data_url
 from k3rl.types import (
     Branch,
@@ -28,7 +29,6 @@ from k3rl.types import (
     Group,
     Invalid,
     Message,
-    SamplingMasks,
     Scored,
     StopReason,
     ToolCall,
