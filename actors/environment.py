@@ -212,8 +212,8 @@ class EnvironmentWorker:
         """An ungraded episode. One whose environment fails says so."""
         try:
             task = self._tasks.get(job.task).public()
-            own = replace(sampling, seed=job.sampling_seed)
-            settings = TurnSettings(self._tokenizer, own, prompts=self._prompts)
+            seeded = replace(sampling, seed=job.sampling_seed)
+            settings = TurnSettings(self._tokenizer, seeded, job.thinking, job.thinking_effort, self._prompts)
             context = EpisodeContext(
                 seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
             )

@@ -49,11 +49,14 @@ class RolloutWorkers:
         self._counts: Counter[str] = Counter()
         self._stream: RolloutStream | None = None
 
-    def load(self, checkpoint: str) -> None:
-        """Every engine serves this checkpoint, and environments use its tokenizer."""
+    def load(self, checkpoint: str, activations: str | None = None) -> None:
+        """Every engine serves this checkpoint, and environments use its tokenizer.
+
+        activations: what experts' inputs are rounded to instead of what the checkpoint says (`load_checkpoint`).
+        """
         self.close()
         self._checkpoint = checkpoint
-        calls = [actor.load.remote(checkpoint) for actor in self.engines]
+        calls = [actor.load.remote(checkpoint, activations) for actor in self.engines]
         wait(calls, self._timeout_s, "loading a checkpoint into the engines")
 
     @property

@@ -76,7 +76,7 @@ class TurnSettings:
 
     sampling holds for every turn, `max_tokens` as an upper bound; with a `sampling.seed` each turn derives its own.
     thinking: assistant turns have a think channel; thinking_effort: low, high or max. prompts: those that other
-    episodes of this tokenizer and this thinking began with.
+    episodes of this tokenizer began with.
     """
 
     tokenizer: Tokenizer
@@ -91,7 +91,7 @@ class TurnSettings:
         """A conversation that begins, through the generation prefix. Raises XTMLError, TokenizerError or ImageError."""
         if self.prompts is None:
             return self._prompt(messages, tools, tool_choice)
-        key = repr((messages, tools, tool_choice))
+        key = repr((messages, tools, tool_choice, self.thinking, self.thinking_effort))
         return self.prompts.get(key, lambda: self._prompt(messages, tools, tool_choice))
 
     def _prompt(
