@@ -116,8 +116,12 @@ class RolloutWorkers:
 
     def take_metrics(self) -> Accumulator:
         """What went wrong since the last call, counted: retries, replaced actors, attempts without a reward by kind,
-        and what did not reach the learner."""
+        what did not reach the learner, and what engines did."""
         metrics = Accumulator()
+        calls = [actor.take_counts.remote() for actor in self.engines]
+        engines = wait(calls, self._timeout_s, "asking engines what they did")
+        for name in {name for counts in engines for name in counts}:
+            metrics.add(f"engine/{name}", sum(counts.get(name, 0) for counts in engines))
         replaced = self._environments.replaced + self._rewards.replaced
         self._environments.replaced = self._rewards.replaced = 0
         lost = self._stream.take_counts() if self._stream is not None else {}

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import datasets
 import numpy as np
 
 from k3rl.config import ConfigError, MissingResource
@@ -92,6 +91,8 @@ def thinks(row: ChatExample) -> bool:
 
 def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatches, TrainBatch]:
     """(training batches, the held-out batch). Demonstrations are written into the run and read like any file."""
+    import datasets  # a second to import, which only SFT needs
+
     datasets.disable_progress_bars()
     folder = session.run.root / "data"
     cache = folder / "cache"

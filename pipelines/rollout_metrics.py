@@ -107,6 +107,10 @@ def publication_metrics(published: Mapping[str, float]) -> Accumulator:
         metrics.add("mismatch/canary", published["canary"])
         for name in ("bytes", "bytes_full", "deltas", "refused", "seconds", "transfer_seconds", "fell_back"):
             metrics.add(f"publish/{name}", published[name])
+        for name in ("gather_seconds", "digest_seconds", "receive_seconds", "verify_seconds"):
+            if name in published:  # of flat buffers alone
+                metrics.add(f"publish/{name}", published[name])
+        metrics.add("time/engine_paused", published["engine_paused"])
     return metrics
 
 

@@ -13,7 +13,7 @@ Decided by the official name alone, so that a checkpoint of any size is treated 
 The report gives Muon to "matrix parameters" and its public readings list what AdamW takes; the router is a matrix that
 no such list names, so it goes to Muon. The two factors of an adapter are no weight matrices: orthogonalizing each does
 not orthogonalize the update of their product, and A's few rows belong to no head. Weight decay leaves vectors alone,
-also those stored as [1, n].
+also those stored as [1, n]; a factor of an adapter is a matrix, of rank 1 too.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def classify(name: str, shape: Sequence[int], config: HeadLayout) -> ParamInfo:
             )
         return ParamInfo("muon", decay=True, heads=heads, segments=segments)
     if _ADAMW.search(name):
-        return ParamInfo("adamw", decay=sum(size > 1 for size in shape) > 1)
+        return ParamInfo("adamw", decay=".lora_" in name or sum(size > 1 for size in shape) > 1)
     raise ClassifyError(
         f"no rule of k3rl.optim.classify covers the parameter {name!r} of shape {tuple(shape)}; "
         "official names end in '.weight', '.A_log', '.dt_bias' or '.e_score_correction_bias'"

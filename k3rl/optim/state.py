@@ -161,24 +161,22 @@ class OptimizerState:
 
     @torch.no_grad()
     def to_tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
-        """All state, or that of `names`, as new tensors: "<name>/master" and "<name>/momentum" of Muon matrices;
-        "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors. They lie
-        where the state is stored. Independent of how state is bucketed.
+        """All state, or that of `names`, as new tensors on the host: "<name>/master" and "<name>/momentum" of Muon
+        matrices; "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors.
+        Beside the state, its device holds one tensor's copy at a time. Independent of how state is bucketed.
         """
         state: dict[str, Tensor] = {}
         for piece, parts in self._muon_pieces():
             if names is not None and piece.name not in names:
                 continue
             for key, blocks in parts.items():
-                whole = state.setdefault(
-                    f"{piece.name}/{key}", torch.empty(piece.param.shape, dtype=blocks.dtype, device=blocks.device)
-                )
+                whole = state.setdefault(f"{piece.name}/{key}", torch.empty(piece.param.shape, dtype=blocks.dtype))
                 piece.cut(whole).copy_(blocks)
         for bucket in self.adam:
             for (name, parts), steps in zip(bucket.state(), bucket.steps, strict=True):
                 if names is not None and name not in names:
                     continue
-                state.update({f"{name}/{key}": value.clone() for key, value in parts.items()})
+                state.update({f"{name}/{key}": value.to("cpu", copy=True) for key, value in parts.items()})
                 state[f"{name}/steps"] = torch.tensor(steps)
         return state
 

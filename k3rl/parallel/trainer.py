@@ -315,7 +315,7 @@ class Trainer:
         return gather_tensors(self.mesh.world, self.owned_state())
 
     def owned_state(self) -> dict[str, torch.Tensor]:
-        """This rank's part of `state_tensors`: each tensor is in one rank's, under its official name, whole."""
+        """This rank's part of `state_tensors`, new tensors: each is in one rank's, under its official name, whole."""
         state = self.backend.state_tensors()
         if self.mesh.world.rank == 0:
             state |= {f"router_bias.{layer}": bias.detach().clone() for layer, bias in self.model.router_biases()}

@@ -143,7 +143,9 @@ class Shards:
         """(owner, its names, those stored alike together); owner None when every rank keeps the masters."""
         key = replicas.names[0]
         if key not in self._ordered:
-            found: dict[int | None, list[str]] = {owner: [] for owner in (replicas.axis.ranks if self._sharded else [None])}
+            found: dict[int | None, list[str]] = {
+                owner: [] for owner in (replicas.axis.ranks if self._sharded else [None])
+            }
             for name in sorted(replicas.names, key=storage_kind):
                 found[self.owners[name] if self._sharded else None].append(name)
             self._ordered[key] = list(found.items())
@@ -175,7 +177,7 @@ def gather_tensors(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]
         return dict(own)
     about = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()]
     every: dict[str, Tensor] = {}
-    for rank, text in enumerate(world.exchange(json.dumps(about))):
+    for rank, text in enumerate(world.exchange_once(json.dumps(about))):
         parts = [(name, getattr(torch, kind), torch.Size(shape)) for name, kind, shape in json.loads(text)]
         sizes = [shape.numel() * kind.itemsize for _, kind, shape in parts]
         if not parts:  # it owns nothing, and all ranks know

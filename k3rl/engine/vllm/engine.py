@@ -4,12 +4,13 @@ Follows vLLM 0.33.0, read from its released package: `/inference/v1/generate` fo
 weights. The server is started with (one line):
 
     VLLM_SERVER_DEV_MODE=1 PYTHONPATH=folder/of/vllm_worker.py vllm serve MODEL --enable-scale-out
-        --logprobs-mode processed_logprobs --return-sampling-mask --enable-return-routed-experts
+        --logprobs-mode processed_logprobs --enable-return-routed-experts
         --worker-extension-cls vllm_worker.Worker --weight-transfer-config '{"backend": "k3rl"}'
 
 State across a weight update: the caches of requests in flight are dropped and computed again from their tokens by the
 new weights or, with `in_flight="carry"`, go on as the old ones computed them; both as in `Engine`. The prefix cache is
 salted with the version, so no later request reads an old entry.
+Sampling that cuts something needs --return-sampling-mask as well (`wire.sent_params`).
 Draws are vLLM's own: a seed repeats a sample there, and is not the sample that `Engine` draws from it.
 What was exercised against a real server, and what only against the fake of the tests, is in docs/vllm.md.
 """
@@ -66,7 +67,7 @@ class VLLMEngine(BlockingCalls):
         max_running: int = 256,
         seed: int = 0,
         version: int = 0,
-        require: Collection[str] = ("sampling_masks", "weights"),
+        require: Collection[str] = ("weights",),
         transfer_dir: str | os.PathLike[str] | None = None,
         chunk_bytes: int = 64 << 20,
         deadlines: Deadlines | None = None,
@@ -166,8 +167,8 @@ class VLLMEngine(BlockingCalls):
         self._state.refuse_if_lost()
         number, self._submitted = self._submitted, self._submitted + 1
         seed = wire.wire_seed(sampler.request_seed(params.seed, self.seed, number))
-        answer = wire.Answer(prompt.rows.size, params)
-        self._requests.start(Request(number, prompt, params, seed, self._session.name(number), answer))
+        sent, answer = self._session.asked(prompt, params)
+        self._requests.start(Request(number, prompt, sent, seed, self._session.name(number), answer))
         return number
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> Prompt:
@@ -251,7 +252,7 @@ class VLLMEngine(BlockingCalls):
         try:
             self.pause("abort")
             self.resume()
-            self._canary = self._session.greedy()
+            self._canary = self._session.canary()
             self._client.call("POST", "/sleep", query=query, deadline_s=self._deadlines.update)
         except EngineError:
             self._state.asleep = self._client.call("GET", "/is_sleeping").get("is_sleeping", True)
@@ -262,14 +263,14 @@ class VLLMEngine(BlockingCalls):
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Takes the memory back, all of it or that of `tags` ("weights", "kv_cache").
 
-        Weights that were kept are proved by a greedy sample from before; after level 2 requests wait for a weight
+        Weights that were kept are proved by a sample from before; after level 2 requests wait for a weight
         update. Raises EngineLost when the server woke with other weights.
         """
         query = {"tags": list(tags)} if tags else None
         answer = self._client.call("POST", "/wake_up", query=query, deadline_s=self._deadlines.update)
         self._state.asleep = answer.get("status") != "awake" if isinstance(answer, Mapping) else False
         if not self._state.asleep and not self._state.lacks_weights:
-            before, after = self._canary, self._session.greedy()
+            before, after = self._canary, self._session.canary()
             # Equal weights give equal tokens, and logprobs that differ by less than any other weights would.
             if before is not None and (
                 before.ids != after.ids or not np.allclose(before.logprobs, after.logprobs, rtol=0, atol=0.05)

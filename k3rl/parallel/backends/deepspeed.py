@@ -393,7 +393,7 @@ class DeepSpeedBackend:
         for name in names:
             found = {"master": self._full(name)} | {key: self._full(name, own) for key, own in _MOMENTS.items()}
             if name in mine:
-                state |= {f"{OPTIMIZER}{name}/{key}": value.clone() for key, value in found.items()}
+                state |= {f"{OPTIMIZER}{name}/{key}": value.to("cpu", copy=True) for key, value in found.items()}
                 state[f"{OPTIMIZER}{name}/steps"] = torch.tensor(self._adam.count)
         return state
 
