@@ -28,6 +28,7 @@ def session_of(tmp_path):
         interrupts=Interrupts(),
         progress=Progress(Console(file=io.StringIO())),
         resume=False,
+        recorded=lambda: None,
     )
 
 
