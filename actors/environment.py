@@ -118,8 +118,9 @@ class EnvironmentWorker:
         self._tasks = Tasks(self._environment.source)
         self._engines = engines
         self._clients: list[EngineClient] = []
-        self._sandboxes = provider_named(env.sandbox)
-        self._programs = ProgramRunner(self._sandboxes) if self._environment.needs_programs else None
+        self._sandboxes = provider_named(env.sandbox, **env.sandbox_args)
+        needs_programs = self._environment.needs_programs
+        self._programs = ProgramRunner(provider_named(env.local_sandbox)) if needs_programs else None
         self._tokenizer, self._prompts = Tokenizer.builtin(), PromptCache()
         self._episodes: dict[tuple[str, int], tuple[asyncio.Task[None], _Seat]] = {}
         self._of_engine: Counter[int] = Counter()  # episodes that run

@@ -152,7 +152,9 @@ class _Loop:
         turn = self._turn
         started = time.monotonic()
         try:
-            result = await self._env.step(Action(message, turn.sampled_ids, prompt_rows(turn) + len(turn.sampled_ids)))
+            result = await self._env.step(
+                Action(message, tuple(turn.sampled_ids), prompt_rows(turn) + len(turn.sampled_ids))
+            )
         finally:
             self._branch = self._branch.with_last(dataclasses.replace(turn, env_s=time.monotonic() - started))
         self.metrics = dict(result.metrics)

@@ -112,7 +112,9 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         recorder = stack.enter_context(Recorder(run.traces_dir, config_hash=run.info.config_hash, **about))
         beside = stack.enter_context(Background("trajectories"))
         interrupts = stack.enter_context(Interrupts())
-        provider_named(env.sandbox).check()  # before anything is started: what is missing is said at once
+        provider_named(
+            env.sandbox, **env.sandbox_args
+        ).check()  # before anything is started: what is missing is said at once
         if run.changed:
             more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
