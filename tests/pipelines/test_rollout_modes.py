@@ -29,7 +29,7 @@ WORDS = (
 MODES = {
     "asynchronous": (
         *("--rollouts.mode", "asynchronous", "--rollouts.max-off-policy-steps", "2"),
-        *("--sampling.replay-routes", "true"),
+        *("--sampling.replay-routes", "true", "--rollouts.in-flight", "3"),
     ),
     "partial": (
         *("--rollouts.mode", "partial", "--rollouts.fraction", "0.5", "--cluster.engine.in-flight", "carry"),
@@ -86,6 +86,8 @@ def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_b
     assert all("rollout/dropped_tokens" in row and "rollout/aborted_tokens" in row for row in rows)
     assert {row["routes/replayed"] for row in rows} == {float(mode == "asynchronous")}, "where it is asked for"
     assert all(row["engine/prompt_tokens_computed"] >= 0 and row["engine/decode_steps"] > 0 for row in rows[:before])
+    most = max(row["rollout/most_running"] for row in rows)
+    assert most == {"asynchronous": 3, "partial": 8}[mode], "bounded by rollouts.in_flight, or by the batch"
     if mode == "asynchronous":
         assert max(row["staleness/max"] for row in rows) >= 1, "episodes ran while the learner trained"
 
