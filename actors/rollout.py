@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from k3rl.actors.answers import AnswerStreams, Request
+from k3rl.actors.answers import AnswerStreams, Increments, Request
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.data import ImageError, ImagePatches, preprocess_files
 from k3rl.envs import ContextOutgrown, EngineFailed
@@ -51,6 +51,7 @@ class RolloutActor(AnswerStreams):
         self._number = number
         self._max_running = max_running
         self._seed = seed
+        self._counts = Increments()
         self._resting = False
         self._preparing: set[asyncio.Task[None]] = set()  # of images
         self._thread = self._new_thread()
@@ -63,8 +64,11 @@ class RolloutActor(AnswerStreams):
         weakref.finalize(self, thread.close, _CLOSE_S)
         return thread
 
-    async def load(self, checkpoint: str) -> int:
-        """A fresh engine over a checkpoint directory; returns its weight version (0)."""
+    async def load(self, checkpoint: str, activations: str | None = None) -> int:
+        """A fresh engine over a checkpoint directory; returns its weight version (0).
+
+        activations: see `load_checkpoint`; a vLLM server computes what it was started with.
+        """
         from k3rl.actors.engines import k3rl_engine, vllm_engine
 
         limits = {"max_running": self._max_running, "seed": self._seed}
@@ -72,7 +76,7 @@ class RolloutActor(AnswerStreams):
         def make(before: Engine | VLLMEngine | None) -> Engine | VLLMEngine:
             if self._config.rollout.backend == "vllm":
                 return vllm_engine(self._config, self._number, Path(checkpoint), before, **limits)
-            return k3rl_engine(self._config, Path(checkpoint), **limits)
+            return k3rl_engine(self._config, Path(checkpoint), activations=activations, **limits)
 
         if self._thread.error is not None:
             self._thread = self._new_thread()
@@ -153,6 +157,24 @@ class RolloutActor(AnswerStreams):
             self._thread.abort(left)
         super().take_back(futures)
 
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """See `AnswerStreams`."""
+        from k3rl.engine import Engine, EngineStopped
+
+        with suppress(EngineStopped):  # and with it what it had kept
+            if isinstance(self.engine, Engine):  # a vLLM server keeps what it has room for
+                self._thread.run(lambda engine: engine.end_sessions(*names) if isinstance(engine, Engine) else None)
+
+    async def take_counts(self) -> dict[str, float]:
+        """See `AnswerStreams`."""
+        from k3rl.engine import Engine, EngineStopped, totals_of
+
+        try:
+            engine = self.engine
+        except EngineStopped:  # nothing is loaded, or `check` says what happened
+            return {}
+        return self._counts.since(totals_of(engine)) if isinstance(engine, Engine) else {}
+
     async def check(self) -> None:
         """See `AnswerStreams`."""
         if self._thread.error is not None:
@@ -183,24 +205,26 @@ class RolloutActor(AnswerStreams):
         """Where this engine's weights are."""
         return self.weights.location()
 
-    async def join_transfer(self, link: Link, number: int) -> None:
-        """Meets the learner, as receiver `number`, to be sent weights by it. Raises TransferBroken."""
-        await self.weights.join(link, number)
+    async def join_transfer(self, links: Sequence[Link], number: int) -> None:
+        """Meets the ranks of the learner that send weights, as receiver `number`. Raises TransferBroken."""
+        await self.weights.join(links, number)
 
     async def close_transfer(self) -> None:
         self.weights.close()
 
-    async def prepare(self, version: int, manifest: Mapping[str, str], payload: Payload) -> None:
-        """First phase: builds and verifies version `version` beside the one that serves, while that is stepped."""
-        await self.weights.prepare(self.engine, version, manifest, payload)
+    async def prepare(self, version: int, manifest: Mapping[str, str], payload: Payload) -> dict[str, float]:
+        """First phase: builds and verifies version `version` beside the one that serves, while that is stepped;
+        -> seconds of its parts."""
+        return await self.weights.prepare(self.engine, version, manifest, payload)
 
-    async def commit(self, version: int) -> int:
-        """Second phase: switches to the prepared version, with which requests that rested go on."""
+    async def commit(self, version: int) -> float:
+        """Second phase: switches to the prepared version, with which requests that rested go on; -> seconds in which
+        the engine could not step because of the version."""
 
-        def switch(engine: Engine | VLLMEngine) -> int:
-            engine.finish_weight_update(version)
+        def switch(engine: Engine | VLLMEngine) -> float:
+            paused_s = self.weights.commit(engine, version)
             self._wake(engine)
-            return engine.version
+            return paused_s
 
         return await self._between_steps(switch)
 

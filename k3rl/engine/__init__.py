@@ -14,7 +14,8 @@ from k3rl.engine.adapters import AdapterHeader
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.compute import padded_batch
 from k3rl.engine.driver import EngineThread, News, Submission
-from k3rl.engine.engine import Engine
+from k3rl.engine.engine import Engine, totals_of
+from k3rl.engine.memory import device_bytes
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix import DiskTier, FixedState, Hit, PrefixCache
 from k3rl.engine.protocol import (
@@ -67,7 +68,9 @@ __all__ = [
     "UnknownRequest",
     "VLLMEngine",
     "WeightUpdateError",
+    "device_bytes",
     "padded_batch",
     "request_samples",
     "sample_uncut",
+    "totals_of",
 ]

@@ -41,6 +41,8 @@ class Batch:
         running.number, self._submitted = self._submitted, self._submitted + 1
         running.seed = request_seed(params.seed, self._seed, running.number)
         self.requests[running.number] = running
+        if self.prefix is not None:
+            self.prefix.saw(running)
         key = running.key, params.cache_salt, params.adapter
         self.scheduler.submit(running.number, key, len(running.prompt))
         return running.number
@@ -51,9 +53,11 @@ class Batch:
             raise UnknownRequest(f"request {number} is neither waiting nor running: it ended or never was")
         return self.requests[number]
 
-    def held(self, running: Running) -> Progress | None:
-        """What a request has sampled, without its routes, in arrays that its next token changes; None before any."""
-        return running.progress if running.row is None else self.table.held(running.row)
+    def held(self, running: Running, start: int = 0) -> Progress | None:
+        """What a request has sampled from its `start`-th token on, without its routes; None before any."""
+        if running.row is not None:
+            return self.table.held(running.row, start)
+        return None if running.progress is None else running.progress.after(start)
 
     def routes(self, running: Running, start: int) -> np.ndarray | None:
         """int16 [n, M, k] of its tokens from the `start`-th on, as far as known; None without any."""
@@ -77,6 +81,8 @@ class Batch:
         self.table.free(rows)
         self.requests.clear()
         self.ended.take()
+        if self.prefix is not None:
+            self.prefix.forget()
 
     # ---- a step
 
@@ -92,10 +98,12 @@ class Batch:
         """The scheduler's next step; leaders of admitted groups have their `hit`."""
         return self.scheduler.plan(admit, None if self.prefix is None else self._cached)
 
-    def _cached(self, members: Sequence[int]) -> int:
-        """How many tokens of these requests' prompt the prefix cache has."""
+    def _cached(self, members: Sequence[int]) -> int | None:
+        """How many tokens of these requests' prompt the prefix cache has; None while another prompt computes some."""
         assert self.prefix is not None
         leader, *others = (self.requests[number] for number in members)
+        if self.prefix.waits(leader):
+            return None
         leader.hit = self.prefix.find(leader, others)
         return 0 if leader.hit is None else leader.hit.length
 
@@ -107,13 +115,24 @@ class Batch:
             return
         if self.prefix is not None:
             for running, outcome in ended:
-                if not isinstance(outcome, EngineError):
+                self.prefix.leave_checkpoint(running)
+                if not isinstance(outcome, EngineError) and not _taken_back(running, outcome):
                     self.prefix.keep_turn(running)
         used = self.scheduler.num_rows
         self._follow(self.scheduler.remove([running.number for running, _ in ended]), used)
         for running, _ in ended:
             del self.requests[running.number]
         self.ended.add((running.number, outcome) for running, outcome in ended)
+
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """These conversations do not go on: their states are let go, and those of their live requests not kept."""
+        if self.prefix is None:
+            return
+        ended = set(names)
+        for running in self.requests.values():
+            if running.session in ended:
+                running.session = ""
+        self.prefix.end_sessions(names)
 
     def recompute(self, adapter: str | None) -> int:
         """Preempts the running requests of an adapter, or all (None), whose states other weights made; how many tokens
@@ -130,7 +149,7 @@ class Batch:
         for running in victims:
             assert running.row is not None
             if keep and self.prefix is not None:
-                self.prefix.keep_turn(running)
+                self.prefix.keep_turn(running, goes_on=True)
             running.progress = self.table.progress(running.row)
             waiting.append((running.number, len(running.prompt) + len(running.progress.tokens)))
         used = self.scheduler.num_rows
@@ -157,3 +176,8 @@ class Batch:
         """Frees the parked state when no group waits for it."""
         if self.scheduler.parked is None:
             self.pool.drop_parked()
+
+
+def _taken_back(running: Running, completion: Completion) -> bool:
+    """Whether a turn of a session was aborted: the state of the turn before it is the one to go on from."""
+    return bool(running.session) and completion.stop_reason is StopReason.ABORTED

@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3rl.checkpoint import FlatShard
 from k3rl.data import ImagePatches
 from k3rl.engine import diagnose
 from k3rl.engine.batch import Batch
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.compute import exact as exact_mode
 from k3rl.engine.compute.decode_graph import CapturedDecode, captures
-from k3rl.engine.compute.decoding import Decoder
+from k3rl.engine.compute.decoding import Decoder, DrawnRows
 from k3rl.engine.compute.prefill import Prefill, RowLogits
 from k3rl.engine.compute.prefill_graph import CapturedPrefill
 from k3rl.engine.counters import EngineCounters
@@ -60,7 +61,8 @@ class Engine(BlockingCalls):
     many rows as leave room for one longest request, requests are admitted by the pages left, and the youngest are
     preempted (and go on with the same tokens) when running ones need them; how many are admitted follows from how
     often that happened (`throttle.py`). "auto": a share of what the machine has free, when `max_running` requests of
-    `max_context` tokens could take more than that. None: `max_running` is the only limit.
+    `max_context` tokens could take more than that; where others have their part of the device, `device_share` of it.
+    None: `max_running` is the only limit.
     in_flight: what running requests do when the weights change: recompute their states, or carry them on.
     exact: computes every row by itself, so that logprobs are the bits of `k3rl.model.exact`; many times slower.
     static_decode: decodes by the captured step of `decode_graph.py`, and computes few prompt tokens by that of
@@ -82,6 +84,7 @@ class Engine(BlockingCalls):
         tokenizer: Tokenizer | None = None,
         prefix_cache: PrefixCache | None = None,
         memory_bytes: int | Literal["auto"] | None = "auto",
+        device_share: float = 1.0,
         page_tokens: int = 64,
         in_flight: InFlight = "recompute",
         exact: bool = False,
@@ -101,15 +104,15 @@ class Engine(BlockingCalls):
         self._admission = Admission(self.weights, max_context, tokenizer, grammars, exact=exact)
 
         fixed = not exact and (captures(model) if static_decode is None else static_decode)
-        plan = MemoryPlan.when_needed(model, memory_bytes, max_running, max_context, page_tokens, fixed)
+        beside = 0 if prefix_cache is None else prefix_cache.memory_bytes(on_cpu=model.device.type == "cpu")
+        limits = max_running, max_context, page_tokens, fixed, device_share, beside
+        plan = MemoryPlan.when_needed(model, memory_bytes, *limits)
         rows, pages = (max_running, None) if plan is None else (plan.rows, plan.pages)
         pool = StatePool(model, rows, poison, plan)
         table = RowTable(rows, (len(config.moe_layers), config.num_experts_per_token))
         prefix = None
         if prefix_cache is not None:
-            prefix = PrefixStates(
-                prefix_cache, pool, table, self.weights, whole_blocks=exact, carries=not self._recomputes
-            )
+            prefix = PrefixStates(prefix_cache, pool, table, self.weights, carries=not self._recomputes)
         self.batch = Batch(Scheduler(rows, prefill_tokens, pages, page_tokens), pool, table, prefix, seed)
 
         super().__init__(self.batch.ended, self.batch.requests, self._refuse_to_wait_paused)
@@ -119,10 +122,11 @@ class Engine(BlockingCalls):
         if fixed and pool.paged is not None:
             self.captured_decode = CapturedDecode(model, pool.paged)
             self.captured_prefill = CapturedPrefill.where_it_pays(model, pool.paged, max_context)
-        overlaps = overlap and prefix_cache is None and self._recomputes
         given = self.batch, self.weights
         self._prefill = Prefill(*given, grammars, self.counters, self.captured_prefill, exact=exact)
-        self._decoder = Decoder(*given, self.counters, self.captured_decode, exact=exact, overlaps=overlaps)
+        self._decoder = Decoder(*given, self.counters, self.captured_decode, exact=exact, overlaps=overlap)
+        if prefix is not None:
+            prefix.read_ahead = self._decoder.route_ahead
         self._sample_by: Sample = exact_mode.sample if exact else device_sampler.sample
 
     @property
@@ -187,6 +191,10 @@ class Engine(BlockingCalls):
         """Forgets every request without an outcome, in whatever state a step that raised has left them."""
         self.batch.clear()
 
+    def end_sessions(self, *names: str) -> None:
+        """These conversations do not go on: what is kept for them is let go."""
+        self.batch.end_sessions(names)
+
     def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """(ids, logprobs) of what a live request has sampled from its `start`-th token on; nothing while it waits."""
         found = self.new_tokens(request, start)
@@ -196,11 +204,11 @@ class Engine(BlockingCalls):
         """What a live request has sampled beyond `seen` tokens, if anything, with its routes beyond those of `routed`
         tokens of prompt and answer where it wants them."""
         running = self.batch.find(request)
-        held = self.batch.held(running)
-        if held is None or len(held.tokens) <= seen:
+        held = self.batch.held(running, seen)
+        if held is None or not held.tokens.size:
             return None
-        others = () if held.alternatives is None else tuple(held.alternatives[seen:])
-        ids, logprobs = tuple(held.tokens[seen:].tolist()), tuple(held.logprobs[seen:].tolist())
+        others = () if held.alternatives is None else tuple(held.alternatives)
+        ids, logprobs = tuple(held.tokens.tolist()), tuple(held.logprobs.tolist())
         return Tokens(ids, logprobs, others, self.batch.routes(running, routed))
 
     def pause(self, mode: PauseMode) -> None:
@@ -241,24 +249,31 @@ class Engine(BlockingCalls):
         decoded = self._decoder.decode(plan.decode, alone=not parts)
         self._sample([*parts, *decoded.parts], decoded.drawn)
 
-    def _sample(self, parts: list[RowLogits], drawn: list[tuple[np.ndarray, Draws]]) -> None:
+    def _sample(self, parts: list[RowLogits], drawn: list[DrawnRows]) -> None:
         """Samples the rows of `parts` from their logits; they and those of `drawn` take what they drew."""
         table, ended = self.batch.table, list[tuple[Running, Outcome]]()
         rows = np.concatenate([rows for rows, _ in parts]) if parts else np.empty(0, np.int64)
         if rows.size:
             logits = torch.cat([logits for _, logits in parts]) if len(parts) > 1 else parts[0][1]
             rows, draws, dead = sample_rows(table, rows, logits, self._sample_by)
-            drawn = [(rows, draws), *drawn]
+            self._append(rows, draws, self.weights.versions_in(rows, table.running), ended)
             ended += [(running, DeadEnd.of(running.number)) for running in table.running[dead]]
-        for rows, draws in drawn:
-            complete = table.append(rows, draws, self.weights.versions_in(rows, table.running))
-            self.counters.sampled_tokens += int(draws.finite.sum())
-            ended += [(table.running[row], table.completion(row)) for row in complete]
-            if not draws.finite.all():
-                broken = rows[~draws.finite]
-                errors = diagnose.errors_of(self.weights, self.batch.pool, table, broken)
-                ended += zip(table.running[broken], errors, strict=True)
+        for rows, draws, version in drawn:
+            self._append(rows, draws, np.full(len(rows), version), ended)
         self.batch.end(ended)
+
+    def _append(
+        self, rows: np.ndarray, draws: Draws, versions: np.ndarray, ended: list[tuple[Running, Outcome]]
+    ) -> None:
+        """Rows [R] take what these versions [R] drew for them; adds those that end by it."""
+        table = self.batch.table
+        complete = table.append(rows, draws, versions)
+        self.counters.sampled_tokens += int(draws.finite.sum())
+        ended += [(table.running[row], table.completion(row)) for row in complete]
+        if not draws.finite.all():
+            broken = rows[~draws.finite]
+            errors = diagnose.errors_of(self.weights, self.batch.pool, table, broken)
+            ended += zip(table.running[broken], errors, strict=True)
 
     # ---- weights
 
@@ -284,6 +299,17 @@ class Engine(BlockingCalls):
         """Takes a bucket of the delta in, in any order. An error drops the update."""
         self.weights.add_bucket(bucket)
 
+    def start_flat_update(self, version: int, shards: Sequence[FlatShard]) -> None:
+        """Opens an update to a later version, which comes in a flat buffer for each of these shards."""
+        self.weights.open_flat(version, shards)
+
+    def update_weights_by_shard(self, number: int, buffer: Tensor) -> None:
+        """Proves and takes in shard `number`, uint8 [n] on the model's device. An error drops the update.
+
+        Steps may run meanwhile in another thread, and while the update is verified.
+        """
+        self.weights.add_shard(number, buffer)
+
     def verify_weight_update(self) -> None:
         """First phase: proves the update whole and builds its model, or adapter, beside the one that serves.
 
@@ -306,3 +332,20 @@ class Engine(BlockingCalls):
     def abort_weight_update(self) -> None:
         """Drops an open or prepared update, if any; the current version stays."""
         self.weights.abort()
+
+
+def totals_of(engine: Engine) -> dict[str, float]:
+    """What an engine has counted since it started, by the names of a run's metrics (`docs/runs.md`)."""
+    counters, cache = engine.counters, engine.prefix_cache
+    return {
+        "prompt_tokens_computed": counters.prefilled_tokens,
+        "prompt_tokens_cached": counters.cached_tokens,
+        "sampled_tokens": counters.sampled_tokens,
+        "recomputed_tokens": counters.recomputed_tokens,
+        "preempted": counters.preempted,
+        "decode_steps": counters.decode_steps,
+        "ahead_steps": counters.ahead_steps,
+        "split_steps": counters.split_steps,
+        "uncaptured_steps": counters.uncaptured_steps,
+        "evicted_states": 0 if cache is None else cache.evicted,
+    }

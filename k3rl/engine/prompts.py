@@ -45,6 +45,11 @@ class Admission:
         if self._exact and params.adapter:
             raise InvalidRequest("an exact engine does not compute adapters; use an engine without `exact` for them")
         check_options(params, self._config.vocab_size, has_tokenizer=self._tokenizer is not None)
+        if params.routes_from >= len(prompt.rows):
+            raise InvalidRequest(
+                f"routes_from is {params.routes_from} and the prompt has {len(prompt.rows)} tokens; the route of its "
+                "last one is never known before"
+            )
         stop = StopStrings(params.stop, self._tokenizer) if params.stop and self._tokenizer is not None else None
         return Running(-1, prompt.rows, params, images=prompt.images, stop=stop, key=prompt.key)
 

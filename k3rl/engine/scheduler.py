@@ -113,6 +113,7 @@ class Scheduler:
         """Forgets every request."""
         self.waiting: OrderedDict[Hashable, PromptGroup] = OrderedDict()
         self.prefilling: list[PromptGroup] = []
+        self._restarted: list[PromptGroup] = []  # of those, whose first tokens a cache may have
         self.parked: PromptGroup | None = None  # its prompt state is parked; its members have no row
         self.occupants: list[int | PromptGroup] = []  # of rows 0..n-1: a running request, or a prefilling group
         self.row_of: dict[int, int] = {}  # running requests
@@ -145,23 +146,25 @@ class Scheduler:
         group.members[request] = None
         self.group_of[request] = group
 
-    def plan(self, admit: bool = True, cached: Callable[[Sequence[int]], int] | None = None) -> Plan:
+    def plan(self, admit: bool = True, cached: Callable[[Sequence[int]], int | None] | None = None) -> Plan:
         """The next step; the state is already that after it. `admit` False gives no row to anyone new.
 
-        cached(members) of a group that is admitted: how many tokens of its prompt need no computing.
+        cached(members) of a group that is next: how many tokens of its prompt need no computing; None while they are
+        being computed for another one, which it waits for.
         """
         decode = [row for row, occupant in enumerate(self.occupants) if isinstance(occupant, int)]
         for request in self.tokens:
             self.tokens[request] += 1  # decoded in this step
-        before = len(self.prefilling)
-        parked = self.parked
-        from_parked = self._admit() if admit else []
+        known = cached or (lambda members: 0)
+        looked_up = [group for group in self._restarted if group in self.prefilling]
+        self._restarted = []
+        for group in looked_up:
+            group.done = known(tuple(group.members)) or 0
+        before, parked = len(self.prefilling), self.parked
+        from_parked = self._admit(known) if admit else []
         drop_parked = parked is not None and self.parked is None
-        restored = []
-        for group in self.prefilling[before:]:
-            group.done = 0 if cached is None else cached(tuple(group.members))
-            if group.done:
-                restored.append((tuple(group.members), group.rows[0]))
+        looked_up += self.prefilling[before:]
+        restored = [(tuple(group.members), group.rows[0]) for group in looked_up if group.done]
         segments: list[Segment] = []
         budget = self.prefill_tokens
         for group in list(self.prefilling):
@@ -243,6 +246,7 @@ class Scheduler:
         """Prompt states are of no use any more (other weights): prompts that have not been sampled from start over."""
         for group in self.prefilling:
             group.done = 0
+        self._restarted = list(self.prefilling)
         self._requeue_parked()
 
     def _requeue_parked(self) -> None:
@@ -284,7 +288,7 @@ class Scheduler:
 
     # ---- rows
 
-    def _admit(self) -> list[tuple[int, int]]:
+    def _admit(self, known: Callable[[Sequence[int]], int | None]) -> list[tuple[int, int]]:
         """Gives out free rows: to members of the parked prompt, to started groups that lack rows, then to new ones."""
         from_parked = []
         if self.parked is not None and not self.occupants and not self._room(self.parked.length + 1):
@@ -298,9 +302,11 @@ class Scheduler:
         for group in self.prefilling:
             self._reserve(group)
         while self.waiting and self.parked is None and len(self.occupants) < self.rows:
-            if not self._room(next(iter(self.waiting.values())).length + 1):
+            group = next(iter(self.waiting.values()))
+            if not self._room(group.length + 1) or (done := known(tuple(group.members))) is None:
                 break
-            _, group = self.waiting.popitem(last=False)
+            self.waiting.popitem(last=False)
+            group.done = done
             self.prefilling.append(group)
             self._reserve(group)
         return from_parked

@@ -16,8 +16,7 @@ from safetensors.torch import save
 
 from k3rl.actors import ClusterConfig, RolloutActor, RolloutConfig
 from k3rl.actors.weight_sync import Payload
-from k3rl.checkpoint import load_checkpoint, manifest_of, save_checkpoint
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import load_checkpoint, manifest_of, official_tensors, save_checkpoint
 from k3rl.engine import Engine, InvalidRequest, WeightUpdateError
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.tokens import Tokenizer

@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.checkpoint import load_checkpoint, manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import load_checkpoint, manifest_of, official_tensors
 from k3rl.engine import (
     ContextExceeded,
     Engine,

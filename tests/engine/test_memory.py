@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.scheduler import Scheduler

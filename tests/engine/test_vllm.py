@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from k3rl.checkpoint import digest as engine_digest
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.config import MissingResource
 from k3rl.engine import Engine, EngineError, EngineLost, IncompatibleServer, InvalidRequest, VLLMEngine
 from k3rl.engine.vllm.client import Deadlines, Unreachable

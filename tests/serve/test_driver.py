@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.engine import Engine, EngineError, InvalidRequest
 from k3rl.serve import EngineDriver
 from k3rl.types import SamplingParams, StopReason

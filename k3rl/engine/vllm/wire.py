@@ -194,7 +194,7 @@ class Answer:
         )
 
     def _decoded_routes(self, moe_layers: Sequence[int], top_k: int) -> np.ndarray | None:
-        """int16 [prompt + sampled - 1, M, k]; None when nothing was sampled."""
+        """int16 [prompt + sampled - 1 - routes_from, M, k]; None when nothing was sampled."""
         if not self.ids:
             return None
         if self._routes is None:
@@ -207,7 +207,7 @@ class Answer:
             raise EngineError(
                 f"vLLM sent routed experts of shape {found.shape}; wanted {(rows, len(moe_layers), top_k)}"
             )
-        return found.astype(np.int16)
+        return found[self._params.routes_from :].astype(np.int16)
 
 
 def decode_array(text: str) -> np.ndarray:
