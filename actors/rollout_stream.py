@@ -368,9 +368,7 @@ class RolloutStream:
 
     def _gone(self, grade: Grade) -> None:
         """The records of some of these episodes are gone, and nothing says whose: all are played again."""
-        attempts = {
-            header.episode_id: self._dispatcher.attempt_of(header.episode_id) for header in grade.headers
-        }
+        attempts = {header.episode_id: self._dispatcher.attempt_of(header.episode_id) for header in grade.headers}
         self._dispatcher.gone({name: attempt for name, attempt in attempts.items() if attempt is not None})
 
     async def _scores(self, place: int, grades: Sequence[Grade]) -> dict[str, Score] | Failed | None:

@@ -175,6 +175,7 @@ class SamplingParams:
     routes_from: tokens of the prompt whose routes the caller has; `Completion.routes` begins behind them.
     adapter: the name of a published adapter to compute with; empty for the weights as they are.
     top_logprobs: how many of the likeliest tokens to give with each sampled one (`Completion.top_logprobs`).
+    priority: above 0 the request goes before all others, and takes the row of the youngest where none is free.
     constraint: what the text must match; tokens that would leave it are forbidden before anything else, and it needs a
     stop id, which is allowed only where the text is complete.
     """
@@ -196,6 +197,7 @@ class SamplingParams:
     session: str = ""
     ends_session: bool = False
     routes_from: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
