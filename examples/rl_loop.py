@@ -86,19 +86,19 @@ def graded(env: Environment, tasks: dict[str, Task], episodes: Sequence[Episode]
 
 
 def policy_batch(groups: Sequence[Sequence[Episode]]) -> TrainBatch | None:
-    """Every sampled token of groups whose rewards differ, weighted by its episode's advantage.
+    """Every sampled token, weighted by its episode's advantage; None where no group has rewards that differ.
 
     An episode without a reward leaves the batch and the baseline: missing is not zero.
     """
+    trained: list[Episode] = []
     advantages: dict[str, float] = {}
     for group in groups:
         rewards = [e.score.reward if isinstance(e.score, Scored) else None for e in group]
         found = zip(group, group_advantages(rewards, normalise="none"), strict=True)
-        known = {episode.id: advantage for episode, advantage in found if advantage is not None}
-        if any(known.values()):
-            advantages |= known
-    live = [episode for group in groups for episode in group if episode.id in advantages]
-    return from_episodes(live, advantages, mode="token") if live else None
+        known = [(episode, advantage) for episode, advantage in found if advantage is not None]
+        trained += [episode for episode, _ in known]
+        advantages |= {episode.id: advantage for episode, advantage in known}
+    return from_episodes(trained, advantages, mode="token") if any(advantages.values()) else None
 
 
 def publish(model: K3ForCausalLM, engine: Engine) -> None:
