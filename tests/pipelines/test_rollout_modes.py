@@ -55,11 +55,11 @@ def _rows(run: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module", params=MODES)
-def stopped_and_resumed(command, words, request) -> tuple[str, int, list[dict]]:
+def stopped_and_resumed(joined, words, request) -> tuple[str, int, list[dict]]:
     """(mode, steps before it was stopped, rows of all steps) of a run that is stopped in the middle of episodes."""
     mode = request.param
-    process = command.start(*words, *MODES[mode], "--out", mode)
-    run = command.folder / mode
+    run = joined.folder / mode
+    process = joined.start(*words, *MODES[mode], "--out", str(run))
     latest, deadline = run / "checkpoints" / "distill" / "latest", time.monotonic() + 120
     try:
         while not latest.is_file():
@@ -71,7 +71,7 @@ def stopped_and_resumed(command, words, request) -> tuple[str, int, list[dict]]:
     finally:
         process.kill()
     before = len(_rows(run))
-    command.run(*words, *MODES[mode], "--out", mode, "--resume")
+    joined.run(*words, *MODES[mode], "--out", str(run), "--resume")
     return mode, before, _rows(run)
 
 
