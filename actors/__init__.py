@@ -10,6 +10,7 @@ wrong between actors; `weight_sync/` brings weights to the engines.
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 from importlib import import_module
@@ -27,6 +28,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 lets any other process hold up a step
 os.environ.setdefault("PYTHONSAFEPATH", "1")
+
+# What a process imports stays to its end. Looked through after each 700 new objects, it takes a fifth of the time in
+# which an actor starts.
+gc.set_threshold(20_000, 20, 20)
 
 if TYPE_CHECKING:
     from k3rl.actors.answers import AnswerStreams

@@ -1,5 +1,8 @@
 """How requests reach an engine and answers come back: in batches, each answer as soon as there is one.
 
+A conversation's tokens cross once: a turn brings those that the engine's actor lacks (`conversations.py`), and an
+answer those that were sampled.
+
 `AnswerStreams` is the side of the engine's actor, `EngineClient` that of whoever asks. Neither needs torch.
 """
 
@@ -8,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
+import numpy as np
+
+from k3rl.actors.conversations import Conversations, KeptTokens, SessionLost, SessionTurn, turn_of, whole_turn
 from k3rl.envs import ContextOutgrown, EngineFailed
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
@@ -46,6 +52,7 @@ class AnswerStreams(ABC):
 
     def __init__(self) -> None:
         self._outboxes: dict[str, _Outbox] = {}
+        self._tokens = KeptTokens()
 
     @abstractmethod
     def begin(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
@@ -56,12 +63,40 @@ class AnswerStreams(ABC):
         for future in futures:
             future.cancel()
 
-    async def submit(self, client: str, batch: Sequence[tuple[int, Request]]) -> None:
-        """Starts the requests of these tickets; `answers` gives what becomes of them."""
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """Conversations that do not go on, by the names that their requests' parameters had."""
+        return
+
+    async def submit(self, client: str, batch: Sequence[tuple[int, SessionTurn]], ended: Sequence[int] = ()) -> None:
+        """Starts the requests of these tickets; `answers` gives what becomes of them. ended: conversations that do not
+        go on."""
+        self._end(client, ended)
         outbox = self._outboxes.setdefault(client, _Outbox())
-        for (ticket, _), future in zip(batch, self.begin([request for _, request in batch]), strict=True):
+        ready: list[tuple[int, SessionTurn]] = []
+        requests: list[Request] = []
+        for ticket, turn in batch:
+            try:
+                ids, params, images = self._tokens.begin(client, turn)
+            except SessionLost as lost:
+                outbox.answers.append((ticket, lost))
+                outbox.changed.set()
+                continue
+            row = cast(Sequence[int], ids)
+            requests.append((row, params, images) if images else (row, params))
+            ready.append((ticket, turn))
+        for (ticket, turn), future in zip(ready, self.begin(requests), strict=True):
             outbox.live[ticket] = future
+            turns = self._tokens.turns(client, turn.session)
+            future.add_done_callback(partial(self._answered, client, turn.session, turns))
             future.add_done_callback(partial(outbox.put, ticket))
+
+    def _answered(self, client: str, session: int, turns: int, future: asyncio.Future[Completion]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._tokens.answered(client, session, turns, future.result())
+
+    def _end(self, client: str, sessions: Sequence[int] | None) -> None:
+        if names := self._tokens.end(client, sessions):
+            self.end_sessions(names)
 
     async def answers(self, client: str, together: bool = False) -> AsyncIterator[list[tuple[int, Answer]]]:
         """Tickets with their answers, as they come, until the client is cancelled as a whole.
@@ -81,9 +116,11 @@ class AnswerStreams(ABC):
                 yield found
 
     async def cancel(self, client: str, tickets: Sequence[int] | None = None) -> None:
-        """Ends requests of a client: these, or all of them and its stream of answers."""
+        """Ends requests of a client: these, or all of them with its conversations and its stream of answers."""
         if (outbox := self._outboxes.get(client)) is None:
             return
+        if tickets is None:
+            self._end(client, None)
         gone = list(outbox.live) if tickets is None else [ticket for ticket in tickets if ticket in outbox.live]
         self.take_back([outbox.live.pop(ticket) for ticket in gone])
         outbox.changed.set()
@@ -91,9 +128,26 @@ class AnswerStreams(ABC):
             outbox.closed = True
             del self._outboxes[client]
 
+    async def take_counts(self) -> dict[str, float]:
+        """What the engine has counted since the last call, by name."""
+        return {}
+
     async def check(self) -> None:
         """Comes back if the engine can go on. Raises EngineFailed."""
         return
+
+
+class Increments:
+    """What sums have grown by since they were last asked for. Sums that start again count from 0."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def since(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """By name, of sums since some start."""
+        restarted = any(sums[name] < last for name, last in self._last.items() if name in sums)
+        before, self._last = {} if restarted else self._last, dict(sums)
+        return {name: value - before.get(name, 0) for name, value in sums.items()}
 
 
 class EngineClient:
@@ -104,20 +158,33 @@ class EngineClient:
         self._engine, self._name = engine, name
         self._tickets = itertools.count()
         self._live: dict[int, asyncio.Future[Completion]] = {}
-        self._outgoing: list[tuple[int, Request]] = []
+        self._conversations = Conversations()
+        self._outgoing: list[tuple[int, SessionTurn]] = []
+        self._ended: list[int] = []  # conversations
         self._unwanted: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
         self.together = False
         """Whether answers are of use only when all have come; set before the first request."""
 
-    async def complete(self, request: Request) -> Completion:
-        """The completion of a request. Raises ContextOutgrown, and EngineFailed for whatever else goes wrong."""
+    async def complete(self, request: Request, episode: str = "") -> Completion:
+        """The completion of a request, of the conversation of this episode that its prompt goes on. Raises
+        ContextOutgrown, and EngineFailed for whatever else goes wrong."""
+        prompt, params, images = request if len(request) == 3 else (*request, ())
+        ids, shown = np.asarray(prompt, np.int32), tuple(images)
+        with self._conversations.turn(episode, ids) as (mine, base):
+            turn = turn_of(mine, base, ids, shown, params)
+            try:
+                completion = await self._ask(turn)
+            except SessionLost:
+                completion = await self._ask(whole_turn(mine, ids, shown, params))
+            return mine.answered(ids, shown, params, completion)
+
+    async def _ask(self, turn: SessionTurn) -> Completion:
         ticket, future = next(self._tickets), asyncio.get_running_loop().create_future()
         self._live[ticket] = future
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.append((ticket, request))
+        self._flush_soon()
+        self._outgoing.append((ticket, turn))
         try:
             completion: Completion = await future
             return completion
@@ -125,19 +192,31 @@ class EngineClient:
             if self._live.pop(ticket, None) is not None:  # whoever asked was ended meanwhile
                 self._take_back(ticket)
 
+    def end(self, episode: str) -> None:
+        """The conversations of an episode do not go on."""
+        if ended := self._conversations.end(episode):
+            self._flush_soon()
+            self._ended += ended
+
     def close(self) -> None:
         """Ends what still waits."""
         for task in [*self._tasks, *([self._reader] if self._reader else [])]:
             task.cancel()
 
-    def _flush(self) -> None:
-        self._reader = self._reader or asyncio.ensure_future(self._read())
-        batch, self._outgoing = self._outgoing, []
-        self._in_background(self._submit(batch))
+    def _flush_soon(self) -> None:
+        if not self._outgoing and not self._ended:
+            asyncio.get_running_loop().call_soon(self._flush)
 
-    async def _submit(self, batch: Sequence[tuple[int, Request]]) -> None:
+    def _flush(self) -> None:
+        batch, self._outgoing = self._outgoing, []
+        ended, self._ended = self._ended, []
+        if batch:
+            self._reader = self._reader or asyncio.ensure_future(self._read())
+        self._in_background(self._submit(batch, ended))
+
+    async def _submit(self, batch: Sequence[tuple[int, SessionTurn]], ended: Sequence[int]) -> None:
         try:
-            await self._engine.submit.remote(self._name, batch)
+            await self._engine.submit.remote(self._name, batch, ended)
         except Exception as error:  # a lost engine is every waiting episode's error, and each reports it
             self._answer([(ticket, error) for ticket, _ in batch])
 
@@ -158,7 +237,7 @@ class EngineClient:
                 continue
             if isinstance(answer, Completion):
                 future.set_result(answer)
-            elif isinstance(answer, ContextOutgrown | EngineFailed):
+            elif isinstance(answer, ContextOutgrown | EngineFailed | SessionLost):
                 future.set_exception(answer)
             else:
                 future.set_exception(EngineFailed(f"{type(answer).__name__}: {answer}"))

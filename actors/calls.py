@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -29,8 +31,18 @@ def no_answer(what: str, timeout_s: float) -> ActorHung:
 
 def wait(ref: Any, timeout_s: float, what: str) -> Any:
     """The value of a Ray reference. A typed error of k3rl comes through as itself; others become ActorFailure."""
-    try:
+    with typed_errors(timeout_s, what):
         return ray.get(ref, timeout=timeout_s)
+
+
+@contextmanager
+def typed_errors(timeout_s: float, what: str) -> Iterator[None]:
+    """Within the block, Ray's errors become those of this module; a typed error of k3rl comes through as itself.
+
+    timeout_s: what calls in the block wait. what: what the block does, for the message.
+    """
+    try:
+        yield
     except GetTimeoutError as error:
         raise no_answer(what, timeout_s) from error
     except RayTaskError as error:

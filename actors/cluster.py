@@ -24,8 +24,10 @@ class EngineConfig(Config):
     weights, or carried on as the old ones computed them."""
     memory_mb: int | None = Field(None, ge=1)
     """Memory of states and latents together; None takes a share of what the machine has free, if it must be bounded."""
-    prefix_cache_mb: int = Field(0, ge=0)
-    """Memory for prefixes of multi-turn requests; 0 turns the prefix cache off."""
+    prefix_cache_mb: int | None = Field(None, ge=0)
+    """Memory, beside the model, for the states of conversations between their turns and of prompts that many share.
+    None takes an eighth of what the device has, divided by the engines on it; with 0 each turn computes its whole
+    conversation again."""
     prefix_host_mb: int = Field(0, ge=0)
     """Host memory for what leaves the first tier of the prefix cache."""
     prefix_disk_mb: int = Field(0, ge=0)
@@ -38,7 +40,7 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _tiers_fit(self) -> EngineConfig:
-        if (self.prefix_host_mb or self.prefix_disk_mb) and not self.prefix_cache_mb:
+        if (self.prefix_host_mb or self.prefix_disk_mb) and self.prefix_cache_mb == 0:
             raise ValueError("prefix_host_mb and prefix_disk_mb take what leaves prefix_cache_mb, which is 0; set it")
         if self.prefix_disk_mb and self.prefix_directory is None:
             raise ValueError(f"prefix_disk_mb is {self.prefix_disk_mb} without prefix_directory; name a folder")
@@ -94,13 +96,23 @@ class ClusterConfig(Config):
     """How long to wait for resources before saying what is missing."""
     call_timeout_s: float = Field(900.0, gt=0)
     """How long one actor call may take before the run ends with the actor's name."""
-    weight_transfer: Literal["auto", "object_store", "broadcast", "ipc"] = Field("auto", json_schema_extra=NOT_HASHED)
+    weight_transfer: Literal["auto", "object_store", "broadcast", "ipc", "shm"] = Field(
+        "auto", json_schema_extra=NOT_HASHED
+    )
     """How published weights go from the learner to the engines: through Ray's object store, by a broadcast (NCCL where
-    each has a GPU of its own, gloo on CPUs), or through GPU memory that both open. `auto` takes `ipc` where all engines
-    share the learner's GPU, `broadcast` between GPUs, `object_store` otherwise."""
+    each has a GPU of its own, gloo on CPUs), or through memory that both open, of a GPU (`ipc`) or of the host (`shm`).
+    `auto` takes `ipc` where all engines share the learner's GPU, `broadcast` between GPUs, `shm` between CPUs of one
+    host, `object_store` otherwise."""
+    weight_delta: Literal["auto", "on", "off"] = Field("auto", json_schema_extra=NOT_HASHED)
+    """Whether engines that serve the version before are sent only what changed. Deltas are made on one host's CPU, so
+    `auto` sends them through the object store, and by a broadcast between hosts where that turns out slower than they
+    are; everything else goes whole, in flat buffers of each rank."""
     transfer_timeout_s: float = Field(60.0, gt=0, json_schema_extra=NOT_HASHED)
     """How long learner and engines wait for each other at each bucket of a broadcast or of `ipc`. A transport
     that broke is left for the object store."""
+    canary_tolerance: float = Field(0.05, gt=0)
+    """Nats by which learner and engines may differ on a fixed prompt after a switch of weights, in the median of its
+    tokens; ten times as many where engines record routes for it, on GPUs in bf16. Beyond, the run ends."""
     restarts: int = Field(2, ge=0)
     """How often a run may start its actors again, from its last training state, after one died or hung."""
     object_store_mb: int = Field(512, ge=100)
@@ -122,7 +134,7 @@ class ClusterConfig(Config):
     @model_validator(mode="after")
     def _the_transport_can_work(self) -> ClusterConfig:
         transport = self.weight_transfer
-        if transport in ("broadcast", "ipc") and self.rollout.backend == "vllm":
+        if transport in ("broadcast", "ipc", "shm") and self.rollout.backend == "vllm":
             raise ValueError(
                 f"weight_transfer is {transport!r}, and vLLM servers are given weights by their actors; take 'auto' or "
                 "'object_store'"

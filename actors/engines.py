@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from k3rl.actors.cluster import ClusterConfig, EngineConfig
+import torch
+
+from k3rl.actors.cluster import ClusterConfig
 from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint
-from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError
+from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError, device_bytes
 from k3rl.model import K3Config, place_of
 from k3rl.tokens import Tokenizer
 
+_CACHE_SHARE = 8  # of a device's memory, for states of conversations, when nobody says how much
 
-def k3rl_engine(config: ClusterConfig, checkpoint: Path, *, max_running: int, seed: int) -> Engine:
+
+def k3rl_engine(
+    config: ClusterConfig, checkpoint: Path, *, max_running: int, seed: int, activations: str | None = None
+) -> Engine:
     """A fresh engine over a checkpoint directory."""
     (device, dtype), own = place_of(config.rollout_device), config.engine
     return Engine(
-        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served"),
+        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served", activations=activations),
         max_running=max_running,
         seed=seed,
         tokenizer=Tokenizer.load(checkpoint),
         in_flight=own.in_flight,
         memory_bytes="auto" if own.memory_mb is None else own.memory_mb << 20,
-        prefix_cache=_prefix_cache(own),
+        device_share=min(1.0, config.rollout_gpus) if config.rollout_device == "cuda" else 1.0,
+        prefix_cache=_prefix_cache(config, device),
         exact=own.exact,
     )
 
@@ -63,12 +70,20 @@ def vllm_engine(
     return engine
 
 
-def _prefix_cache(config: EngineConfig) -> PrefixCache | None:
-    if not config.prefix_cache_mb:
+def _prefix_cache(config: ClusterConfig, device: torch.device) -> PrefixCache | None:
+    own = config.engine
+    if own.prefix_cache_mb == 0:
         return None
     return PrefixCache.of_bytes(
-        config.prefix_cache_mb << 20,
-        config.prefix_host_mb << 20,
-        disk_bytes=config.prefix_disk_mb << 20,
-        directory=None if config.prefix_directory is None else Path(config.prefix_directory),
+        _share_of(config, device) if own.prefix_cache_mb is None else own.prefix_cache_mb << 20,
+        own.prefix_host_mb << 20,
+        disk_bytes=own.prefix_disk_mb << 20,
+        directory=None if own.prefix_directory is None else Path(own.prefix_directory),
     )
+
+
+def _share_of(config: ClusterConfig, device: torch.device) -> int:
+    """Bytes for kept states. Of all the memory there is, not of what is free: what is evicted decides what is computed
+    again, in another order of summation, and equal runs are to be equal."""
+    engines = max(1.0, 1 / config.rollout_gpus) if device.type == "cuda" else config.rollout_actors
+    return max(1, int(device_bytes(device) / _CACHE_SHARE / engines))

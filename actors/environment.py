@@ -76,10 +76,13 @@ class Lockstep:
 
 
 class _Seat:
-    """One episode at its engine (the `Policy` that `run_episode` sees). tokens: that it has been given."""
+    """One episode at its engine (the `Policy` that `run_episode` sees). tokens: that it has been given.
 
-    def __init__(self, client: EngineClient, lockstep: Lockstep | None, order: int) -> None:
-        self._client, self._lockstep, self._order = client, lockstep, order
+    name: of the episode's conversations, which the engine keeps until it leaves.
+    """
+
+    def __init__(self, client: EngineClient, lockstep: Lockstep | None, order: int, name: str) -> None:
+        self._client, self._lockstep, self._order, self._name = client, lockstep, order, name
         self.tokens = 0
 
     async def complete(
@@ -87,13 +90,14 @@ class _Seat:
     ) -> Completion:
         if self._lockstep is not None:
             await self._lockstep.wait(self._order)
-        request: Request = (list(prompt_ids), params, tuple(images)) if images else (list(prompt_ids), params)
-        completion = await self._client.complete(request)
+        request: Request = (prompt_ids, params, tuple(images)) if images else (prompt_ids, params)
+        completion = await self._client.complete(request, self._name)
         self.tokens += len(completion.token_ids)
         return completion
 
     def leave(self) -> None:
         """The episode has ended."""
+        self._client.end(self._name)
         if self._lockstep is not None:
             self._lockstep.leave()
 
@@ -143,7 +147,7 @@ class EnvironmentWorker:
         placed = [self._place(job.group_id) for job, _ in jobs]
         cohorts = {engine: Lockstep(count) for engine, count in Counter(placed).items()} if lockstep else {}
         for order, ((job, attempt), engine) in enumerate(zip(jobs, placed, strict=True)):
-            seat = _Seat(self._clients[engine], cohorts.get(engine), order)
+            seat = _Seat(self._clients[engine], cohorts.get(engine), order, f"{job.episode_id} {attempt}")
             task = asyncio.create_task(self._play(job, attempt, seat, sampling))
             self._episodes[job.episode_id, attempt] = task, seat
             task.add_done_callback(partial(self._left, job, attempt, seat))
@@ -208,7 +212,8 @@ class EnvironmentWorker:
         """An ungraded episode. One whose environment fails says so."""
         try:
             task = self._tasks.get(job.task).public()
-            settings = TurnSettings(self._tokenizer, replace(sampling, seed=job.sampling_seed))
+            seeded = replace(sampling, seed=job.sampling_seed)
+            settings = TurnSettings(self._tokenizer, seeded, job.thinking, job.thinking_effort)
             context = EpisodeContext(
                 seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
             )

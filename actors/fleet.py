@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from k3rl.actors.calls import ActorLost, wait
+from k3rl.actors.calls import ActorLost, typed_errors
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.actors.environment import EnvironmentWorker
 from k3rl.actors.learner import LearnerActor
@@ -74,16 +74,20 @@ class Fleet:
         self._config = config
         self._group = group
         self._places = {name: (index, bundle) for index, (name, bundle) in enumerate(config.roles())}
-        self._publisher: Any = None
+        self._publisher: WeightPublisher | None = None
         self._started: list[Any] = []
         self._pools: list[WorkerPool] = []
 
     def publish(self) -> dict[str, float]:
-        """The learner's weights to every engine, two-phase, with the canary; see `WeightPublisher.publish`."""
-        timeout_s = self._config.cluster.call_timeout_s
-        done = wait(self._publisher.publish.remote(), timeout_s, "publishing weights")
+        """The learner's weights to every engine, two-phase, with the canary; see `WeightPublisher.publish`.
+
+        Raises its errors, and ActorLost or ActorFailure for an actor that did not answer it.
+        """
+        assert self._publisher is not None, "a fleet that publishes has a learner, engines and a canary"
+        with typed_errors(self._config.cluster.call_timeout_s, "publishing weights"):
+            done = self._publisher.publish()
         if done["fell_back"]:
-            self.learner.notes += wait(self._publisher.notes.remote(), timeout_s, "publishing weights")
+            self.learner.notes += self._publisher.notes()
         return done
 
     def start(self) -> None:
@@ -93,12 +97,9 @@ class Fleet:
         if self._config.env is not None:
             self._start_rollouts(self._config.env)
         if self._config.learner and self._config.env is not None and self._config.canary is not None:
-            self._publisher = (
-                ray.remote(WeightPublisher)
-                .options(num_cpus=0)
-                .remote(self.learner.actors, self.rollouts.engines, self._config.canary, self._config.cluster)
+            self._publisher = WeightPublisher(
+                self.learner.actors, self.rollouts.engines, self._config.canary, self._config.cluster
             )
-            self._started.append(self._publisher)
 
     def _start_learner(self) -> None:
         cluster = self._config.cluster

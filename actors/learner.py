@@ -12,7 +12,7 @@ import ray
 import torch
 
 from k3rl.actors.teachers import Teachers
-from k3rl.actors.weight_sync import BaseVersion, Link, Location, Publication, Transport, WeightSource
+from k3rl.actors.weight_sync import BaseVersion, Export, Link, Location, Publication, Transport, WeightSource
 from k3rl.checkpoint import (
     StateWriter,
     TrainState,
@@ -94,16 +94,27 @@ class LearnerActor:
         built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
         packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
         held = mesh.experts(built.num_experts)
-        model = K3ForCausalLM(built, dtype=self._dtype, device=self._model_device(trainer), experts=held, packed=packed)
-        model.init_weights(seed)
+        with self._world.together("making a model"):
+            model = K3ForCausalLM(
+                built, dtype=self._dtype, device=self._model_device(trainer), experts=held, packed=packed
+            )
+            model.init_weights(seed)
         return self._adopt(model, trainer, mesh, learner)
 
-    def load(self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig = _NATIVE) -> int:
-        """A model from an official-layout directory, with fresh optimizer state."""
+    def load(
+        self,
+        checkpoint: str,
+        trainer: TrainerConfig,
+        learner: LearnerConfig = _NATIVE,
+        activations: str | None = None,
+    ) -> int:
+        """A model from an official-layout directory, with fresh optimizer state. activations: see `load_checkpoint`."""
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
         packed = _packs(trainer, learner)
-        model = load_checkpoint(checkpoint, self._dtype, self._model_device(trainer), mesh=mesh, packed=packed)
+        device = self._model_device(trainer)
+        with self._world.together("loading a checkpoint"):
+            model = load_checkpoint(checkpoint, self._dtype, device, mesh=mesh, packed=packed, activations=activations)
         return self._adopt(model, trainer, mesh, learner)
 
     def _model_device(self, trainer: TrainerConfig) -> torch.device:
@@ -179,9 +190,13 @@ class LearnerActor:
         """The next weight version for engines that serve these; see `WeightSource.publish`."""
         return self.weights.publish(served, stream)
 
-    def location(self) -> Location:
-        """Where this rank's weights are."""
-        return self.weights.location()
+    def export(self) -> Export:
+        """Writes this rank's shard of the next weight version; see `WeightSource.export`."""
+        return self.weights.export()
+
+    def location(self) -> Location | None:
+        """Where this rank's weights are; None of a rank whose weights others send."""
+        return self.weights.location() if self.weights.sends_shard else None
 
     def open_transfer(self, transport: Transport, receivers: int, timeout_s: float, *, nccl: bool) -> Link:
         """Where engines may meet this rank; `join_transfer` then waits for them."""
@@ -192,7 +207,7 @@ class LearnerActor:
         self.weights.join()
 
     def send(self) -> int:
-        """Sends what was published last to the engines that prepare it meanwhile; returns its bytes."""
+        """Sends what was published or exported last to engines that prepare it meanwhile; returns its bytes."""
         return self.weights.send()
 
     def close_transfer(self) -> None:
@@ -225,6 +240,7 @@ class LearnerActor:
                     tensors,
                     adapter.config,
                     directory,
+                    activations=trainer.model.config.quantization.activations,
                     base=self._start or base,
                     fingerprint=None
                     if self._start is None
@@ -243,7 +259,7 @@ class LearnerActor:
         settings = self.trainer.config.model_dump(mode="json")
         learner = {"model": model | {"frozen": self._frozen}, "trainer": settings, "rounded_to": self._computes}
         extra = {**extra, "weight_version": self.weights.version, "learner": learner}
-        self._writer.save(Path(directory), self.trainer.owned_state(), extra, save_id=save_id)
+        self._writer.save(Path(directory), self.trainer.owned_state(), extra, save_id=save_id, fresh=True)
 
     def state_saved(self) -> None:
         """Returns when the state of the last `save_state` is on the disk. Raises TrainStateError."""

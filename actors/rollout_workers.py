@@ -49,11 +49,14 @@ class RolloutWorkers:
         self._counts: Counter[str] = Counter()
         self._stream: RolloutStream | None = None
 
-    def load(self, checkpoint: str) -> None:
-        """Every engine serves this checkpoint, and environments use its tokenizer."""
+    def load(self, checkpoint: str, activations: str | None = None) -> None:
+        """Every engine serves this checkpoint, and environments use its tokenizer.
+
+        activations: what experts' inputs are rounded to instead of what the checkpoint says (`load_checkpoint`).
+        """
         self.close()
         self._checkpoint = checkpoint
-        calls = [actor.load.remote(checkpoint) for actor in self.engines]
+        calls = [actor.load.remote(checkpoint, activations) for actor in self.engines]
         wait(calls, self._timeout_s, "loading a checkpoint into the engines")
 
     @property
@@ -113,8 +116,12 @@ class RolloutWorkers:
 
     def take_metrics(self) -> Accumulator:
         """What went wrong since the last call, counted: retries, replaced actors, attempts without a reward by kind,
-        and what did not reach the learner."""
+        what did not reach the learner, and what engines did."""
         metrics = Accumulator()
+        calls = [actor.take_counts.remote() for actor in self.engines]
+        engines = wait(calls, self._timeout_s, "asking engines what they did")
+        for name in {name for counts in engines for name in counts}:
+            metrics.add(f"engine/{name}", sum(counts.get(name, 0) for counts in engines))
         replaced = self._environments.replaced + self._rewards.replaced
         self._environments.replaced = self._rewards.replaced = 0
         lost = self._stream.take_counts() if self._stream is not None else {}

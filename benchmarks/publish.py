@@ -1,17 +1,25 @@
-"""Publishing a weight version: bytes as a delta against the whole, in real runs; time and memory of each encoding.
+"""Publishing a weight version under running requests, part by part; and bytes, time and memory of the encodings.
 
-    python benchmarks/publish.py [--runs RUN_DIR ...] [--model k3-mini] [--share 0.02] [--out FILE] [--json]
+    python benchmarks/publish.py [--models k3-nano k3-mini] [--json] [--out FILE]      # two processes on a CPU
+    python benchmarks/publish.py --gpu [--model k3-small] [--json] [--out FILE]        # on one GPU, and on two if there
+    python benchmarks/publish.py --encodings [--runs RUN_DIR ...] [--model k3-mini] [--share 0.02]
 
-`publish` rows read the metrics that `k3rl rl` wrote: bytes received by an engine as a share of the version's stored
-bytes, over the publications after the first optimizer step. `take` rows change a `--share` of a model's values by one
-place and time what an engine does from the first bucket to the proved second model; `peak_of_model` is the largest
-resident memory meanwhile, less that before, in sizes of the model's parameters. Each encoding runs in a process of its
-own.
+Without `--encodings`: one learner and one engine, which decodes meanwhile, in two processes (`publish_routes.py`). Rows
+are medians in milliseconds of gathering and quantizing, digests, transfer, verification with the second model, the
+switch (the engine's pause) and the whole until the switch, all in flat buffers; the peer is the same versions through
+rank 0, as deltas. After each way the digests of learner and engine are compared, which no row includes.
+
+With it, `publish` rows read the metrics that `k3rl rl` wrote: bytes received by an engine as a share of the version's
+stored bytes, over the publications after the first optimizer step. `take` rows change a `--share` of a model's values
+by one place and time what an engine does from the first bucket to the proved second model; `peak_of_model` is the
+largest resident memory meanwhile, less that before, in sizes of the model's parameters. Each encoding runs in a process
+of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -19,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -125,20 +134,8 @@ def send(engine: Engine, encoding: str, head: bytes, buckets: Iterable[bytes], m
     engine.verify_weight_update()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="run directories of `k3rl rl`")
-    parser.add_argument("--model", default="k3-mini")
-    parser.add_argument("--share", type=float, default=0.02)
-    parser.add_argument("--encoding", choices=["delta", "whole"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
-    parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.encoding:
-        print(json.dumps(take(arguments.encoding, arguments.folder)))
-        return
+def encodings(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The `publish` and `take` rows."""
     rows = [run_row(run) for run in arguments.runs]
     with tempfile.TemporaryDirectory() as folder:
         made = make(arguments.model, arguments.share, Path(folder))
@@ -151,15 +148,70 @@ def main() -> None:
             rows.append(
                 row(f"take, {encoding}", f"{arguments.model}, {arguments.share:g} of the values changed", **figures)
             )
-    report = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {name: version(name) for name in ("torch", "numpy")} | {"python": platform.python_version()},
-        "results": rows,
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report) if arguments.json else "\n".join(json.dumps(entry) for entry in rows))
+    return rows
+
+
+def routes_module() -> Any:
+    """`publish_routes.py`, under a name by which the engine's process finds it too."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    return importlib.import_module("publish_routes")
+
+
+def routes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The report of both ways, and whether all comparisons held."""
+    module = routes_module()
+    device = torch.device("cuda", 0) if arguments.gpu else torch.device("cpu")
+    report = module.gpu.Report(device, arguments.out, arguments.budget_s)
+    if arguments.gpu:
+        cases = [(arguments.model or "k3-small", "ipc", False)]
+        if torch.cuda.device_count() > 1:
+            cases.append((arguments.model or "k3-small", "broadcast", True))
+    else:
+        cases = [(name, "shm", False) for name in arguments.models]
+    for name, transport, apart in cases:
+        if not report.time_left(f"{name} by {transport}"):
+            continue
+        try:
+            module.measure(report, name, device, transport, arguments.repeats, apart=apart)
+        except Exception as error:  # the other cases are measured all the same
+            report.failed("publication", f"{name} by {transport}", error)
+            traceback.print_exc()
+    return report.json()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["k3-nano", "k3-mini"], help="on a CPU")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--budget-s", type=float, default=150, help="no case is begun after so many seconds")
+    parser.add_argument("--encodings", action="store_true", help="bytes, time and memory of delta and whole instead")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="run directories of `k3rl rl`")
+    parser.add_argument("--model")
+    parser.add_argument("--share", type=float, default=0.02)
+    parser.add_argument("--encoding", choices=["delta", "whole"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.encoding:
+        print(json.dumps(take(arguments.encoding, arguments.folder)))
+        return 0
+    if arguments.encodings:
+        arguments.model = arguments.model or "k3-mini"
+        report = {
+            "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+            "versions": {name: version(name) for name in ("torch", "numpy")} | {"python": platform.python_version()},
+            "results": encodings(arguments),
+        }
+        if arguments.out:
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    else:
+        report = routes(arguments)
+    print(json.dumps(report) if arguments.json else "\n".join(json.dumps(entry) for entry in report["results"]))
+    return 0 if all(check["ok"] for check in report.get("checks", ())) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -164,9 +164,12 @@ class SamplingParams:
     is that of the renormalized sampling mask; `min_p` keeps what has at least this share of the largest probability.
     logit_bias: (token id, number added to its logit before the temperature) pairs; -inf forbids the token, and the
     logprob is that of the biased distribution. A stop id is part of the completion. stop: texts that end it; it then
-    ends with the token that completes the text, and special tokens are never part of a match. `seed` fixes this
+    ends with the token that completes the text. Special tokens, tags and tool calls are no text. `seed` fixes this
     request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
     cache_salt: prefix-cache entries are shared only between requests of one salt (a tenant).
+    session: the name of the conversation that the request goes on; its state stays in the engine until the next turn,
+    or until the session ends. Empty: none.
+    routes_from: tokens of the prompt whose routes the caller has; `Completion.routes` begins behind them.
     adapter: the name of a published adapter to compute with; empty for the weights as they are.
     top_logprobs: how many of the likeliest tokens to give with each sampled one (`Completion.top_logprobs`).
     constraint: what the text must match; tokens that would leave it are forbidden before anything else, and it needs a
@@ -187,6 +190,8 @@ class SamplingParams:
     constraint: Constraint | None = None
     adapter: str = ""
     top_logprobs: int = 0
+    session: str = ""
+    routes_from: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -199,6 +204,8 @@ class SamplingParams:
             raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1], 0 is off")
         if self.top_logprobs < 0:
             raise ValueError(f"top_logprobs is {self.top_logprobs}; it must be 0 (off) or more")
+        if self.routes_from < 0:
+            raise ValueError(f"routes_from is {self.routes_from}; it must be 0 (all routes) or more")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if isinstance(self.stop, str) or not all(self.stop):
@@ -220,8 +227,9 @@ class Completion:
 
     token_ids: sampled ids, a stop id included; logprobs: one float per id, under the sampling distribution.
     weight_version: the version that sampled the last token; `first_version` the first (equal unless the
-    weights changed in between). routes: int16 [prompt + sampled - 1, M, k], or None when not asked for; an image of the
-    prompt counts as the rows that it takes in the model, not as its one placeholder id.
+    weights changed in between). routes: int16 [prompt + sampled - 1, M, k] without those of the first
+    `SamplingParams.routes_from` tokens, or None when not asked for; an image of the prompt counts as the rows that it
+    takes in the model, not as its one placeholder id.
     sampling_mask: per sampled token the ids that top-p, top-k, min-p, forbidden tokens and a constraint left, or None
     when nothing was cut (equal sets in a row are one array);
     finite logit biases are not in it, whoever recomputes a logprob adds them from the request.

@@ -19,6 +19,7 @@ from k3rl.envs.sandbox import provider_named
 from k3rl.parallel import PeerFailed
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
+from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Group, Message
@@ -106,17 +107,20 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         progress.note("starting Ray and the actors")
         stack.enter_context(start_ray(config.cluster))
         memory = stack.enter_context(MemoryWatch())
-        canary, max_running = Canary(canary_prompt(env)), config.evaluation.max_running
+        first = config.sft if isinstance(config, QuickstartConfig) else config
+        tokenizer = tokenizer_of(first.model.start)
+        tokenizer.save(run.tokenizer_dir)
+        canary = Canary(canary_prompt(env, tokenizer), config.cluster.canary_tolerance)
+        max_running = config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
-        tokenizer = Tokenizer.builtin()
         kept = _trajectories(run, tokenizer)
         yield Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, options.resume)
 
 
-def canary_prompt(env: EnvConfig) -> list[int]:
+def canary_prompt(env: EnvConfig, tokenizer: Tokenizer) -> list[int]:
     """A fixed prompt of the environment, scored by learner and engine after each switch of weights."""
     task = make(env.name, **env.args).source.get("train", 0, 0)
-    return prompt_ids(list(task.messages), Tokenizer.builtin())
+    return prompt_ids(list(task.messages), tokenizer)
 
 
 def prompt_ids(messages: list[Message], tokenizer: Tokenizer) -> list[int]:

@@ -1,23 +1,25 @@
 """How a weight version gets from the learner to the engines, whole or not at all, while they serve the one before.
 
 `publisher.py` is the driver's side: two phases over all engines, then the canary (`canary.py`). `source.py` is the
-learner's side and `sink.py` the engine's. What travels is a payload (`payload.py`: whole, delta, or adapter) of buckets
-(`buckets.py`), by a transport (`transport.py`): Ray's object store, or straight between the processes (`transfer.py`,
-over `gpu_memory.py` on one GPU). What an engine does with a version is in `k3rl.engine`, how a delta is encoded in
-`k3rl.checkpoint`.
+learner's side and `sink.py` the engine's. What travels is a payload (`payload.py`: flat, whole, delta, or adapter) of
+buckets (`buckets.py`), by a transport (`transport.py`): Ray's object store, or straight between the processes
+(`transfer.py`, over `gpu_memory.py` on one GPU and `host_memory.py` on one host). What an engine does with a version is
+in `k3rl.engine`, how a delta is encoded in `k3rl.checkpoint`.
 """
 
 from k3rl.actors.weight_sync.buckets import (
     Bucket,
     BucketDamaged,
     BytesBucket,
+    FlatBucket,
     checksum,
     content_of,
     tensor_buckets,
     tensors_in,
 )
 from k3rl.actors.weight_sync.canary import Canary, CanaryMismatch
-from k3rl.actors.weight_sync.payload import POLICY, BaseVersion, Payload, Publication
+from k3rl.actors.weight_sync.host_memory import HostBuffers
+from k3rl.actors.weight_sync.payload import POLICY, BaseVersion, Export, Payload, Publication
 from k3rl.actors.weight_sync.publisher import DeltaRefused, PublishError, WeightPublisher
 from k3rl.actors.weight_sync.sink import WeightSink, base_version
 from k3rl.actors.weight_sync.source import WeightSource
@@ -33,6 +35,9 @@ __all__ = [
     "Canary",
     "CanaryMismatch",
     "DeltaRefused",
+    "Export",
+    "FlatBucket",
+    "HostBuffers",
     "Link",
     "Location",
     "Payload",

@@ -33,9 +33,14 @@ class BucketDamaged(K3Error):
 
 
 class Bucket(Protocol):
-    """Bytes that can be written into a buffer: `size` of them."""
+    """Bytes that can be written into a buffer: `size` of them.
+
+    resident: where they lie already, in memory that the sender may share or broadcast as it is. Such a bucket needs no
+    checksum: whoever takes it proves all of it by other means.
+    """
 
     size: int
+    resident: Tensor | None
 
     def write(self, into: Tensor) -> None:
         """Fills uint8 [size], on any device."""
@@ -48,6 +53,8 @@ class Bucket(Protocol):
 
 class TensorBucket:
     """Whole tensors, which may lie anywhere; they are copied once, by `write`."""
+
+    resident = None
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         ordered = sorted(tensors, key=lambda item: -item[1].element_size())  # so that each is aligned
@@ -83,6 +90,8 @@ class TensorBucket:
 class BytesBucket:
     """Bytes as they are, such as a bucket of a delta."""
 
+    resident = None
+
     def __init__(self, content: bytes) -> None:
         self._content, self.size = content, len(content)
 
@@ -91,6 +100,20 @@ class BytesBucket:
 
     def to_bytes(self) -> bytes:
         return self._content
+
+
+class FlatBucket:
+    """A shard of a version, in one flat buffer. stays: whether it is sent from where it lies."""
+
+    def __init__(self, buffer: Tensor, *, stays: bool) -> None:
+        self._buffer, self.size = buffer, buffer.numel()
+        self.resident = buffer if stays else None
+
+    def write(self, into: Tensor) -> None:
+        into.copy_(self._buffer)
+
+    def to_bytes(self) -> bytes:
+        return content_of(self._buffer)
 
 
 def _put(into: Tensor, content: bytes) -> None:

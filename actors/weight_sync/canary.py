@@ -25,7 +25,7 @@ class CanaryMismatch(K3Error):
 
 @dataclass(frozen=True)
 class Canary:
-    """A prompt that every engine completes greedily and the learner scores. tolerance: nats, see `check`."""
+    """A prompt that every engine completes, at temperature 1, and the learner scores. tolerance: nats, see `check`."""
 
     prompt: list[int]
     tolerance: float = 0.05
@@ -47,7 +47,7 @@ class Canary:
         learner takes the experts that the engine recorded, as in training, because sums of another batch shape may
         choose others; the tolerance is then wider. Raises CanaryMismatch.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, adapter=adapter, return_routes=replay_routes)
+        params = SamplingParams(max_tokens=_TOKENS, seed=0, adapter=adapter, return_routes=replay_routes)
         calls = [actor.generate.remote([(self.prompt, params)]) for actor in engines]
         scored: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
         worst = 0.0

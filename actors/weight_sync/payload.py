@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from k3rl.checkpoint import FlatShard
 from k3rl.types import WeightVersion
 
 POLICY = "policy"
 """Name under which engines serve the adapter that the learner trains."""
 
-Encoding = Literal["whole", "delta", "adapter"]
+Encoding = Literal["whole", "delta", "adapter", "flat"]
 
 
 class BaseVersion(NamedTuple):
@@ -29,10 +30,11 @@ class BaseVersion(NamedTuple):
 class Payload:
     """One encoding of a version.
 
-    encoding: "whole" (safetensors buckets), "delta" (`checkpoint.delta`), or "adapter" (A and B of an adapter, in
-    safetensors buckets; the weights beside it stay). header: of a delta or an adapter, empty otherwise. buckets:
-    references in the object store. bytes: of all of it. stream: where the learner sends the buckets itself
-    (`transfer.py`), under which key; `buckets` is then empty and `bytes` 0.
+    encoding: "whole" (safetensors buckets), "delta" (`checkpoint.delta`), "adapter" (A and B of an adapter, in
+    safetensors buckets; the weights beside it stay), or "flat" (a bucket for each of `shards`, from a rank each).
+    header: of a delta or an adapter, empty otherwise. buckets: references in the object store. bytes: of all of it.
+    stream: where the learner sends the buckets itself (`transfer.py`), under which key; `buckets` is then empty and
+    `bytes` 0.
     """
 
     encoding: Encoding
@@ -40,6 +42,24 @@ class Payload:
     buckets: tuple[Any, ...]
     bytes: int
     stream: str = ""
+    shards: tuple[FlatShard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What a learner rank has ready to be sent: its shard of a version in a flat buffer.
+
+    version: the number of the version, 0 where an adapter is trained, which goes another way. shard: None of a rank
+    whose weights others send. bytes: of its buffer. gather_seconds: packing and copying; digest_seconds after that.
+    """
+
+    version: int
+    shard: FlatShard | None = None
+    bytes: int = 0
+    tensors: int = 0
+    half: bool = False
+    gather_seconds: float = 0.0
+    digest_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from k3rl.actors.weight_sync.payload import BaseVersion, Encoding, Payload
 from k3rl.actors.weight_sync.transfer import Link, Receiver, TransferBroken
 from k3rl.actors.weight_sync.transport import Location, location_here
 from k3rl.checkpoint import manifest_digest
+from k3rl.config import K3Error
 from k3rl.engine import Engine, VLLMEngine, WeightUpdateError
 from k3rl.model import DeviceName, place_of
 
@@ -33,7 +36,8 @@ class WeightSink:
     def __init__(self, device: DeviceName, *, direct: bool = True) -> None:
         self._device_name: DeviceName = device
         self._direct = direct
-        self._receiver: Receiver | None = None
+        self._receivers: list[Receiver] = []  # of each learner rank that sends
+        self._worker: ThreadPoolExecutor | None = None  # takes flat buffers while the engine goes on
 
     def location(self) -> Location:
         """Where the engine's weights are."""
@@ -41,22 +45,29 @@ class WeightSink:
             return location_here(torch.device("cpu"), direct=False)
         return location_here(place_of(self._device_name)[0])
 
-    async def join(self, link: Link, number: int) -> None:
-        """Meets the learner, as receiver `number`, to be sent weights by it. Raises TransferBroken."""
+    async def join(self, links: Sequence[Link], number: int) -> None:
+        """Meets the ranks of the learner that send weights, as receiver `number` of each. Raises TransferBroken."""
         self.close()
-        self._receiver = Receiver(link, number, place_of(self._device_name)[0])
-        await asyncio.to_thread(self._receiver.join)
+        self._receivers = [Receiver(link, number, place_of(self._device_name)[0]) for link in links]
+        for receiver in self._receivers:
+            await asyncio.to_thread(receiver.join)
 
     def close(self) -> None:
         """Ends the transfer; weights can still come through the object store."""
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
+        receivers, self._receivers = self._receivers, []
+        for receiver in receivers:
             receiver.close()
 
     async def prepare(
         self, engine: Engine | VLLMEngine, version: int, manifest: Mapping[str, str], payload: Payload
-    ) -> None:
-        """Builds and verifies a version beside the one that the engine serves. Buckets come one at a time."""
+    ) -> dict[str, float]:
+        """Builds and verifies a version beside the one that the engine serves; -> seconds of the parts, where they are
+        known. Buckets come one at a time."""
+        if payload.stream and not self._receivers:
+            raise TransferBroken("this rollout actor has not met the learner; call join_transfer(...) first")
+        if payload.encoding == "flat":
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread(), self._prepare_flat, engine, version, payload)
         opened = False
 
         def take(bucket: bytes | Tensor) -> None:
@@ -67,14 +78,78 @@ class WeightSink:
             self.take(engine, payload.encoding, bucket)
 
         if payload.stream:
-            if self._receiver is None:
-                raise TransferBroken("this rollout actor has not met the learner; call join_transfer(...) first")
-            await self._receiver.receive(payload.stream, take)
+            await self._receivers[0].receive(payload.stream, take)
         for ref in payload.buckets:
             take(await ref)
         if not opened:  # a delta of nothing has no bucket
             self.open(engine, version, manifest, payload)
         engine.verify_weight_update()
+        return {}
+
+    def commit(self, engine: Engine | VLLMEngine, version: int) -> float:
+        """Switches to the prepared version, between two steps; -> seconds that it takes, the device's copies too."""
+        began = time.perf_counter()
+        engine.finish_weight_update(version)
+        if self._direct and self._device_name == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return time.perf_counter() - began
+
+    # ---- flat buffers, beside the steps of the engine
+
+    def _thread(self) -> ThreadPoolExecutor:
+        if self._worker is None:
+            threads = torch.get_num_threads()
+
+            def begin() -> None:  # both are a thread's own
+                torch.set_num_threads(threads)
+                torch.set_flush_denormal(True)
+
+            self._worker = ThreadPoolExecutor(1, "weights", begin)
+        return self._worker
+
+    def _prepare_flat(self, engine: Engine | VLLMEngine, version: int, payload: Payload) -> dict[str, float]:
+        if not isinstance(engine, Engine):
+            raise WeightUpdateError(f"weight version {version} came in flat buffers; a vLLM server takes whole tensors")
+        if self._device_name == "cpu":
+            return self._receive_flat(engine, version, payload)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = self._receive_flat(engine, version, payload)
+            stream.synchronize()
+        return found
+
+    def _receive_flat(self, engine: Engine, version: int, payload: Payload) -> dict[str, float]:
+        """A shard from each receiver. After an error the rest is received and dropped, so that no peer is held up."""
+        refused: K3Error | None = None
+        began, proof_s = time.perf_counter(), 0.0
+        try:
+            engine.start_flat_update(version, payload.shards)
+        except WeightUpdateError as error:
+            refused = error
+
+        def take(number: int, bucket: Tensor) -> None:
+            nonlocal proof_s
+            if refused is None:
+                start = time.perf_counter()
+                self.take_shard(engine, number, bucket)
+                proof_s += time.perf_counter() - start
+
+        for number, receiver in enumerate(self._receivers):
+            try:
+                asyncio.run(receiver.receive(payload.stream, lambda bucket, number=number: take(number, bucket)))
+            except TransferBroken:
+                raise
+            except K3Error as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+        received = time.perf_counter() - began - proof_s
+        engine.verify_weight_update()
+        return {"receive_seconds": received, "verify_seconds": time.perf_counter() - began - received}
+
+    def take_shard(self, engine: Engine, number: int, buffer: Tensor) -> None:
+        """Gives the engine a shard, uint8 [n], as it came."""
+        engine.update_weights_by_shard(number, buffer.to(engine.model.device))
 
     def open(self, engine: Engine | VLLMEngine, version: int, manifest: Mapping[str, str], payload: Payload) -> None:
         """Begins an update of the engine. Raises WeightUpdateError where it does not take this encoding."""

@@ -1,7 +1,12 @@
-"""The learner's side of publication: a rank numbers versions, encodes them, and may send them to the engines itself."""
+"""The learner's side of publication: a rank numbers versions, encodes them, and may send them to the engines itself.
+
+A version goes in flat buffers (`export`): each rank that holds experts, or what is beside them, writes its own shard
+where its weights are, and sends it. Or rank 0 gathers all of it and sends a delta or the whole (`publish`).
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,11 +14,25 @@ import ray
 import torch
 from torch import Tensor
 
-from k3rl.actors.weight_sync.buckets import Bucket, BytesBucket, tensor_buckets
-from k3rl.actors.weight_sync.payload import POLICY, BaseVersion, Encoding, Payload, Publication
+from k3rl.actors.weight_sync.buckets import Bucket, BytesBucket, FlatBucket, tensor_buckets
+from k3rl.actors.weight_sync.gpu_memory import share
+from k3rl.actors.weight_sync.host_memory import HostBuffers
+from k3rl.actors.weight_sync.payload import POLICY, BaseVersion, Encoding, Export, Payload, Publication
 from k3rl.actors.weight_sync.transfer import Link, Sender
 from k3rl.actors.weight_sync.transport import Location, Transport, location_here
-from k3rl.checkpoint import BUCKET_BYTES, collected_tensors, encode, manifest_digest, manifest_of, official_tensors
+from k3rl.checkpoint import (
+    BUCKET_BYTES,
+    FlatLayout,
+    collected_tensors,
+    empty_buffer,
+    encode,
+    manifest_digest,
+    manifest_of,
+    official_tensors,
+    shard_layout,
+    shard_of,
+    write_flat,
+)
 from k3rl.engine import AdapterHeader
 from k3rl.model import K3ForCausalLM
 from k3rl.parallel import Trainer
@@ -50,10 +69,13 @@ class WeightSource:
         self._published: _Published | None = None
         self._adapter_base: str | None = None
         self._sender: Sender | None = None
+        self._host = HostBuffers()
+        self._shared_host = False  # whether buffers lie in memory that engines open
+        self._flat: tuple[FlatLayout, Tensor] | None = None  # what `export` fills, again and again
 
     def attach(self, trainer: Trainer) -> None:
         """From now on the weights of this trainer are published. Numbers go on, until `set_version`."""
-        self._trainer, self._adapter_base = trainer, None
+        self._trainer, self._adapter_base, self._flat = trainer, None, None
 
     @property
     def trainer(self) -> Trainer:
@@ -66,6 +88,49 @@ class WeightSource:
         self.version, self._published = number, None
         if self.trainer.model.adapter is None and (tensors := self._stored()) is not None:
             self._published = _Published(number, manifest_of(tensors.items()), tensors)
+
+    # ------------------------------------------------------------------------------------------------ flat buffers
+
+    @property
+    def sends_shard(self) -> bool:
+        """Whether this rank is one whose shards make a version: those of the first copy of the weights."""
+        mesh = self.trainer.mesh
+        return not (mesh.data.rank or mesh.context.rank)
+
+    def export(self) -> Export:
+        """Writes this rank's shard of the next version into its flat buffer, for `send`. A collective.
+
+        The version before must have arrived everywhere. Of a learner that trains an adapter there is none, and no
+        version is numbered; see `publish`.
+        """
+        if self.trainer.model.adapter is not None:
+            return Export(0)
+        self.version, self._published = self.version + 1, None  # which no delta starts from any more
+        with self.trainer.whole() as model:
+            if not self.sends_shard:
+                return Export(self.version)
+            began = time.perf_counter()
+            layout, buffer = self._flat_buffer(model)
+            write_flat(model, layout, buffer)
+            self._wait()
+            written = time.perf_counter()
+            shard = shard_of(self._rank, layout, buffer)
+        stays = self._sender is not None and self._sender.sends_from(buffer)
+        self.outgoing = f"{self.version}", lambda: iter([FlatBucket(buffer, stays=stays)])
+        half = model.dtype == torch.bfloat16
+        times = written - began, time.perf_counter() - written
+        return Export(self.version, shard, layout.size, layout.tensors, half, *times)
+
+    def _flat_buffer(self, model: K3ForCausalLM) -> tuple[FlatLayout, Tensor]:
+        if self._flat is None:
+            layout = shard_layout(model, rest=self.trainer.mesh.expert.rank == 0)
+            shared = self._shared_host and self._device.type == "cpu"
+            self._flat = layout, self._host.allocate(layout.size) if shared else empty_buffer(layout, self._device)
+        return self._flat
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     # ------------------------------------------------------------------------------------------------- encoding
 
@@ -179,7 +244,19 @@ class WeightSource:
         """Where engines may meet this rank; `join` then waits for them."""
         self.close()
         host = ray.util.get_node_ip_address()
-        self._sender = Sender(transport, receivers, self._device, timeout_s, host=host, nccl=nccl)
+        shared = transport == "shm"
+        self._sender = Sender(
+            transport,
+            receivers,
+            self._device,
+            timeout_s,
+            host=host,
+            nccl=nccl,
+            share=self._host.share if shared else share,
+            allocate=self._host.allocate if shared else None,
+        )
+        if shared is not self._shared_host:
+            self._shared_host, self._flat = shared, None
         return self._sender.link
 
     def join(self) -> None:
@@ -199,7 +276,7 @@ class WeightSource:
 
     def close(self) -> None:
         """Ends the transfer; what was to be sent is dropped."""
-        sender, self._sender, self.outgoing = self._sender, None, None
+        sender, self._sender, self.outgoing, self._flat = self._sender, None, None, None
         if sender is not None:
             sender.close()
 

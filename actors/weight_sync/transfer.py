@@ -1,7 +1,7 @@
-"""How weights go straight from the learner's process to the engines': by a broadcast, or through shared GPU memory.
+"""How weights go straight from a learner rank's process to the engines': by a broadcast, or through shared memory.
 
 Both move buckets (`buckets.py`) one after the other while the next is being packed, in two buffers. A store of notes at
-the learner tells the size and checksum of each bucket, and what receivers acknowledge, so that nobody waits for a peer
+the rank tells the size and checksum of each bucket, and what receivers acknowledge, so that nobody waits for a peer
 longer than a timeout. What a version is, and whether it is whole and unaltered, is decided by the engine as for any
 other transport (`k3rl.engine.weights`).
 """
@@ -24,12 +24,14 @@ from torch import Tensor
 
 from k3rl.actors.weight_sync.buckets import Bucket, BucketDamaged, checksum
 from k3rl.actors.weight_sync.gpu_memory import SharingRefused, collect, open_shared, share
+from k3rl.actors.weight_sync.host_memory import open_host
 from k3rl.actors.weight_sync.transport import Transport
 from k3rl.config import K3Error
 
 _BUFFERS = 2
 _CONNECT_S = 3.0  # of one attempt: a connection that a store accepted is now and then not answered, another one is
-_POLLS_S = (0.001, 0.02)  # first and longest pause between two looks at the store
+_SHARED = ("ipc", "shm")
+_POLLS_S = (0.0005, 0.005)  # first and longest pause between two looks at the store
 
 
 class TransferBroken(K3Error):
@@ -190,9 +192,10 @@ class _SharedMemory:
 
 
 class Sender:
-    """The learner's side: one for a run, with the store and, for a broadcast, rank 0 of the group.
+    """One rank's side: one for a run, with the store and, for a broadcast, rank 0 of the group.
 
-    host: under which receivers reach this process. share: see `_SharedMemory`. Raises TransferBroken.
+    host: under which receivers reach this process. share: see `_SharedMemory`. allocate: makes a buffer, uint8 [n], to
+    send from; by default where weights are. Raises TransferBroken.
     """
 
     def __init__(
@@ -205,6 +208,7 @@ class Sender:
         host: str = "127.0.0.1",
         nccl: bool = False,
         share: Callable[[Tensor], Any] = share,
+        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         try:
             store = _store(host, 0, timeout_s, here=True)
@@ -212,14 +216,19 @@ class Sender:
             raise TransferBroken(f"the learner cannot listen at {host}: {error}") from error
         self.link = Link(transport, f"{host}:{store.port}", receivers, timeout_s, nccl)
         self._notes = _NoteStore(store, timeout_s)
-        self._device = device if transport == "ipc" or nccl else torch.device("cpu")
+        self._device = own = device if transport == "ipc" or nccl else torch.device("cpu")
+        self._allocate = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device=own))
         self._share = share
         self._carrier: _Carrier | None = None
+
+    def sends_from(self, buffer: Tensor) -> bool:
+        """Whether a buffer, where it lies, is one that can be shared or broadcast."""
+        return buffer.device.type == self._device.type
 
     def join(self) -> None:
         """Meets the receivers, which call theirs meanwhile. Raises TransferBroken."""
         try:
-            shared = self.link.transport == "ipc"
+            shared = self.link.transport in _SHARED
             self._carrier = (
                 _SharedMemory(self.link, self._notes, self._share) if shared else _Broadcast(self.link, self._notes)
             )
@@ -229,22 +238,26 @@ class Sender:
     def send(self, key: str, buckets: Iterable[Bucket]) -> int:
         """Sends buckets to all receivers, which have all of them when this returns; gives their bytes.
 
-        key: a new one each time. At most two buckets are in memory. Raises TransferBroken; the sender is then closed.
+        key: a new one each time. At most two buckets are in memory, but for those that lie there anyway. Raises
+        TransferBroken; the sender is then closed.
         """
         if self._carrier is None:
             raise TransferBroken("this sender is closed or was never joined")
-        buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _BUFFERS
+        buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
         count = moved = 0
         try:
             for bucket in buckets:
                 if count >= _BUFFERS:
                     self._carrier.free(key, count - _BUFFERS)
-                place = count % _BUFFERS
-                if buffers[place].numel() < bucket.size:
-                    buffers[place] = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
-                buffer = buffers[place][: bucket.size]
-                bucket.write(buffer)
-                note = {"size": bucket.size, "checksum": checksum(buffer)}  # which waits for the device
+                buffer, found = bucket.resident, None
+                if buffer is None:
+                    place = count % _BUFFERS
+                    if buffers[place].numel() < bucket.size:
+                        buffers[place] = self._allocate(bucket.size)
+                    buffer = buffers[place][: bucket.size]
+                    bucket.write(buffer)
+                    found = checksum(buffer)  # which waits for the device
+                note = {"size": bucket.size, "checksum": found}
                 self._carrier.start(key, count, buffer, note)
                 count, moved = count + 1, moved + bucket.size
             self._notes.put(f"{key}/{count}", {"end": count})
@@ -269,7 +282,7 @@ class Sender:
         receivers = range(self.link.receivers)
         self._notes.drop(f"{key}/{index}" for index in range(count + 1))
         self._notes.drop(f"{key}/done/{receiver}" for receiver in receivers)
-        if self.link.transport == "ipc":
+        if self.link.transport in _SHARED:
             self._notes.drop(f"{key}/{index}/taken/{receiver}" for index in range(count) for receiver in receivers)
 
     def close(self) -> None:
@@ -288,14 +301,18 @@ class Sender:
 # ------------------------------------------------------------------------------------------------ an engine's side
 
 
+_open_on_gpu = open_shared
+
+
 class Receiver:
     """One engine's side: receiver `number` of those of the link. open_shared: opens what the sender shares."""
 
     def __init__(
-        self, link: Link, number: int, device: torch.device, *, open_shared: Callable[[Any], Tensor] = open_shared
+        self, link: Link, number: int, device: torch.device, *, open_shared: Callable[[Any], Tensor] | None = None
     ) -> None:
-        self._link, self._number, self._open_shared = link, number, open_shared
-        self._device = device if link.transport == "ipc" or link.nccl else torch.device("cpu")
+        self._link, self._number = link, number
+        self._open_shared = open_shared or (open_host if link.transport == "shm" else _open_on_gpu)
+        self._device = device if link.transport in _SHARED or link.nccl else torch.device("cpu")
         self._group: Any = None
         self._notes: _NoteStore | None = None
 
@@ -331,7 +348,7 @@ class Receiver:
                     except Exception as error:  # raised below, once peers have gone on
                         refused = error
                 del bucket
-                if self._link.transport == "ipc":
+                if self._link.transport in _SHARED:
                     self._notes.put(f"{key}/{index}/taken/{self._number}", True)
                 index += 1
             opened.clear()
@@ -361,8 +378,9 @@ class Receiver:
         return bucket
 
     def _checked(self, bucket: Tensor, note: dict[str, Any], key: str, index: int) -> Tensor:
-        found, sent = checksum(bucket), note["checksum"]
-        if found != sent:
+        if (sent := note["checksum"]) is None:
+            return bucket
+        if (found := checksum(bucket)) != sent:
             raise BucketDamaged(
                 f"bucket {index} of version {key} arrived altered (checksum {found:016x}, sent {sent:016x})"
             )

@@ -12,8 +12,8 @@ import torch
 from k3rl.actors.weight_sync.gpu_memory import uuid_of, visible_gpus
 from k3rl.config import ConfigError
 
-Transport = Literal["object_store", "broadcast", "ipc"]
-TransportSetting = Literal["auto", "object_store", "broadcast", "ipc"]
+Transport = Literal["object_store", "broadcast", "ipc", "shm"]
+TransportSetting = Literal["auto", "object_store", "broadcast", "ipc", "shm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,23 @@ def location_here(device: torch.device, *, direct: bool = True) -> Location:
 def choose_transport(setting: TransportSetting, learner: Location, engines: Sequence[Location]) -> Transport:
     """The transport of a run's weights. Raises ConfigError where the one that was asked for cannot work.
 
-    auto: shared GPU memory where every engine sees the learner's GPU, a broadcast where each has a GPU of its own, and
-    the object store otherwise.
+    auto: shared GPU memory where every engine sees the learner's GPU, a broadcast where each has a GPU of its own,
+    shared host memory where all are on CPUs of one host, and the object store otherwise.
     """
-    obstacles = {"object_store": "", "ipc": _against_ipc(learner, engines), "broadcast": _against_broadcast(engines)}
+    obstacles = {
+        "object_store": "",
+        "ipc": _against_ipc(learner, engines),
+        "broadcast": _against_broadcast(engines),
+        "shm": _against_shm(learner, engines),
+    }
     gpus = [location.gpu for location in (learner, *engines)]
     if all(gpus) and len(set(gpus)) < len(gpus):
         obstacles["broadcast"] = obstacles["broadcast"] or "NCCL joins no two processes on one GPU"
     if setting == "auto":
         if not obstacles["ipc"]:
             return "ipc"
+        if not any(gpus) and not obstacles["shm"]:
+            return "shm"
         return "broadcast" if all(gpus) and not obstacles["broadcast"] else "object_store"
     if obstacles[setting]:
         raise ConfigError(
@@ -69,6 +76,13 @@ def _against_ipc(learner: Location, engines: Sequence[Location]) -> str:
         if engine.host != learner.host or learner.gpu not in engine.visible:
             return f"rollout actor {number} does not see the learner's GPU"
     return ""
+
+
+def _against_shm(learner: Location, engines: Sequence[Location]) -> str:
+    for number, engine in enumerate(engines):
+        if engine.host != learner.host:
+            return f"rollout actor {number} is on another host than the learner"
+    return _against_broadcast(engines)
 
 
 def _against_broadcast(engines: Sequence[Location]) -> str:

@@ -31,12 +31,11 @@ def demonstrations(
     if split == "train":
         drawn = (draw_training(index, seed, level, family) for index in range(n))
         return [_example(item, name, rng, training=True) for item, name in drawn]
-    tasks = held_out_tasks(split, seed)
+    tasks = held_out_tasks(split, seed, n)
     if n > len(tasks) or level is not None or family is not None:
         raise ValueError(f"split {split!r} gives at most {len(tasks)} demonstrations, not narrowed by level or family")
     return [
-        _example(item, f"coding-lists/{split}/{seed}/{index}", rng, training=False)
-        for index, item in enumerate(tasks[:n])
+        _example(item, f"coding-lists/{split}/{seed}/{index}", rng, training=False) for index, item in enumerate(tasks)
     ]
 
 

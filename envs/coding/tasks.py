@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 from k3rl.envs.coding.operations import (
@@ -203,7 +204,7 @@ class CodingLists:
             if not 0 <= index < len(slots):
                 raise IndexError(f"{NAME} {split} has {len(slots)} such tasks; there is no number {index}")
             index = slots[index]
-            drawn, name = held_out_tasks(split, seed)[index], f"{NAME}/{split}/{seed}/{index}"
+            drawn, name = held_out_tasks(split, seed, index + 1)[index], f"{NAME}/{split}/{seed}/{index}"
         return to_task(drawn, name, seed, self._tools)
 
     def _slots(self, split: str, level: int | None, family: str | None) -> list[int]:
@@ -241,19 +242,33 @@ def _plan(split: str) -> tuple[tuple[str, int], ...]:
     return tuple(slot for _, slot in sorted(places))
 
 
-@lru_cache(maxsize=8)
-def held_out_tasks(split: str, seed: int) -> list[Drawn]:
-    """All tasks of a held-out split, no prompt twice."""
-    rng = random.Random(f"{NAME}/{split}/{seed}")
-    prompts: set[str] = set()
-    tasks = []
-    for family, level in _plan(split):
-        drawn = draw(split, family, level, rng)
-        while drawn.prompt in prompts:
-            drawn = draw(split, family, level, rng)
-        prompts.add(drawn.prompt)
-        tasks.append(drawn)
-    return tasks
+class _HeldOut:
+    """The tasks of a held-out split, no prompt twice, each drawn when it or a later one is first asked for."""
+
+    def __init__(self, split: str, seed: int) -> None:
+        self._split = split
+        self._rng = random.Random(f"{NAME}/{split}/{seed}")
+        self._prompts: set[str] = set()
+        self._drawn: list[Drawn] = []
+        self._lock = Lock()
+
+    def first(self, n: int | None) -> list[Drawn]:
+        with self._lock:
+            for family, level in _plan(self._split)[len(self._drawn) : n]:
+                drawn = draw(self._split, family, level, self._rng)
+                while drawn.prompt in self._prompts:
+                    drawn = draw(self._split, family, level, self._rng)
+                self._prompts.add(drawn.prompt)
+                self._drawn.append(drawn)
+            return self._drawn[:n]
+
+
+_held_out = lru_cache(maxsize=8)(_HeldOut)
+
+
+def held_out_tasks(split: str, seed: int, n: int | None = None) -> list[Drawn]:
+    """The first `n` tasks of a held-out split, or all of them; no prompt twice."""
+    return _held_out(split, seed).first(n)
 
 
 def to_task(drawn: Drawn, name: str, seed: int, tools: tuple[dict[str, Any], ...] = ()) -> Task:

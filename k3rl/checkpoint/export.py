@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from k3rl.checkpoint.adapter import check_base, load_adapter, save_adapter, weights_of
 from k3rl.checkpoint.card import read_card
 from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.hf import load_checkpoint, save_checkpoint
+from k3rl.checkpoint.hf import StoredFiles, load_checkpoint, save_checkpoint
 from k3rl.checkpoint.official import official_tensors
 from k3rl.checkpoint.state_writer import refuse_foreign, restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
@@ -72,11 +73,14 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
     built = K3Config.from_dict(config)
     if start is not None and (settings.lora is not None or built.vision_config is not None):
         refuse_foreign(state, built, settings.lora, (start, weights_fingerprint(start, seed)))
-        model = load_checkpoint(start)  # whatever is not trained is there alone
+        # whatever is not trained is there alone
+        model = load_checkpoint(start, activations=built.quantization.activations)
     else:
         model = K3ForCausalLM(built)
         if start is None:
             model.init_weights(seed)
+        elif settings.lora is None:
+            _keep_stored_bytes(model, Path(start))
     trainer = Trainer(model, settings)
     restore(trainer, state)
     if about.get("rounded_to") == "bfloat16":  # by the program that trained it, before anything else
@@ -94,8 +98,33 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
         with adapted(model, None):
             save_checkpoint(model, start, tokenizer=tokenizer)
     tensors = dict(model.adapter.stored_tensors())
-    save_adapter(tensors, model.adapter.config, target, base=start, tokenizer=tokenizer, card=card)
+    activations = built.quantization.activations
+    save_adapter(
+        tensors, model.adapter.config, target, base=start, activations=activations, tokenizer=tokenizer, card=card
+    )
     return len(tensors), _size(target)
+
+
+def _keep_stored_bytes(model: K3ForCausalLM, start: Path) -> None:
+    """Blocks of experts that training left as they were keep the bytes of the start, as its run keeps them.
+
+    Another program may have chosen other scales for the same values. Warns where the start is gone.
+    """
+    if model.config.quantization.weights != "mxfp4":
+        return
+    if not (start / "config.json").is_file():
+        warnings.warn(
+            f"{start}, from which the weights came, is gone. Values are those of the run; blocks of experts that it did "
+            "not change may be stored by other scales than there",
+            stacklevel=3,
+        )
+        return
+    stored = StoredFiles(start)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.official_parameters()}
+    for name in (key.removesuffix("_packed") for key in stored if key.endswith("_packed")):
+        packed, scale = stored[f"{name}_packed"], stored[f"{name}_scale"]
+        if shapes.get(name) == (packed.shape[0], 2 * packed.shape[1]):
+            model.stored_blocks[name] = packed, scale
 
 
 def merge_adapter(source: Path, target: Path) -> tuple[int, int, dict[str, dict[str, Any]]]:

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_adapter_config
+from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_adapter_config, trained_activations
 from k3rl.checkpoint.card import CARD, card_text
 from k3rl.checkpoint.official import CheckpointError, fill
 from k3rl.checkpoint.replace import flush, locked, put_in_place, recover, scratch_beside, scratch_name
@@ -116,13 +117,15 @@ def load_checkpoint(
     *,
     mesh: Mesh | None = None,
     packed: bool | Literal["served"] = False,
+    activations: str | None = None,
     quantization: QuantizationConfig | None = None,
 ) -> K3ForCausalLM:
     """The model of a checkpoint directory in its official layout; on a mesh with this rank's run of experts only.
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
     are stored as bf16 or MXFP4 (others are float32 or wider). packed: MXFP4 experts stay the stored bytes, frozen;
-    "served": where a kernel multiplies with them, which is what an engine wants.
+    "served": where a kernel multiplies with them, which is what an engine wants. activations: what the inputs of routed
+    experts are rounded to ("mxfp8" or "none") instead of what the configuration says.
     quantization: what becomes of experts that are stored plain, where it asks for MXFP4; they are quantized as they are
     read, and the model's `quantization_loss` says what that took. Experts that are stored as MXFP4 stay what they are.
     A directory with an adapter gives the model that it belongs to, with the adapter attached.
@@ -135,7 +138,7 @@ def load_checkpoint(
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds {CONFIG}")
     if is_adapter(path):
-        return _load_adapted(path, dtype, device, mesh, packed, quantization)
+        return _load_adapted(path, dtype, device, mesh, packed, activations, quantization)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
     begun = path.stat()
@@ -144,6 +147,8 @@ def load_checkpoint(
     files = stored_files(path, config)
     experts = None if mesh is None else mesh.experts(config.num_experts)
     config = quantized(as_stored(config, files), quantization)
+    if activations is not None:
+        config = config.replace(quantization=replace(config.quantization, activations=activations))
     packs = bool(packed) and config.quantization.weights == "mxfp4"
     if packed == "served":
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
@@ -161,16 +166,24 @@ def load_checkpoint(
 
 
 def _load_adapted(
-    path: Path, dtype: torch.dtype, device: torch.device | str, mesh: Mesh | None, packed: bool | Literal["served"],
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    mesh: Mesh | None,
+    packed: bool | Literal["served"],
+    activations: str | None,
     quantization: QuantizationConfig | None,
-) -> K3ForCausalLM:  # fmt: skip
+) -> K3ForCausalLM:
     _, base = read_adapter_config(path)
     if not (base / CONFIG).is_file():
         raise CheckpointError(
             f"the adapter {path} belongs to {base}, which holds no checkpoint; put that in place, or beside the adapter"
         )
     check_base(path, base)
-    model = load_checkpoint(base, dtype, device, mesh=mesh, packed=packed, quantization=quantization)
+    chosen = activations or trained_activations(path)
+    model = load_checkpoint(
+        base, dtype, device, mesh=mesh, packed=packed, activations=chosen, quantization=quantization
+    )
     load_adapter(path, model).attach(model)
     return model
 

@@ -46,14 +46,17 @@ class StateWriter:
         self._error: BaseException | None = None
         self._saving = Path()  # the state that was handed over last
 
-    def save(self, directory: Path, owned: Owned, extra: Mapping[str, Any], *, save_id: str) -> None:
+    def save(
+        self, directory: Path, owned: Owned, extra: Mapping[str, Any], *, save_id: str, fresh: bool = False
+    ) -> None:
         """Copies `owned` and begins to write it. All ranks call it with one `directory` and one `save_id`.
 
-        Raises the error of the save before, TrainStateError among them.
+        fresh: nobody else has these tensors, so that those on the host need no copy. Raises the error of the save
+        before, TrainStateError among them.
         """
         self.wait()
         self._saving = directory
-        copied = {name: _copy(value) for name, value in owned.items()}
+        copied = {name: _on_host(value, copy=not fresh) for name, value in owned.items()}
         copied |= _rng_states(self.rank)
 
         def work() -> None:
@@ -178,10 +181,10 @@ def _refuse_non_finite(owned: Owned) -> None:
             raise TrainStateError(f"{name} holds a number that is not finite; the state before stays the latest")
 
 
-def _copy(value: Tensor | Rows) -> Tensor | Rows:
+def _on_host(value: Tensor | Rows, *, copy: bool) -> Tensor | Rows:
     if isinstance(value, Rows):
-        return Rows(value.values.detach().to("cpu", copy=True), value.start, value.total)
-    return value.detach().to("cpu", copy=True)
+        return Rows(value.values.detach().to("cpu", copy=copy), value.start, value.total)
+    return value.detach().to("cpu", copy=copy)
 
 
 def _rng_states(rank: int) -> dict[str, Tensor]:

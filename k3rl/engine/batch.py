@@ -17,7 +17,7 @@ from k3rl.engine.protocol import EngineError, Outcome, UnknownRequest
 from k3rl.engine.rows import RowTable
 from k3rl.engine.running import Progress, Running
 from k3rl.engine.sampling.sampler import request_seed
-from k3rl.engine.scheduler import Plan, Scheduler
+from k3rl.engine.scheduler import Plan, PromptGroup, Scheduler
 from k3rl.types import Completion, StopReason
 
 
@@ -41,7 +41,9 @@ class Batch:
         running.number, self._submitted = self._submitted, self._submitted + 1
         running.seed = request_seed(params.seed, self._seed, running.number)
         self.requests[running.number] = running
-        key = running.prompt.tobytes(), params.cache_salt, params.adapter
+        if self.prefix is not None:
+            self.prefix.saw(running)
+        key = running.key, params.cache_salt, params.adapter
         self.scheduler.submit(running.number, key, len(running.prompt))
         return running.number
 
@@ -51,9 +53,11 @@ class Batch:
             raise UnknownRequest(f"request {number} is neither waiting nor running: it ended or never was")
         return self.requests[number]
 
-    def held(self, running: Running) -> Progress | None:
-        """What a request has sampled, without its routes, in arrays that its next token changes; None before any."""
-        return running.progress if running.row is None else self.table.held(running.row)
+    def held(self, running: Running, start: int = 0) -> Progress | None:
+        """What a request has sampled from its `start`-th token on, without its routes; None before any."""
+        if running.row is not None:
+            return self.table.held(running.row, start)
+        return None if running.progress is None else running.progress.after(start)
 
     def routes(self, running: Running, start: int) -> np.ndarray | None:
         """int16 [n, M, k] of its tokens from the `start`-th on, as far as known; None without any."""
@@ -68,24 +72,38 @@ class Batch:
             return self.table.completion(running.row, aborted=True)
         return running.completion(running.progress or Progress.none(version), StopReason.ABORTED)
 
+    def clear(self) -> None:
+        """Forgets every request and frees every row, in whatever state a step that raised has left them."""
+        self.scheduler.clear()
+        self._drop_parked()
+        rows = range(self.scheduler.rows)
+        self.pool.free(rows)
+        self.table.free(rows)
+        self.requests.clear()
+        self.ended.take()
+        if self.prefix is not None:
+            self.prefix.forget()
+
     # ---- a step
 
     def make_room(self) -> int:
-        """Preempts running requests where the next step would need more memory than there is; how many."""
-        victims = [self.requests[number] for number in self.scheduler.overcommitted()]
-        if victims:
-            self.preempt(victims)
+        """Takes rows where the next step would need more memory than there is; from how many running requests."""
+        excess = self.scheduler.overcommitted()
+        if excess:
+            self.preempt([self.requests[number] for number in excess.requests], excess.groups)
         self._drop_parked()
-        return len(victims)
+        return len(excess.requests)
 
     def plan(self, admit: bool) -> Plan:
         """The scheduler's next step; leaders of admitted groups have their `hit`."""
         return self.scheduler.plan(admit, None if self.prefix is None else self._cached)
 
-    def _cached(self, members: Sequence[int]) -> int:
-        """How many tokens of these requests' prompt the prefix cache has."""
+    def _cached(self, members: Sequence[int]) -> int | None:
+        """How many tokens of these requests' prompt the prefix cache has; None while another prompt computes some."""
         assert self.prefix is not None
         leader, *others = (self.requests[number] for number in members)
+        if self.prefix.waits(leader):
+            return None
         leader.hit = self.prefix.find(leader, others)
         return 0 if leader.hit is None else leader.hit.length
 
@@ -97,13 +115,24 @@ class Batch:
             return
         if self.prefix is not None:
             for running, outcome in ended:
-                if not isinstance(outcome, EngineError):
+                self.prefix.leave_checkpoint(running)
+                if not isinstance(outcome, EngineError) and not _taken_back(running, outcome):
                     self.prefix.keep_turn(running)
         used = self.scheduler.num_rows
         self._follow(self.scheduler.remove([running.number for running, _ in ended]), used)
         for running, _ in ended:
             del self.requests[running.number]
         self.ended.add((running.number, outcome) for running, outcome in ended)
+
+    def end_sessions(self, names: Sequence[str]) -> None:
+        """These conversations do not go on: their states are let go, and those of their live requests not kept."""
+        if self.prefix is None:
+            return
+        ended = set(names)
+        for running in self.requests.values():
+            if running.session in ended:
+                running.session = ""
+        self.prefix.end_sessions(names)
 
     def recompute(self, adapter: str | None) -> int:
         """Preempts the running requests of an adapter, or all (None), whose states other weights made; how many tokens
@@ -112,20 +141,21 @@ class Batch:
         mine = [one for one in running if adapter is None or one.params.adapter == adapter]
         return self.preempt(sorted(mine, key=lambda one: -one.number), keep=False)
 
-    def preempt(self, victims: Sequence[Running], *, keep: bool = True) -> int:
+    def preempt(self, victims: Sequence[Running], groups: Sequence[PromptGroup] = (), *, keep: bool = True) -> int:
         """Running requests, the youngest first, lose their rows and wait, with what they have sampled, to be computed
-        again -> how many tokens that is. keep: their states are of use to the prefix cache."""
+        again -> how many tokens that is; groups begin with their prompts again. keep: states of running ones are of use
+        to the prefix cache."""
         waiting = []
         for running in victims:
             assert running.row is not None
             if keep and self.prefix is not None:
-                self.prefix.keep_turn(running)
+                self.prefix.keep_turn(running, goes_on=True)
             running.progress = self.table.progress(running.row)
             waiting.append((running.number, len(running.prompt) + len(running.progress.tokens)))
         used = self.scheduler.num_rows
         for running in victims:
             running.row = None
-        self._follow(self.scheduler.preempt(waiting), used)
+        self._follow(self.scheduler.preempt(waiting, groups), used)
         return sum(length for _, length in waiting)
 
     def restart(self) -> None:
@@ -146,3 +176,8 @@ class Batch:
         """Frees the parked state when no group waits for it."""
         if self.scheduler.parked is None:
             self.pool.drop_parked()
+
+
+def _taken_back(running: Running, completion: Completion) -> bool:
+    """Whether a turn of a session was aborted: the state of the turn before it is the one to go on from."""
+    return bool(running.session) and completion.stop_reason is StopReason.ABORTED

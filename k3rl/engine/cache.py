@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.engine.memory import states_budget
+from k3rl.engine.memory import SHARE, states_budget
 from k3rl.engine.paged import PagedCache
-from k3rl.engine.prefix.cache import FixedState, Hit, RoutePieces, TokenStates
+from k3rl.engine.prefix.parts import FixedState, Hit, LastRoute, RoutePieces, SourceSize, TokenStates, tensor_bytes
 from k3rl.kernels.kda import CHUNK
 from k3rl.model import Cache, K3ForCausalLM
 
@@ -52,17 +52,22 @@ class MemoryPlan:
         max_context: int,
         page: int,
         fixed: bool = False,
+        device_share: float = 1.0,
+        beside: int = 0,
     ) -> MemoryPlan | None:
         """`of`, with "auto" a share of what is free; None when nothing is bounded or "auto" leaves room for all.
 
-        fixed: storage must not move, so that room for all is a plan, too; without a bound there is none.
+        fixed: storage must not move, so that room for all is a plan, too; without a bound there is none. device_share:
+        of the device, with which "auto" takes so much less. beside: bytes that cached prefixes may take of that, half
+        of it at most.
         """
         if memory is None:
             return None
         deferred = fixed and defers(model, max_rows)
         if memory != "auto":
             return cls.of(model, memory, max_rows, max_context, page, deferred)
-        budget = states_budget(model)
+        budget = states_budget(model, SHARE * device_share)
+        budget -= min(beside, budget // 2)
         slot, token = state_bytes(model, deferred)
         whole = (max_rows + 1) * (slot + -(-max_context // page) * page * token)
         if whole <= budget or (max_rows + 1) * (slot + max_context * token) <= budget:
@@ -100,11 +105,11 @@ def state_bytes(model: K3ForCausalLM, deferred: bool = False) -> tuple[int, int]
     """(bytes of a row's KDA states, and of the tokens that wait beside them, bytes of a token's latents)."""
     cache = model.new_cache(1)
     cache.reserve(1)
-    slot = sum(_bytes(cache.recurrent(n)) + _bytes(cache.conv(n)) for n in model.config.kda_layers)
+    slot = sum(tensor_bytes(cache.recurrent(n)) + tensor_bytes(cache.conv(n)) for n in model.config.kda_layers)
     if deferred:
         states = [cache.recurrent(n) for n in model.config.kda_layers]
         slot += sum(pending_bytes(state) for state in states)
-    return slot, sum(_bytes(cache.latent(n, 1)) for n in model.config.mla_layers)
+    return slot, sum(tensor_bytes(cache.latent(n, 1)) for n in model.config.mla_layers)
 
 
 class StatePool:
@@ -125,6 +130,7 @@ class StatePool:
         self.cache: Cache = model.new_cache(rows + 1) if self.paged is None else cast(Cache, self.paged)
         self.parked_row, self.poison = rows, poison
         self._is_parked = False
+        self.row_bytes = state_bytes(model)  # of a row's KDA states and of a token's latents, as copies take them
         self.kda_layers, self.mla_layers = sorted(model.config.kda_layers), sorted(model.config.mla_layers)
 
     @torch.inference_mode()
@@ -174,9 +180,16 @@ class StatePool:
             self.free([self.parked_row])
             self._is_parked = False
 
-    def source(self, row: int, routes: RoutePieces | None, hidden: Tensor | None) -> RowSource:
-        """What a prefix cache copies from: a row, the routes of its tokens, the last hidden row [1, H]."""
-        return RowSource(self, row, routes, hidden)
+    def length(self, row: int) -> int:
+        """Tokens that the state of a row has taken in."""
+        return int(self.cache.lengths[row])
+
+    def source(
+        self, row: int, routes: RoutePieces | None, hidden: Tensor | None, last_route: LastRoute | None = None
+    ) -> RowSource:
+        """What a prefix cache copies from: a row, the routes of its tokens, the last hidden row [1, H]; last_route: see
+        `FixedState`."""
+        return RowSource(self, row, routes, hidden, last_route)
 
     @torch.inference_mode()
     def restore(self, row: int, hit: Hit) -> None:
@@ -199,21 +212,36 @@ class StatePool:
 class RowSource:
     """A row of the pool as a `prefix.Source`."""
 
-    def __init__(self, pool: StatePool, row: int, routes: RoutePieces | None, hidden: Tensor | None) -> None:
+    def __init__(
+        self,
+        pool: StatePool,
+        row: int,
+        routes: RoutePieces | None,
+        hidden: Tensor | None,
+        last_route: LastRoute | None,
+    ) -> None:
         self._pool, self._row, self._routes, self._hidden = pool, row, routes, hidden
+        self._last_route = last_route
         self._view = pool.view([row])
         self.has_routes, self.has_hidden = routes is not None, hidden is not None
+
+    @property
+    def size(self) -> SourceSize:
+        """See `prefix.parts.Source`."""
+        slot, token = self._pool.row_bytes
+        routes = 0 if self._routes is None else self._routes.pieces[0][:1].nbytes
+        return SourceSize(slot + tensor_bytes(self._hidden), token + routes)
 
     def fixed(self) -> FixedState:
         """Copies of the KDA states; see `prefix.FixedState`."""
         layers, view = self._pool.kda_layers, self._view
         hidden = None if self._hidden is None else self._hidden.clone()
         if self._pool.paged is not None:
-            return FixedState(*self._pool.paged.fixed(self._row), hidden)
+            return FixedState(*self._pool.paged.fixed(self._row), hidden, self._last_route)
         if not layers:
-            return FixedState(torch.empty(0), torch.empty(0), hidden)
+            return FixedState(torch.empty(0), torch.empty(0), hidden, self._last_route)
         recurrent, conv = zip(*((view.recurrent(layer), view.conv(layer)) for layer in layers), strict=True)
-        return FixedState(torch.cat(recurrent), torch.cat(conv), hidden)
+        return FixedState(torch.cat(recurrent), torch.cat(conv), hidden, self._last_route)
 
     def tokens(self, start: int, stop: int) -> TokenStates:
         """Copies of the latents and routes of tokens start..stop."""
@@ -228,10 +256,6 @@ def pending_bytes(recurrent: Tensor) -> int:
     """Bytes of the tokens that wait beside states [B, heads, K, V]: keys, updates, running decay, bounds."""
     rows = recurrent.shape[0] * recurrent.shape[1]
     return rows * ((2 * CHUNK + 1) * recurrent.shape[2] * recurrent.element_size() + 8)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _index(rows: Sequence[int]) -> Tensor:

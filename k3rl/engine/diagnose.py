@@ -62,7 +62,7 @@ def errors_of(weights: ServedWeights, pool: StatePool, table: RowTable, rows: np
     found: list[NonFiniteLogits] = []
     for row in rows.tolist():
         running = table.running[row]
-        ids = np.concatenate([running.prompt, table.tokens[row, : table.count[row]]])
+        ids = np.concatenate([running.prompt, table.sampled(row)])
         if found:
             layer, detail = None, f"request {found[0].request} broke in the same step and was examined"
         else:

@@ -2,7 +2,8 @@
 
 A step computes at most `prefill_tokens` tokens of waiting prompts in one packed call, decodes every running row
 in another, and samples once over both. Rows that end leave at once and waiting requests take their place.
-Single-threaded: whoever drives it calls `step` in a loop and may submit, abort, pause or update weights in between.
+Single-threaded: whoever drives it (`driver.py`) calls `step` in a loop and may submit, abort, pause or update weights
+in between.
 
 State across a weight update: the states of running requests are computed again from their tokens by the new weights,
 or, with `in_flight="carry"`, they go on with what the old ones computed; a completion names the versions of its first
@@ -19,22 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3rl.checkpoint import FlatShard
 from k3rl.data import ImagePatches
 from k3rl.engine import diagnose
 from k3rl.engine.batch import Batch
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.compute import exact as exact_mode
 from k3rl.engine.compute.decode_graph import CapturedDecode, captures
-from k3rl.engine.compute.decoding import Decoder
+from k3rl.engine.compute.decoding import Decoder, DrawnRows
 from k3rl.engine.compute.prefill import Prefill, RowLogits
 from k3rl.engine.compute.prefill_graph import CapturedPrefill
 from k3rl.engine.counters import EngineCounters
+from k3rl.engine.outcomes import BlockingCalls
 from k3rl.engine.prefix.cache import PrefixCache
 from k3rl.engine.prefix.states import PrefixStates
 from k3rl.engine.prompts import Admission
-from k3rl.engine.protocol import EngineError, InFlight, Outcome, PauseMode
+from k3rl.engine.protocol import EngineError, InFlight, Outcome, PauseMode, Prompt, Tokens
 from k3rl.engine.rows import RowTable
-from k3rl.engine.running import Progress, Running
+from k3rl.engine.running import Running
 from k3rl.engine.sampling import device_sampler
 from k3rl.engine.sampling.grammar import DeadEnd, Grammars
 from k3rl.engine.sampling.sample_rows import Sample, sample_rows
@@ -43,10 +46,10 @@ from k3rl.engine.scheduler import Scheduler
 from k3rl.engine.weights import ServedWeights, WeightUpdate, as_served, check_names
 from k3rl.model import K3ForCausalLM
 from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, SamplingParams
+from k3rl.types import SamplingParams
 
 
-class Engine:
+class Engine(BlockingCalls):
     """A `RolloutEngine` over one in-process model, which it never writes to: a new version is a new copy.
 
     max_running: rows, that is requests that can be decoded together. max_context: prompt plus sampled tokens of one
@@ -58,7 +61,8 @@ class Engine:
     many rows as leave room for one longest request, requests are admitted by the pages left, and the youngest are
     preempted (and go on with the same tokens) when running ones need them; how many are admitted follows from how
     often that happened (`throttle.py`). "auto": a share of what the machine has free, when `max_running` requests of
-    `max_context` tokens could take more than that. None: `max_running` is the only limit.
+    `max_context` tokens could take more than that; where others have their part of the device, `device_share` of it.
+    None: `max_running` is the only limit.
     in_flight: what running requests do when the weights change: recompute their states, or carry them on.
     exact: computes every row by itself, so that logprobs are the bits of `k3rl.model.exact`; many times slower.
     static_decode: decodes by the captured step of `decode_graph.py`, and computes few prompt tokens by that of
@@ -80,6 +84,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         prefix_cache: PrefixCache | None = None,
         memory_bytes: int | Literal["auto"] | None = "auto",
+        device_share: float = 1.0,
         page_tokens: int = 64,
         in_flight: InFlight = "recompute",
         exact: bool = False,
@@ -99,26 +104,29 @@ class Engine:
         self._admission = Admission(self.weights, max_context, tokenizer, grammars, exact=exact)
 
         fixed = not exact and (captures(model) if static_decode is None else static_decode)
-        plan = MemoryPlan.when_needed(model, memory_bytes, max_running, max_context, page_tokens, fixed)
+        beside = 0 if prefix_cache is None else prefix_cache.memory_bytes(on_cpu=model.device.type == "cpu")
+        limits = max_running, max_context, page_tokens, fixed, device_share, beside
+        plan = MemoryPlan.when_needed(model, memory_bytes, *limits)
         rows, pages = (max_running, None) if plan is None else (plan.rows, plan.pages)
         pool = StatePool(model, rows, poison, plan)
         table = RowTable(rows, (len(config.moe_layers), config.num_experts_per_token))
         prefix = None
         if prefix_cache is not None:
-            prefix = PrefixStates(
-                prefix_cache, pool, table, self.weights, whole_blocks=exact, carries=not self._recomputes
-            )
+            prefix = PrefixStates(prefix_cache, pool, table, self.weights, carries=not self._recomputes)
         self.batch = Batch(Scheduler(rows, prefill_tokens, pages, page_tokens), pool, table, prefix, seed)
+
+        super().__init__(self.batch.ended, self.batch.requests, self._refuse_to_wait_paused)
 
         self.captured_decode: CapturedDecode | None = None
         self.captured_prefill: CapturedPrefill | None = None
         if fixed and pool.paged is not None:
             self.captured_decode = CapturedDecode(model, pool.paged)
             self.captured_prefill = CapturedPrefill.where_it_pays(model, pool.paged, max_context)
-        overlaps = overlap and prefix_cache is None and self._recomputes
         given = self.batch, self.weights
         self._prefill = Prefill(*given, grammars, self.counters, self.captured_prefill, exact=exact)
-        self._decoder = Decoder(*given, self.counters, self.captured_decode, exact=exact, overlaps=overlaps)
+        self._decoder = Decoder(*given, self.counters, self.captured_decode, exact=exact, overlaps=overlap)
+        if prefix is not None:
+            prefix.read_ahead = self._decoder.route_ahead
         self._sample_by: Sample = exact_mode.sample if exact else device_sampler.sample
 
     @property
@@ -146,9 +154,16 @@ class Engine:
         """Requests with a row, being prefilled or decoded."""
         return self.batch.scheduler.num_rows
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a step computes nothing until `resume`."""
+        return self._pause in ("keep", "abort") or (self._pause == "wait" and not self.num_running)
+
     # ---- requests
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
+    def submit(
+        self, prompt_ids: Sequence[int] | Prompt, params: SamplingParams, images: Sequence[ImagePatches] = ()
+    ) -> int:
         """Queues one prompt and returns its id. images: one for each placeholder of the prompt, in order.
 
         Raises InvalidRequest for an empty prompt, an id outside the vocabulary, images that do not fit the prompt or
@@ -157,53 +172,44 @@ class Engine:
         """
         return self.batch.add(self._admission.check(prompt_ids, params, images))
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> None:
-        """Raises InvalidRequest as `submit` would, and queues nothing. Any thread may ask."""
-        self._admission.check(prompt_ids, params, images)
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> Prompt:
+        """Raises InvalidRequest as `submit` would, and queues nothing -> the prompt, which any number of requests may
+        be submitted with: it is checked and copied once. Any thread may ask."""
+        running = self._admission.check(prompt_ids, params, images)
+        return Prompt(running.prompt, running.images, running.key)
 
-    def abort(self, request: int) -> None:
-        """Frees the request's slot at once; the next `step` returns it as aborted. Raises UnknownRequest."""
-        self._abort([self.batch.find(request)])
-
-    def _abort(self, requests: Sequence[Running]) -> None:
+    def abort(self, *requests: int) -> None:
+        """Frees their slots at once; the next `step` returns them as aborted. Raises UnknownRequest for those that are
+        not live, once the others are aborted."""
+        live = [running for number in requests if (running := self.batch.requests.get(number)) is not None]
         version_for = self.weights.version_for
-        self.batch.end([(running, self.batch.aborted(running, version_for(running.params))) for running in requests])
+        self.batch.end([(running, self.batch.aborted(running, version_for(running.params))) for running in live])
+        if len(live) < len(requests):
+            self.batch.find(next(number for number in requests if number not in {one.number for one in live}))
+
+    def clear(self) -> None:
+        """Forgets every request without an outcome, in whatever state a step that raised has left them."""
+        self.batch.clear()
+
+    def end_sessions(self, *names: str) -> None:
+        """These conversations do not go on: what is kept for them is let go."""
+        self.batch.end_sessions(names)
 
     def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """(ids, logprobs) of what a live request has sampled from its `start`-th token on; nothing while it waits."""
-        if (held := self.held(request)) is None:
-            return (), ()
-        return tuple(held.tokens[start:].tolist()), tuple(held.logprobs[start:].tolist())
+        found = self.new_tokens(request, start)
+        return ((), ()) if found is None else (found.ids, found.logprobs)
 
-    def routes(self, request: int, start: int = 0) -> np.ndarray | None:
-        """int16 [n, M, k] of prompt and sampled tokens from the `start`-th on, as far as known; None without any."""
-        return self.batch.routes(self.batch.find(request), start)
-
-    def held(self, request: int) -> Progress | None:
-        """What a live request has, without its routes, in arrays that its next step changes; None while it waits."""
-        return self.batch.held(self.batch.find(request))
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        images: Sequence[Sequence[ImagePatches]] | None = None,
-    ) -> list[Completion]:
-        """Completes all prompts, in their order; images: those of each prompt.
-
-        Raises InvalidRequest before any work, or a request's EngineError.
-        """
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        asked = zip(prompts, each, [()] * len(prompts) if images is None else images, strict=True)
-        checked = [self._admission.check(*one) for one in asked]
-        return self.batch.ended.wait_for([self.batch.add(running) for running in checked], self._step_on)
-
-    def drain(self) -> list[tuple[int, Outcome]]:
-        """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
-        outcomes: list[tuple[int, Outcome]] = []
-        while self.batch.requests:
-            outcomes += self._step_on()
-        return outcomes + self.step()
+    def new_tokens(self, request: int, seen: int, routed: int = 0) -> Tokens | None:
+        """What a live request has sampled beyond `seen` tokens, if anything, with its routes beyond those of `routed`
+        tokens of prompt and answer where it wants them."""
+        running = self.batch.find(request)
+        held = self.batch.held(running, seen)
+        if held is None or not held.tokens.size:
+            return None
+        others = () if held.alternatives is None else tuple(held.alternatives)
+        ids, logprobs = tuple(held.tokens.tolist()), tuple(held.logprobs.tolist())
+        return Tokens(ids, logprobs, others, self.batch.routes(running, routed))
 
     def pause(self, mode: PauseMode) -> None:
         """keep: freeze everything; abort: end everything now; wait: finish what has a row, admit nothing.
@@ -214,7 +220,7 @@ class Engine:
             raise ValueError(f"pause mode is {mode!r}; it must be 'keep', 'abort' or 'wait'")
         self._pause = mode
         if mode == "abort":
-            self._abort(list(self.batch.requests.values()))
+            self.abort(*self.batch.requests)
 
     def resume(self) -> None:
         """Ends a pause."""
@@ -232,12 +238,9 @@ class Engine:
             self.counters.step_s += time.perf_counter() - began
         return self.batch.ended.take()
 
-    def _step_on(self) -> list[tuple[int, Outcome]]:
-        """`step` for whoever waits for requests. Raises EngineError where it would wait without end."""
-        stalled = self._pause in ("keep", "abort") or (self._pause == "wait" and not self.num_running)
-        if stalled and not self.batch.ended:
+    def _refuse_to_wait_paused(self) -> None:
+        if self.is_paused:
             raise EngineError(f"the engine is paused ({self._pause}) and requests wait; call resume first")
-        return self.step()
 
     def _advance(self, admit: bool) -> None:
         self.counters.preempted += self.batch.make_room()
@@ -246,24 +249,31 @@ class Engine:
         decoded = self._decoder.decode(plan.decode, alone=not parts)
         self._sample([*parts, *decoded.parts], decoded.drawn)
 
-    def _sample(self, parts: list[RowLogits], drawn: list[tuple[np.ndarray, Draws]]) -> None:
+    def _sample(self, parts: list[RowLogits], drawn: list[DrawnRows]) -> None:
         """Samples the rows of `parts` from their logits; they and those of `drawn` take what they drew."""
         table, ended = self.batch.table, list[tuple[Running, Outcome]]()
         rows = np.concatenate([rows for rows, _ in parts]) if parts else np.empty(0, np.int64)
         if rows.size:
             logits = torch.cat([logits for _, logits in parts]) if len(parts) > 1 else parts[0][1]
             rows, draws, dead = sample_rows(table, rows, logits, self._sample_by)
-            drawn = [(rows, draws), *drawn]
+            self._append(rows, draws, self.weights.versions_in(rows, table.running), ended)
             ended += [(running, DeadEnd.of(running.number)) for running in table.running[dead]]
-        for rows, draws in drawn:
-            complete = table.append(rows, draws, self.weights.versions_in(rows, table.running))
-            self.counters.sampled_tokens += int(draws.finite.sum())
-            ended += [(table.running[row], table.completion(row)) for row in complete]
-            if not draws.finite.all():
-                broken = rows[~draws.finite]
-                errors = diagnose.errors_of(self.weights, self.batch.pool, table, broken)
-                ended += zip(table.running[broken], errors, strict=True)
+        for rows, draws, version in drawn:
+            self._append(rows, draws, np.full(len(rows), version), ended)
         self.batch.end(ended)
+
+    def _append(
+        self, rows: np.ndarray, draws: Draws, versions: np.ndarray, ended: list[tuple[Running, Outcome]]
+    ) -> None:
+        """Rows [R] take what these versions [R] drew for them; adds those that end by it."""
+        table = self.batch.table
+        complete = table.append(rows, draws, versions)
+        self.counters.sampled_tokens += int(draws.finite.sum())
+        ended += [(table.running[row], table.completion(row)) for row in complete]
+        if not draws.finite.all():
+            broken = rows[~draws.finite]
+            errors = diagnose.errors_of(self.weights, self.batch.pool, table, broken)
+            ended += zip(table.running[broken], errors, strict=True)
 
     # ---- weights
 
@@ -289,6 +299,17 @@ class Engine:
         """Takes a bucket of the delta in, in any order. An error drops the update."""
         self.weights.add_bucket(bucket)
 
+    def start_flat_update(self, version: int, shards: Sequence[FlatShard]) -> None:
+        """Opens an update to a later version, which comes in a flat buffer for each of these shards."""
+        self.weights.open_flat(version, shards)
+
+    def update_weights_by_shard(self, number: int, buffer: Tensor) -> None:
+        """Proves and takes in shard `number`, uint8 [n] on the model's device. An error drops the update.
+
+        Steps may run meanwhile in another thread, and while the update is verified.
+        """
+        self.weights.add_shard(number, buffer)
+
     def verify_weight_update(self) -> None:
         """First phase: proves the update whole and builds its model, or adapter, beside the one that serves.
 
@@ -311,3 +332,20 @@ class Engine:
     def abort_weight_update(self) -> None:
         """Drops an open or prepared update, if any; the current version stays."""
         self.weights.abort()
+
+
+def totals_of(engine: Engine) -> dict[str, float]:
+    """What an engine has counted since it started, by the names of a run's metrics (`docs/runs.md`)."""
+    counters, cache = engine.counters, engine.prefix_cache
+    return {
+        "prompt_tokens_computed": counters.prefilled_tokens,
+        "prompt_tokens_cached": counters.cached_tokens,
+        "sampled_tokens": counters.sampled_tokens,
+        "recomputed_tokens": counters.recomputed_tokens,
+        "preempted": counters.preempted,
+        "decode_steps": counters.decode_steps,
+        "ahead_steps": counters.ahead_steps,
+        "split_steps": counters.split_steps,
+        "uncaptured_steps": counters.uncaptured_steps,
+        "evicted_states": 0 if cache is None else cache.evicted,
+    }

@@ -60,6 +60,17 @@ def free_bytes(device: torch.device) -> int:
     return free
 
 
+def device_bytes(device: torch.device | str) -> int:
+    """Memory that the device has; on the CPU, what the machine or this process's control group allows."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit, _, _ in _CGROUPS:
+        text = Path(limit).read_text(encoding="ascii").strip() if Path(limit).is_file() else ""
+        whole = min(whole, int(text)) if text.isdecimal() else whole
+    return whole
+
+
 def _available() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():

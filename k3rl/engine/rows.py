@@ -1,22 +1,27 @@
 """What the engine knows of each running row in numbers, as columns: parameters, sampled tokens, logprobs, routes.
 
 One NumPy array per property and one row per slot, so that a step over hundreds of rows is a few array operations;
-Python touches a row alone only when it starts or ends. What is no number is in the row's `Running`.
+Python touches a row alone only when it starts or ends, and once in `_WINDOW` tokens. What is no number is in the row's
+`Running`.
+
+Of what there is for each token, columns hold the newest `_WINDOW`; whole windows move to lists of the row's own, which
+end with it. So memory follows the tokens that there are, not rows times the longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from k3rl.engine.running import Progress, PromptState, Running
 from k3rl.engine.sampling.sampler import Biases, Draws
 from k3rl.types import Completion, StopReason
 
-_FIRST_CAPACITY = 64  # sampled tokens per row; doubles when a row needs more
+_WINDOW = 64  # sampled tokens of a row that are in the columns
 
 
 class RowTable:
@@ -40,9 +45,9 @@ class RowTable:
         self.last_version = np.zeros(rows, np.int64)
         self.wants_routes = np.zeros(rows, bool)
         self.stop_ids = np.full((rows, 1), -1, np.int64)
-        self.tokens = np.zeros((rows, _FIRST_CAPACITY), np.int64)
-        self.logprobs = np.zeros((rows, _FIRST_CAPACITY))
-        self.routes = np.zeros((rows, 0, *moe_shape), np.int16)  # of decoded tokens; allocated on first demand
+        self.tokens = TokenColumn(rows, (), np.int64)
+        self.logprobs = TokenColumn(rows, (), np.float64)
+        self.routes = TokenColumn(rows, moe_shape, np.int16)  # of decoded tokens
         self.top_logprobs = np.zeros(rows, np.int64)  # alternatives wanted for each token
 
     def start(self, row: int, running: Running, prompt: PromptState, version: int) -> None:
@@ -65,7 +70,9 @@ class RowTable:
         self.is_plain[row] = not cuts and not bias and not constrained and not params.top_logprobs
         self.top_logprobs[row] = params.top_logprobs
         self.running[row], running.row, running.prompt_state = running, row, None
-        routes = prompt.joined_routes() if params.return_routes else None
+        for column in (self.tokens, self.logprobs, self.routes):
+            column.clear(row)
+        routes = prompt.routes_from(_first_route(running)) if params.return_routes else None
         if running.progress is not None:
             self._resume(row, running, running.progress, routes)
             return
@@ -76,34 +83,35 @@ class RowTable:
             running.alternatives = []
 
     def _resume(self, row: int, running: Running, progress: Progress, routes: np.ndarray | None) -> None:
-        """Goes on where a request was preempted; routes: those of prompt and sampled tokens, from the new pass.
+        """Goes on where a request was preempted; routes: of the token that had not been read yet, from the new pass.
 
-        Routes that were recorded stay; only the token that had not been read yet has its route from the new pass.
+        Those that were recorded stay.
         """
-        count, length = len(progress.tokens), len(running.prompt)
-        while self.tokens.shape[1] <= count:
-            self._double()
-        self.tokens[row, :count], self.logprobs[row, :count] = progress.tokens, progress.logprobs
+        count, own = len(progress.tokens), len(running.prompt) - running.params.routes_from
+        self.tokens.set(row, progress.tokens)
+        self.logprobs.set(row, progress.logprobs)
         self.token[row], self.count[row], self.last_version[row] = progress.tokens[-1], count, progress.last_version
         if progress.routes is not None and routes is not None:
-            self._make_room_for_routes()
-            self.routes[row, : count - 1], self.routes[row, count - 1] = progress.routes[length:], routes[-1]
+            self.routes.set(row, np.concatenate([progress.routes[own:], routes[-1:]]))
         running.progress = None
 
     def progress(self, row: int) -> Progress:
         """What a row that is about to be preempted must not lose."""
-        held = self.held(row)
-        return replace(held, tokens=held.tokens.copy(), logprobs=held.logprobs.copy(), routes=self.routes_of(row))
+        return replace(self.held(row), routes=self.routes_of(row))
 
-    def held(self, row: int) -> Progress:
-        """What a row has, without its routes, as views that its next token changes."""
-        count = int(self.count[row])
+    def sampled(self, row: int) -> np.ndarray:
+        """int64 [S]: the tokens that a row has sampled."""
+        return self.tokens.read(row, 0, int(self.count[row]))
+
+    def held(self, row: int, start: int = 0) -> Progress:
+        """What a row has from its `start`-th token on, without its routes."""
+        count, alternatives = int(self.count[row]), self.running[row].alternatives
         return Progress(
-            self.tokens[row, :count],
-            self.logprobs[row, :count],
+            self.tokens.read(row, start, count),
+            self.logprobs.read(row, start, count),
             int(self.last_version[row]),
             None,
-            self.running[row].alternatives,
+            None if alternatives is None else alternatives[start:],
         )
 
     def biases(self, rows: np.ndarray) -> Biases | None:
@@ -127,9 +135,8 @@ class RowTable:
             return
         if isinstance(routes, Tensor):
             routes = routes.cpu().numpy()
-        self._make_room_for_routes()
         rows = rows[wanted]
-        self.routes[rows, self.count[rows] - 1] = routes[wanted]
+        self.routes.append(rows, self.count[rows] - 1, routes[wanted])
 
     def append(self, rows: np.ndarray, draws: Draws, versions: np.ndarray) -> np.ndarray:
         """Appends one draw per row (those with finite logits), sampled by weight versions [R].
@@ -139,9 +146,8 @@ class RowTable:
         good = draws.finite
         alive, ids = rows[good], draws.ids[good]
         at = self.count[alive]
-        if at.size and at.max() >= self.tokens.shape[1]:
-            self._double()
-        self.tokens[alive, at], self.logprobs[alive, at] = ids, draws.logprobs[good]
+        self.tokens.append(alive, at, ids)
+        self.logprobs.append(alive, at, draws.logprobs[good])
         self.token[alive], self.count[alive], self.last_version[alive] = ids, at + 1, versions[good]
         self._append_sampling_masks(rows, draws)
         stopped = (self.stop_ids[alive] == ids[:, None]).any(1)
@@ -164,33 +170,33 @@ class RowTable:
         return running.completion(replace(held, routes=self.routes_of(row)), reason)
 
     def routes_of(self, row: int, start: int = 0) -> np.ndarray | None:
-        """int16 [prompt + sampled - 1 - start, M, k], or None when the request did not ask for them."""
+        """int16 [prompt + sampled - 1 - routes_from - start, M, k], or None when the request did not ask for them."""
         if not self.wants_routes[row]:
             return None
         prompt, count = self.running[row].prompt_routes, max(int(self.count[row]) - 1, 0)
-        return np.concatenate([prompt[start:], self.routes[row, max(start - len(prompt), 0) : count]])
+        own = max(start - len(prompt), 0)
+        return np.concatenate([prompt[start:], self.routes.read(row, own, max(count, own))])
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copies rows, (source, target); no row is both. The source rows are to be freed."""
         if pairs:
             source, target = (list(rows) for rows in zip(*pairs, strict=True))
             for column in vars(self).values():
-                column[target] = column[source]
+                if isinstance(column, TokenColumn):
+                    column.move(source, target)
+                else:
+                    column[target] = column[source]
             for row in target:
                 if (running := self.running[row]) is not None:  # not in a row where a prompt is being computed
                     running.row = row
 
     def free(self, rows: Iterable[int]) -> None:
         """Nobody decodes in these rows any more."""
-        self.running[list(rows)] = None
-
-    def _double(self) -> None:
-        self.tokens = _widen(self.tokens, 2 * self.tokens.shape[1], 0)
-        self.logprobs = _widen(self.logprobs, 2 * self.logprobs.shape[1], 0)
-
-    def _make_room_for_routes(self) -> None:
-        if self.routes.shape[1] < self.tokens.shape[1]:
-            self.routes = _widen(self.routes, self.tokens.shape[1], 0)
+        listed = list(rows)
+        self.running[listed] = None
+        for column in (self.tokens, self.logprobs, self.routes):
+            for row in listed:
+                column.clear(row)
 
     def _append_sampling_masks(self, rows: np.ndarray, draws: Draws) -> None:
         """Records the ids left (int32, ascending) of the rows where something is cut; a set like the last one is it."""
@@ -203,6 +209,61 @@ class RowTable:
             sets, own = self.running[rows[index]].sampling_mask, ids[start:end]
             sets.append(sets[-1] if sets and np.array_equal(sets[-1], own) else own)
             start = end
+
+
+class TokenColumn:
+    """A value of this shape for each sampled token of `rows` rows, of any number of tokens each."""
+
+    def __init__(self, rows: int, shape: tuple[int, ...], kind: DTypeLike) -> None:
+        self._shape = shape
+        self._newest = np.zeros((rows, 0, *shape), kind)  # allocated on first demand
+        self._earlier: list[list[np.ndarray]] = [[] for _ in range(rows)]  # whole windows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self._newest.nbytes + sum(window.nbytes for row in self._earlier for window in row)
+
+    def append(self, rows: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+        """Values [R, ...] of the token `at` [R] of these rows, which is the next one of each."""
+        self._allocate()
+        place = at % _WINDOW
+        self._newest[rows, place] = values
+        for row in rows[place == _WINDOW - 1].tolist():
+            self._earlier[row].append(self._newest[row].copy())
+
+    def set(self, row: int, values: np.ndarray) -> None:
+        """Those of all tokens of a row so far."""
+        self._allocate()
+        whole = len(values) // _WINDOW * _WINDOW
+        self._earlier[row] = [values[start : start + _WINDOW] for start in range(0, whole, _WINDOW)]
+        self._newest[row, : len(values) - whole] = values[whole:]
+
+    def read(self, row: int, start: int, stop: int) -> np.ndarray:
+        """A copy of the values [stop - start, ...] of tokens start..stop, which are there."""
+        first, whole = start // _WINDOW, len(self._earlier[row])
+        parts = [*self._earlier[row][first:], self._newest[row, : max(stop - whole * _WINDOW, 0)]]
+        skipped = start - min(first, whole) * _WINDOW
+        return np.concatenate(parts)[skipped : skipped + stop - start]
+
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Rows change hands."""
+        self._newest[target] = self._newest[source]
+        for here, there in zip(source, target, strict=True):
+            self._earlier[there], self._earlier[here] = self._earlier[here], []
+
+    def clear(self, row: int) -> None:
+        """A row has no tokens."""
+        self._earlier[row] = []
+
+    def _allocate(self) -> None:
+        if not self._newest.shape[1]:
+            self._newest = np.zeros((len(self._newest), _WINDOW, *self._shape), self._newest.dtype)
+
+
+def _first_route(running: Running) -> int:
+    """The first token whose route is to come from the pass that a request waits for."""
+    return running.params.routes_from if running.progress is None else len(running.ids) - 1
 
 
 def _widen(column: np.ndarray, capacity: int, fill: int) -> np.ndarray:

@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from k3rl.engine.images import Features, Placed
-from k3rl.engine.prefix.cache import Chain, Hit, RoutePieces
+from k3rl.engine.prefix.chain import Chain
+from k3rl.engine.prefix.parts import Hit, RoutePieces
 from k3rl.engine.sampling.stopping import StopStrings
 from k3rl.types import Alternatives, Completion, SamplingParams, StopReason
 
@@ -36,8 +37,13 @@ class Progress:
     tokens: np.ndarray  # int64 [S]
     logprobs: np.ndarray  # float64 [S]
     last_version: int
-    routes: np.ndarray | None  # int16 [P + S - 1, M, k], when the request wants them
+    routes: np.ndarray | None  # int16 [P + S - 1 - `params.routes_from`, M, k], when the request wants them
     alternatives: list[Alternatives] | None  # one for each token, when the request wants them
+
+    def after(self, start: int) -> Progress:
+        """Without the first `start` tokens, and without routes."""
+        others = None if self.alternatives is None else self.alternatives[start:]
+        return Progress(self.tokens[start:], self.logprobs[start:], self.last_version, None, others)
 
     @classmethod
     def none(cls, version: int) -> Progress:
@@ -49,11 +55,12 @@ class Progress:
 class PromptState:
     """What is known of a prompt apart from its state in the model; the members of a group share one.
 
-    routes: pieces int16 [n, M, k] from the first token on, None where a cache had none. hidden [1, H] and logits [1, V]
-    of the last token, once it is reached; cached: tokens that a cache had; features: of images that are being read.
+    routes: pieces int16 [n, M, k] from token `routed` on. hidden [1, H] and logits [1, V] of the last token, once it is
+    reached; cached: tokens that a cache had; features: of images that are being read.
     """
 
-    routes: list[np.ndarray | None] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    routed: int = 0
     hidden: Tensor | None = None
     logits: Tensor | None = None
     cached: int = 0
@@ -62,20 +69,25 @@ class PromptState:
     @classmethod
     def of(cls, hit: Hit) -> PromptState:
         """That of a prompt whose first tokens a cache had."""
-        known: list[np.ndarray | None] = [None] if hit.routes is None else [*hit.routes.pieces]
-        return cls(known, hit.fixed.hidden, cached=hit.length)
+        if hit.routes is not None:
+            routes, routed = [*hit.routes.pieces], 0
+        elif hit.fixed.last_route is not None:
+            routes, routed = [hit.fixed.last_route.get()], hit.length - 1
+        else:
+            routes, routed = [], hit.length
+        return cls(routes, routed, hit.fixed.hidden, cached=hit.length)
 
     def pieces(self) -> RoutePieces | None:
-        """Its routes, or None when some are not known."""
-        known = [piece for piece in self.routes if piece is not None]
-        return RoutePieces(known) if known and len(known) == len(self.routes) else None
+        """Its routes, or None when those of its first tokens are not known."""
+        return RoutePieces(self.routes) if self.routes and not self.routed else None
 
-    def joined_routes(self) -> np.ndarray | None:
-        """Its routes in one piece, joined once for the whole group; None when some are not known."""
+    def routes_from(self, start: int) -> np.ndarray | None:
+        """Its routes from a token on, in one piece, joined once for the whole group; None when some are not known."""
+        if start < self.routed or not self.routes:
+            return None
         if len(self.routes) > 1:
-            pieces = self.pieces()
-            self.routes = [None if pieces is None else np.concatenate(pieces.pieces)]
-        return self.routes[0]
+            self.routes = [np.concatenate(self.routes)]
+        return self.routes[0][start - self.routed :]
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +105,7 @@ class Running:
     seed: int = 0
     images: Placed = ()
     stop: StopStrings | None = None
+    key: bytes = b""  # what requests of equal prompts have in common
     chain: Chain | None = None  # the name of its tokens in the prefix cache
     hit: Hit | None = None  # the cached prefix state to be copied into the row where its prompt is computed
     prompt_state: PromptState | None = None
@@ -100,15 +113,18 @@ class Running:
     progress: Progress | None = None
     first_version: int | None = None  # of the weights that sampled its first token
     cached: int = 0  # prompt tokens that the prefix cache had
-    prompt_routes: np.ndarray | None = None  # int16 [P, M, k], shared by its group
+    prompt_routes: np.ndarray | None = None  # int16 [P - `params.routes_from`, M, k], shared by its group
     matcher: TokenMatcher | None = None  # of its constraint
     sampling_mask: list[np.ndarray] | None = None  # ids left for each token; None where nothing can be cut
     alternatives: list[Alternatives] | None = None  # for each token; None where none are wanted
     stopped_by: str | None = None  # the stop string that ended it
 
     bias: tuple[np.ndarray, np.ndarray] | None = None  # ids int64 [n] and float64 [n] that are added to their logits
+    session: str = ""  # that of its parameters, until it ends
+    checkpoint: int | None = None  # prompt tokens after which its state is kept for others
 
     def __post_init__(self) -> None:
+        self.session = self.params.session
         if self.params.logit_bias:
             ids, values = zip(*self.params.logit_bias, strict=True)
             self.bias = np.array(ids, np.int64), np.array(values, np.float64)

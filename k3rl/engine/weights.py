@@ -1,16 +1,17 @@
 """Weight versions, whole or absent: the staging of version v+1 beside v.
 
 A version comes whole, tensor by tensor as a checkpoint stores them (`k3rl.checkpoint.official_tensors`) with a manifest
-of their digests; or as a delta to the version that is served (`k3rl.checkpoint.delta`). Either way it is proved
-complete and unaltered, and a second model is built that the first one, which serves until that succeeded, knows nothing
-of. Peak memory: both models, and the stored tensors or the delta as it came. Experts that are served as stored bytes
-(`as_served`) arrive as such: nothing is decoded.
+of their digests; in flat buffers, whose digests are made where they lie (`flat_update.py`); or as a delta to the
+version that is served (`k3rl.checkpoint.delta`). Either way it is proved complete and unaltered, and a second model is
+built that the first one, which serves until that succeeded, knows nothing of. Peak memory: both models, and the stored
+tensors or the delta as it came. Experts that are served as stored bytes (`as_served`) arrive as such: nothing is
+decoded.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from k3rl.checkpoint import (
     DeltaDecoder,
     DeltaError,
     DeltaHeader,
+    FlatShard,
     StoredView,
     copy_with,
     digest,
@@ -30,6 +32,7 @@ from k3rl.checkpoint import (
     second_model,
 )
 from k3rl.engine.adapters import AdapterStore
+from k3rl.engine.flat_update import FlatUpdate, ValuesCopy
 from k3rl.engine.memory import keep_experts_transposed
 from k3rl.engine.protocol import WeightUpdateError
 from k3rl.model import K3ForCausalLM, serves_packed
@@ -63,8 +66,8 @@ class Update(Protocol):
 
     version: int
 
-    def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str]]:
-        """(a second model that holds this version, its manifest), once all of it is there and proved."""
+    def build(self, model: K3ForCausalLM) -> tuple[K3ForCausalLM, dict[str, str] | None]:
+        """(a second model that holds this version, its manifest if it came with one), once all is there and proved."""
         ...
 
 
@@ -150,14 +153,18 @@ class ServedWeights:
     """The model that an engine serves, its version, the adapters beside it, and at most one update of either.
 
     An update is open, then prepared, then served; an error drops it. Each model is laid out for decoding before it is
-    served.
+    served. With versions in flat buffers there are two models in turn. On a GPU the second one's values are then copied
+    into the first, whose addresses captured steps have; elsewhere the two change places.
     """
 
     def __init__(self, model: K3ForCausalLM, version: int) -> None:
         _lay_out(model)
         self.model, self.version, self.adapters = model, version, AdapterStore()
         self._update: Update | None = None  # being received
-        self._next: tuple[int, K3ForCausalLM, dict[str, str]] | None = None  # proved, not served yet
+        self._next: tuple[int, K3ForCausalLM, dict[str, str] | None] | None = None  # proved, not served yet
+        self._owned = False  # the first model is the caller's, and never written to
+        self._spare: K3ForCausalLM | None = None  # ours too, and not served
+        self._copy: ValuesCopy | None = None  # from the second model into the one that is served
         self._manifest: dict[str, str] | None = None  # of the model that is served
 
     @property
@@ -191,6 +198,18 @@ class ServedWeights:
         """Begins an update that is a delta to the served version. Raises WeightUpdateError for one to another."""
         self.open(DeltaUpdate(header, self.version, self.model, self.manifest))
 
+    def open_flat(self, version: int, shards: Sequence[FlatShard]) -> None:
+        """Begins an update in flat buffers. Raises WeightUpdateError for shards that are no whole version."""
+        self.open(FlatUpdate(version, shards, self.model, self._spare))
+
+    def add_shard(self, number: int, buffer: Tensor) -> None:
+        """A shard of an open update in flat buffers. Another thread than the engine's may call this, and `verify`."""
+        update = self._take()
+        if not isinstance(update, FlatUpdate):
+            raise _refused(update.version, "it was not opened for flat buffers, and one came")
+        update.add(number, buffer)
+        self._update = update
+
     def add(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stored tensors of an open whole update."""
         update = self._take()
@@ -211,7 +230,21 @@ class ServedWeights:
         """Proves the open update, of an adapter or of the model, and builds it beside what is served."""
         if not self.adapters.verify(self.model):
             update = self._take()
-            self._next = (update.version, *update.build(self.model))
+            built, manifest = update.build(self.model)
+            _lay_out(built)
+            if isinstance(update, FlatUpdate):
+                self._spare = built
+                self._copy = self._copy_into_served(built)
+            self._next = update.version, built, manifest
+
+    def _copy_into_served(self, built: K3ForCausalLM) -> ValuesCopy | None:
+        """What the switch copies; None where models change places."""
+        served, known = self.model, self._copy
+        if not self._owned or served.device.type != "cuda" or not _alike(served, built):
+            return None
+        return (
+            known if known is not None and known.into is served and known.source is built else ValuesCopy(served, built)
+        )
 
     def finish(self, version: int) -> str | None:
         """Serves `version` from now on, verified first when that is not done -> the adapter whose version that is;
@@ -225,9 +258,18 @@ class ServedWeights:
         prepared, self._next = self._next, None
         if prepared is None or prepared[0] != version:
             raise WeightUpdateError(f"version {version} is not the one that was prepared; send it again")
-        _lay_out(prepared[1])
-        self.version, self.model, self._manifest = prepared
+        self._serve(*prepared)
         return None
+
+    def _serve(self, version: int, built: K3ForCausalLM, manifest: dict[str, str] | None) -> None:
+        """The switch itself."""
+        self.version, self._manifest = version, manifest
+        if built is not self._spare:  # of an update that built a model of its own
+            self.model, self._spare, self._owned = built, None, True
+        elif self._copy is not None:
+            self._copy.run()
+        else:
+            self.model, self._spare, self._owned = built, self.model if self._owned else None, True
 
     def abort(self) -> None:
         """Drops what is open or prepared."""
@@ -242,6 +284,12 @@ class ServedWeights:
                 "no weight update is open (a refused one is dropped); call start_weight_update first"
             )
         return update
+
+
+def _alike(one: K3ForCausalLM, other: K3ForCausalLM) -> bool:
+    """Whether captured steps of one are right for the values of the other."""
+    pairs = zip(one.packed_banks.values(), other.packed_banks.values(), strict=True)
+    return all(bank.in_range == twin.in_range for bank, twin in pairs)
 
 
 def check_names(model: K3ForCausalLM, names: Iterable[str]) -> None:

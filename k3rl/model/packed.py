@@ -144,6 +144,18 @@ class PackedExperts:
                 stack.fill_many(self._places(numbers), rows, packed, scale)
         self._in_range = None
 
+    def stored_leaf(self, leaf: str) -> tuple[Tensor, Tensor]:
+        """`stored` of w1, w3 or w2 of all experts, [E, rows, .] each, on the device."""
+        stack, _, rows = self._at(self._numbers.start, leaf)
+        packed, scale = stack.stored_many(self._places(self._numbers))
+        return packed[:, rows], scale[:, rows]
+
+    def fill_leaf(self, numbers: range, leaf: str, packed: Tensor, scale: Tensor) -> None:
+        """Takes such packed and scale of these experts in, from the device."""
+        stack, _, rows = self._at(self._numbers.start, leaf)
+        stack.fill_many(self._places(numbers), rows, packed, scale)
+        self._in_range = None
+
     def _places(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor([number - self._numbers.start for number in numbers], device=self._down.packed.device)
 

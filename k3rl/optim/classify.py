@@ -13,7 +13,7 @@ Decided by the official name alone, so that a checkpoint of any size is treated 
 The report gives Muon to "matrix parameters" and its public readings list what AdamW takes; the router is a matrix that
 no such list names, so it goes to Muon. The two factors of an adapter are no weight matrices: orthogonalizing each does
 not orthogonalize the update of their product, and A's few rows belong to no head. Weight decay leaves vectors alone,
-also those stored as [1, n].
+also those stored as [1, n]; a factor of an adapter is a matrix, of rank 1 too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from k3rl.optim.config import Variant
+    from k3rl.optim.config import Scaling, Variant
 
 Group = Literal["muon", "adamw", "balanced"]
+
+BASE_WIDTH = 64
+"""Columns of a matrix for which `Scaling` "width" leaves a rate as it is: the hidden size of `k3-nano`."""
 
 
 class HeadLayout(Protocol):
     """The part of `K3Config` that says how attention projections are cut."""
 
+    def __hash__(self) -> int: ...
     @property
     def linear_attn_config(self) -> _KdaHeads: ...
     @property
@@ -95,6 +99,7 @@ _ADAMW = re.compile(
     r"|^(vision_tower|mm_projector)\."
     r"|\.lora_[AB]\.weight$"
 )
+_READS_HIDDEN = re.compile(r"\.(lm_head|b_proj|[a-z_]*_res_proj)\.weight$")
 _LAYER = re.compile(r"\.layers\.(\d+)\.self_attn\.q_proj\.")
 _BALANCED = re.compile(r"\.e_score_correction_bias$")
 
@@ -136,11 +141,21 @@ def classify(name: str, shape: Sequence[int], config: HeadLayout) -> ParamInfo:
             )
         return ParamInfo("muon", decay=True, heads=heads, segments=segments)
     if _ADAMW.search(name):
-        return ParamInfo("adamw", decay=sum(size > 1 for size in shape) > 1)
+        return ParamInfo("adamw", decay=".lora_" in name or sum(size > 1 for size in shape) > 1)
     raise ClassifyError(
         f"no rule of k3rl.optim.classify covers the parameter {name!r} of shape {tuple(shape)}; "
         "official names end in '.weight', '.A_log', '.dt_bias' or '.e_score_correction_bias'"
     )
+
+
+def adamw_scale(name: str, shape: Sequence[int], scaling: Scaling) -> float:
+    """What AdamW's rate is multiplied with for this parameter (`MuonConfig.scaling`).
+
+    Entries of a matrix that reads rows of C features all move together, so what it gives moves C times as far as one of
+    them; embeddings, convolutions, norms, vectors and adapters read no such rows.
+    """
+    reads = _READS_HIDDEN.search(name) or _PER_HEAD.search(name) or _WHOLE.search(name)
+    return BASE_WIDTH / shape[-1] if scaling == "width" and reads else 1.0
 
 
 def _as_variant(variant: Variant, info: ParamInfo, shape: torch.Size) -> ParamInfo:

@@ -48,6 +48,7 @@ class QuantileBalancer:
         self.counts = torch.zeros(n_layers, n_experts, BINS, dtype=torch.int32, device=device)
         self.loads = torch.zeros(n_layers, n_experts, dtype=torch.int64, device=device)
         self._biases: Tensor | None = None  # [L, E] of the layers seen since the last update, which are those:
+        self._kept: list[Tensor] | None = None  # see `mark`
         self._seen = torch.zeros(n_layers, dtype=torch.bool, device=device)
         # Faults of a layer since the last update, kept as tensors so that observing never waits: [L] bool each.
         self._changed = torch.zeros(n_layers, dtype=torch.bool, device=device)  # a bias moved between observations
@@ -166,8 +167,27 @@ class QuantileBalancer:
         quantile = low.unsqueeze(-1) + reached * width.unsqueeze(-1)
         return (quantile - quantile.mean(-1, keepdim=True)).to(biases.dtype)
 
+    @torch.no_grad()
+    def mark(self) -> None:
+        """Keeps what was counted so far, for `back`; on the device, without a wait."""
+        self._kept = [tensor.clone() for tensor in self._sums()]
+
+    @torch.no_grad()
+    def back(self) -> None:
+        """Forgets what was counted since `mark`, or everything without one."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            self.clear()
+            return
+        for tensor, value in zip(self._sums(), kept, strict=True):
+            tensor.copy_(value)
+
+    def _sums(self) -> list[Tensor]:
+        return [self.counts, self.loads, self._seen, self._changed, self._nan]
+
     def clear(self) -> None:
         """Forget what was counted, as after an update that is not wanted."""
+        self._kept = None
         self.counts.zero_()
         self.loads.zero_()
         self._seen.zero_()

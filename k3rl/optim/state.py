@@ -20,7 +20,8 @@ from k3rl.optim.buckets import (
     master_dtype,
     storage_kind,
 )
-from k3rl.optim.classify import ParamInfo
+from k3rl.optim.classify import ParamInfo, adamw_scale
+from k3rl.optim.config import Scaling
 from k3rl.optim.host_memory import lock
 from k3rl.optim.offload import StateStorage
 
@@ -33,7 +34,7 @@ class OptimizerState:
     """The buckets of some parameters. Their data is `project` of the masters from construction on.
 
     params, infos: by official name. project: see `PerHeadMuon`; None for the masters themselves. fixed: gradients at
-    fixed places, which buckets of these alone step as a whole.
+    fixed places, which buckets of these alone step as a whole. scaling: see `MuonConfig`.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class OptimizerState:
         storage: StateStorage,
         project: Project | None,
         fixed: FixedGradients | None = None,
+        scaling: Scaling = "rms",
     ) -> None:
+        self._scaling = scaling
         self.params, self.infos, self.storage, self.project = dict(params), dict(infos), storage, project
         self.muon = list(self._build_muon(fixed))
         self.adam = list(self._build_adam())
@@ -73,15 +76,17 @@ class OptimizerState:
                     yield MuonBucket(pieces[first + start : first + stop], self.storage, fixed)
 
     def _build_adam(self) -> Iterable[AdamBucket]:
-        groups: dict[tuple[object, ...], list[str]] = {}
+        groups: dict[tuple[bool, torch.dtype, torch.device, float], list[str]] = {}
         for name, param in self.params.items():
             if self.infos[name].group == "adamw":
-                groups.setdefault((self.infos[name].decay, param.dtype, param.device), []).append(name)
-        for names in groups.values():
+                scale = adamw_scale(name, param.shape, self._scaling)
+                groups.setdefault((self.infos[name].decay, param.dtype, param.device, scale), []).append(name)
+        for (*_, scale), names in groups.items():
             names.sort(key=storage_kind)
             params = [self.params[name] for name in names]
             for start, stop in fill_buckets([param.numel() for param in params]):
-                yield AdamBucket(names[start:stop], params[start:stop], self.infos[names[start]].decay, self.storage)
+                decay = self.infos[names[start]].decay
+                yield AdamBucket(names[start:stop], params[start:stop], decay, self.storage, scale)
 
     @property
     def buckets(self) -> list[MuonBucket | AdamBucket]:
@@ -156,24 +161,22 @@ class OptimizerState:
 
     @torch.no_grad()
     def to_tensors(self, names: Container[str] | None = None) -> dict[str, Tensor]:
-        """All state, or that of `names`, as new tensors: "<name>/master" and "<name>/momentum" of Muon matrices;
-        "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors. They lie
-        where the state is stored. Independent of how state is bucketed.
+        """All state, or that of `names`, as new tensors on the host: "<name>/master" and "<name>/momentum" of Muon
+        matrices; "<name>/master", "/first", "/second" (parameter shapes) and "/steps" (int64 scalar) of AdamW tensors.
+        Beside the state, its device holds one tensor's copy at a time. Independent of how state is bucketed.
         """
         state: dict[str, Tensor] = {}
         for piece, parts in self._muon_pieces():
             if names is not None and piece.name not in names:
                 continue
             for key, blocks in parts.items():
-                whole = state.setdefault(
-                    f"{piece.name}/{key}", torch.empty(piece.param.shape, dtype=blocks.dtype, device=blocks.device)
-                )
+                whole = state.setdefault(f"{piece.name}/{key}", torch.empty(piece.param.shape, dtype=blocks.dtype))
                 piece.cut(whole).copy_(blocks)
         for bucket in self.adam:
             for (name, parts), steps in zip(bucket.state(), bucket.steps, strict=True):
                 if names is not None and name not in names:
                     continue
-                state.update({f"{name}/{key}": value.clone() for key, value in parts.items()})
+                state.update({f"{name}/{key}": value.to("cpu", copy=True) for key, value in parts.items()})
                 state[f"{name}/steps"] = torch.tensor(steps)
         return state
 

@@ -22,12 +22,12 @@ from k3rl.parallel.expert import ExpertParallel
 from k3rl.parallel.forward_backward import Loss
 from k3rl.parallel.frozen import FrozenSlices, check_slices
 from k3rl.parallel.liveness import PeerFailed, RankFailed, find_lost
-from k3rl.parallel.mesh import Axis, Mesh, data_degree, expert_run
+from k3rl.parallel.mesh import Mesh, data_degree, expert_run
 from k3rl.parallel.nonfinite import NonFiniteGradients, NonFiniteLoss, NonFiniteStep
 from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.statistics import Statistics
 from k3rl.parallel.trainer import Trainer, make_trainer
-from k3rl.parallel.world import RanksDisagree, World
+from k3rl.parallel.world import Axis, RanksDisagree, World
 from k3rl.parallel.zero import gather_tensors
 
 __all__ = [

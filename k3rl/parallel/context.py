@@ -25,8 +25,7 @@ from k3rl.config import K3Error
 from k3rl.data import ImagePatches, TrainBatch
 from k3rl.model import K3Config
 from k3rl.model.costs import MicroBatch, flops
-from k3rl.parallel.mesh import Axis
-from k3rl.parallel.world import World
+from k3rl.parallel.world import Axis, World
 
 SNAP = 1 / 32  # of a rank's share of the cost, given up to cut between documents instead of inside one
 
@@ -297,8 +296,8 @@ class ContextParallel:
         self.rank, self.size, self.pair = axis.rank, axis.size, pair
         self._axis, self._world = axis, world
         self._links = _Links(axis, world)
-        if axis.group is not None:  # NCCL wants every rank in a group's first call, and later messages have two
-            world.sum(torch.zeros(1, device=world.device), axis.group)  # a barrier would guess a device
+        # NCCL wants every rank in a group's first call, and later messages have two; a barrier would guess a device.
+        world.sum(torch.zeros(1, device=world.device), axis)
 
     def split(self, batch: TrainBatch, placeholder: int, cuts: np.ndarray | None = None) -> ContextShare:
         """This rank's share of a packed micro-batch, which all ranks give alike. Sends nothing.
@@ -321,7 +320,7 @@ class ContextParallel:
         """Sums a tensor over the ranks in place; a collective."""
         if self.size > 1:
             self._links.settle()
-            self._world.sum(tensor, self._axis.group)
+            self._world.sum(tensor, self._axis)
 
 
 def _check(cuts: np.ndarray, ranks: int, tokens: int) -> None:

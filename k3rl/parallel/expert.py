@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3rl.parallel.mesh import Axis, Mesh, expert_run
+from k3rl.parallel.mesh import Mesh, expert_run
+from k3rl.parallel.world import Axis
 
 _NOTE = 8  # bytes before the weight of an assignment: which row, which expert
 

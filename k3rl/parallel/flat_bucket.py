@@ -21,7 +21,7 @@ from k3rl.parallel.world import World
 _MOST = 1 << 25  # elements of small tensors in one bucket
 _LARGE = 1 << 20  # numbers of a tensor that is a bucket by itself
 
-_Collective = Callable[[Tensor, int | None, dist.ProcessGroup | None, bool], dist.Work | None]
+_Collective = Callable[[Tensor, int | None, dist.ProcessGroup, bool], dist.Work | None]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FlatBucket:
 
     pieces: tuple[Tensor, ...]
     owner: int | None
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
 
     def pack(self) -> Tensor:
         """What is sent or received: the piece itself, or a copy of several."""
@@ -49,7 +49,7 @@ class FlatBucket:
 
 
 def flat_buckets(
-    tensors: Iterable[tuple[Tensor, bool]], owner: int | None, group: dist.ProcessGroup | None
+    tensors: Iterable[tuple[Tensor, bool]], owner: int | None, group: dist.ProcessGroup
 ) -> Iterator[FlatBucket]:
     """Buckets of (flat tensor, whether it may be joined with neighbours that lie beside it: so on all ranks)."""
     small: dict[torch.dtype, list[Tensor]] = {}
@@ -74,7 +74,7 @@ def layout_digest(buckets: Sequence[FlatBucket]) -> int:
 def reduce_to_owners(world: World, buckets: Sequence[FlatBucket]) -> None:
     """Sums buckets on their owners, where they then lie again; on every rank where there is no owner."""
 
-    def reduce(flat: Tensor, owner: int | None, group: dist.ProcessGroup | None, wait: bool) -> dist.Work | None:
+    def reduce(flat: Tensor, owner: int | None, group: dist.ProcessGroup, wait: bool) -> dist.Work | None:
         if owner is None:
             return dist.all_reduce(flat, group=group, async_op=not wait)
         return dist.reduce(flat, dst=owner, group=group, async_op=not wait)
@@ -87,7 +87,7 @@ def reduce_to_owners(world: World, buckets: Sequence[FlatBucket]) -> None:
 def broadcast_from_owners(world: World, buckets: Sequence[FlatBucket]) -> None:
     """Gives every rank the values of the owners."""
 
-    def broadcast(flat: Tensor, owner: int | None, group: dist.ProcessGroup | None, wait: bool) -> dist.Work | None:
+    def broadcast(flat: Tensor, owner: int | None, group: dist.ProcessGroup, wait: bool) -> dist.Work | None:
         return dist.broadcast(flat, src=owner, group=group, async_op=not wait)
 
     for bucket, flat in _run(world, "sending updated parameters", buckets, broadcast):

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from k3rl.config import ConfigError
 from k3rl.model import K3ForCausalLM, joined_in
 from k3rl.optim import master_dtype
-from k3rl.parallel.mesh import Axis, Mesh
-from k3rl.parallel.world import World
+from k3rl.parallel.mesh import Mesh
+from k3rl.parallel.world import Axis, World
 
 ALIGNED = 256  # bytes: where kernels that read whole lines want a matrix to start
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name, where torch has it

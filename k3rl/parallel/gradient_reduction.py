@@ -73,7 +73,7 @@ class GradientReduction:
                     place = views[name] if name in views else places[params[name]]
                     by_bank.setdefault(of_bank.get(params[name]), []).append((place.view(-1), True))
                 for bank, tensors in by_bank.items():
-                    found[bank] += flat_buckets(tensors, owner, replicas.group)
+                    found[bank] += flat_buckets(tensors, owner, replicas.axis.group)
         return list(found.items())
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class GradientReduction:
         assert self._planned is not None
         if self._experts.sums:
             self._experts.count_rows()
-            self._world.maximum(self._experts.rows, self._shards.mesh.replicas.group)
+            self._world.maximum(self._experts.rows, self._shards.mesh.replicas)
         if self._overlaps:
             self._reduce_by_bank(self._planned)
         else:
@@ -118,8 +118,8 @@ class GradientReduction:
         if not self.launched:
             for replicas in self._shards.replicas:
                 reduce_to_owners(self._world, self._agreed(replicas))
-            if self._experts.sums and self._world.device.type == "cuda":  # whose steps are captured
-                self._world.maximum(self._experts.rows, self._shards.mesh.replicas.group)
+            if self._experts.sums:  # a captured step of the optimizer reads them
+                self._world.maximum(self._experts.rows, self._shards.mesh.replicas)
         self.launched = False
         for parameter in self._others:
             if parameter.grad is not None:
@@ -130,7 +130,7 @@ class GradientReduction:
         params, views = self._shards.params, self._experts.views
         grads = [params[name].grad is not None for name in replicas.names]
         present = torch.tensor(grads, dtype=torch.int32, device=self._world.device)
-        self._world.maximum(present, replicas.group)
+        self._world.maximum(present, replicas.axis)
         used = {name for name, seen in zip(replicas.names, present.tolist(), strict=True) if seen}
         for name in used:
             self._have_gradient(name)
@@ -138,7 +138,9 @@ class GradientReduction:
         for owner, members in self._shards.by_owner(replicas):
             found += self._buckets_of_experts(owner, members, replicas)
             own = (params[name].grad for name in members if name in used and name not in views)
-            found += flat_buckets(((grad.view(-1), False) for grad in own if grad is not None), owner, replicas.group)
+            found += flat_buckets(
+                ((grad.view(-1), False) for grad in own if grad is not None), owner, replicas.axis.group
+            )
         return found
 
     def _buckets_of_experts(self, owner: int | None, names: Sequence[str], replicas: Replicas) -> list[FlatBucket]:
@@ -146,7 +148,7 @@ class GradientReduction:
         key = owner, names[0] if names else "", len(names)
         if key not in self._of_experts:
             views = (self._experts.views[name].view(-1) for name in names if name in self._experts.views)
-            self._of_experts[key] = list(flat_buckets(((view, True) for view in views), owner, replicas.group))
+            self._of_experts[key] = list(flat_buckets(((view, True) for view in views), owner, replicas.axis.group))
         return self._of_experts[key]
 
     def _have_gradient(self, name: str) -> None:

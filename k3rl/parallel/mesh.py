@@ -10,26 +10,11 @@ copies of that whole.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from k3rl.config import ConfigError
-from k3rl.parallel.world import World
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One direction of the mesh, seen from this rank: its place, how many there are, and who they are.
-
-    group: of those ranks, None for a single one. ranks: their world ranks in order.
-    """
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-    ranks: tuple[int, ...]
+from k3rl.parallel.world import Axis, World
 
 
 def data_degree(world: int, expert: int, context: int) -> int:
@@ -76,10 +61,7 @@ class Mesh:
     def _axis(self, lines: Iterable[torch.Tensor]) -> Axis:
         own: Axis | None = None
         for line in lines:  # every rank makes every group, in this order
-            ranks = tuple(line.tolist())
-            group = self.world.subgroup(ranks)
-            if self.world.rank in ranks:
-                own = Axis(ranks.index(self.world.rank), len(ranks), group, ranks)
+            own = self.world.axis(tuple(line.tolist())) or own
         assert own is not None
         return own
 

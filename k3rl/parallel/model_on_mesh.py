@@ -65,11 +65,17 @@ class ModelOnMesh:
         return batch.split(budget, self.context.pair if self.meets else None)
 
     def forwards(self, batch: TrainBatch | None) -> Iterator[TrainBatch]:
-        """The micro-batches of a forward-only pass; dummy forwards then take part in those of other ranks."""
-        micros = self.cut(batch)
+        """The micro-batches of a forward-only pass; dummy forwards then take part in those of other ranks.
+
+        Raises as `cut` does, and PeerFailed where ranks meet and another one's batch cannot be cut.
+        """
+        if not self.meets:
+            yield from self.cut(batch)
+            return
+        with self.mesh.world.together("cutting a batch"):  # the others wait here and have to hear of an error
+            micros = self.cut(batch)
         most = torch.tensor([len(micros)], device=self.model.device)
-        if self.meets:
-            self.mesh.world.maximum(most)
+        self.mesh.world.maximum(most)
         yield from micros
         for _ in range(int(most) - len(micros)):
             self.model.dummy_forward()

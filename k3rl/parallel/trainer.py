@@ -65,6 +65,7 @@ class Trainer:
         self.statistics = Statistics(model, self.balancer)
         self.steps = 0
         self.skipped = 0
+        self._counted = 0  # steps whose counts wait for the end of their batch
         self.notes: list[str] = []
         self.backend = make_backend(self.on_mesh, self.statistics)
 
@@ -88,7 +89,8 @@ class Trainer:
     ) -> Accumulator:
         """One optimizer step. Raises NonFiniteStep, with the first bad layer and the data, before anything is updated.
 
-        With `on_nonfinite` "skip" it is skipped: its metrics are optim/nonfinite_steps alone, `notes` says why.
+        With `on_nonfinite` "skip" it is skipped: its metric is optim/nonfinite_steps, `notes` says why. What earlier
+        steps of its batch counted moves the router biases all the same, with it where it is the last one.
 
         On a mesh, a failure of one rank fails the step on all of them (the others raise PeerFailed), and ranks whose
         batches or settings do not fit together all raise RanksDisagree.
@@ -104,6 +106,10 @@ class Trainer:
             metrics = Accumulator()
             if self.mesh.world.rank == 0:
                 metrics.add("optim/nonfinite_steps", 1.0)
+            if self._counted and balance_due(self.config, last_of_batch):  # by the steps that were taken
+                with self._failing_together():
+                    self.balancer.all_reduce(self.mesh.world.sum)
+                    self._balance(metrics, due=True)
         else:
             self.skipped = 0
         return metrics
@@ -122,7 +128,7 @@ class Trainer:
             counted = record_event(self.model.device)
             update = self.backend.apply(max_logits, lr_scale)
             with on_side_stream(self.model.device, counted):  # the host reads counts, which are older than the update
-                balance(self.model, self.balancer, self.config, metrics, due=due)
+                self._balance(metrics, due=due)
         self.steps += 1
         self._report(metrics, update, max_logits)
         metrics.add("perf/train_tokens", batch.tokens if batch is not None and self.mesh.first_of_context else 0)
@@ -148,11 +154,13 @@ class Trainer:
         """settings: what else belongs to the step and must be equal on all ranks. clips: a clipping comes next."""
         self.statistics.begin()
         self.backend.begin()
+        if self._counted:
+            self.balancer.mark()
         try:
             step = self._inputs(batch, loss, temperature, settings, clips=clips)
             metrics = self.backend.accumulate(step)
         except Exception:
-            self.balancer.clear()  # what a failed step counted must not move the next update
+            self.balancer.back()  # what a failed step counted must not move the next update
             raise
         self.notes += self.backend.take_notes()
         self.backend.reduce_gradients()
@@ -185,7 +193,7 @@ class Trainer:
         try:
             yield
         except (PeerFailed, NonFiniteStep):  # all ranks know
-            self.balancer.clear()
+            self.balancer.back()
             raise
         except Exception as error:
             self.mesh.world.leave(f"{type(error).__name__}: {error}")
@@ -193,7 +201,6 @@ class Trainer:
 
     def _skip(self, error: NonFiniteStep) -> None:
         """Counts a step that is not taken. Raises `error` where the run is to end instead."""
-        self.balancer.clear()
         self.backend.discard_gradients()
         self.skipped += 1
         if self.config.on_nonfinite == "stop":
@@ -201,6 +208,10 @@ class Trainer:
         if self.skipped > self.config.nonfinite_limit:
             raise type(error)(f"{self.skipped} steps in a row were not finite, the last one so: {error}") from error
         self.notes.append(f"a step was skipped: {error}")
+
+    def _balance(self, metrics: Accumulator, *, due: bool) -> None:
+        balance(self.model, self.balancer, self.config, metrics, due=due)
+        self._counted = self._counted + 1 if balance_due(self.config, True) and not due else 0
 
     def _report(self, metrics: Accumulator, update: Update, max_logits: Mapping[int, torch.Tensor]) -> None:
         metrics.add("optim/grad_norm", update.grad_norm)
@@ -231,7 +242,8 @@ class Trainer:
     def logprobs(self, batch: TrainBatch | None, temperature: float = 1.0) -> np.ndarray:
         """float32 [N]: the logprob of each target token, 0 elsewhere. Forward only; moves no bias.
 
-        Where ranks take micro-batches together a collective; batch: this rank's share, None when it has none.
+        Where ranks take micro-batches together a collective; batch: this rank's share, None when it has none. Raises
+        BatchError or SequenceTooLong, and then PeerFailed on the ranks that it would meet.
         """
         out = np.zeros(0 if batch is None else batch.input_ids.size, np.float32)
         starts: dict[str, int] = {}
@@ -243,7 +255,7 @@ class Trainer:
             def run(micro: TrainBatch = micro, share: ContextShare = share) -> torch.Tensor:
                 return self.on_mesh.target_values(micro, temperature, share)
 
-            values, positions = self.backend.forward(run), share.targets
+            values, positions = self._forward(run), share.targets
             if counts:
                 owner = np.searchsorted(micro.cu_seqlens, positions, side="right") - 1
                 origin = np.array([starts[sid] for sid in micro.sequence_ids], np.int64)
@@ -265,10 +277,19 @@ class Trainer:
                 found.append(loss(self.on_mesh.target_inputs(micro)))
                 return found[0].loss
 
-            self.backend.forward(run)
+            self._forward(run)
             if counts:
                 add_loss(metrics, found[0])
         return metrics
+
+    def _forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A forward pass; where ranks meet in it, an error of one ends all of them."""
+        try:
+            return self.backend.forward(run)
+        except Exception as error:
+            if self.backend.lockstep and not isinstance(error, PeerFailed):
+                self.mesh.world.leave(f"{type(error).__name__}: {error}")
+            raise
 
     # -- parameters and state -------------------------------------------------------------------------------------
 
@@ -294,7 +315,7 @@ class Trainer:
         return gather_tensors(self.mesh.world, self.owned_state())
 
     def owned_state(self) -> dict[str, torch.Tensor]:
-        """This rank's part of `state_tensors`: each tensor is in one rank's, under its official name, whole."""
+        """This rank's part of `state_tensors`, new tensors: each is in one rank's, under its official name, whole."""
         state = self.backend.state_tensors()
         if self.mesh.world.rank == 0:
             state |= {f"router_bias.{layer}": bias.detach().clone() for layer, bias in self.model.router_biases()}

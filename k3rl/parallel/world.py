@@ -8,11 +8,13 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,8 +34,25 @@ class RanksDisagree(K3Error):
         self.rank, self.what = rank, what
 
 
+@dataclass(frozen=True)
+class Axis:
+    """Some ranks that meet, seen from one of them: its place, how many there are, and who they are in the world."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    _group: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of those ranks. A single rank has none, and raises: to torch no group is the group of all ranks."""
+        if self._group is None:
+            raise RuntimeError(f"rank {self.ranks[0]} is alone on its axis, so there is no group; look at `size` first")
+        return self._group
+
+
 class World:
-    """All ranks: `rank`, `size`, `group` (None for one process). Every method with a result is a collective.
+    """All ranks: `rank`, `size`, and `everyone` as an axis. Every method with a result is a collective.
 
     Ranks call collectives in one order, inside `during`. Nothing waits longer than the timeout: then, or as soon as a
     connection breaks, RankFailed names the rank that is missing, and this object can only be closed. hosts: how many
@@ -48,8 +67,9 @@ class World:
         timeout_s: how long any rank may keep the others waiting. Raises RankFailed when one does not come in time.
         """
         self.rank, self.size, self.device, self.hosts = rank, size, torch.device(device), 1
-        self.group: dist.ProcessGroup | None = None
+        self.everyone = Axis(rank, size, tuple(range(size)))
         self.liveness: Liveness | None = None
+        self._known: tuple[bytes, list[str]] | None = None  # digests of what `exchange_once` gave last, and the texts
         if size == 1:
             return
         if self.device.type == "cuda":
@@ -70,7 +90,7 @@ class World:
             world_size=size,
             timeout=self._collective_s,
         )
-        self.group = dist.group.WORLD
+        self.everyone = Axis(rank, size, self.everyone.ranks, dist.group.WORLD)
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -98,14 +118,16 @@ class World:
         self.hosts = len({store.get(f"here/{rank}") for rank in range(self.size)})
         return store, other
 
-    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of some ranks, which all ranks of the world make together; None for a single one."""
-        if len(ranks) == 1:
-            return None
+    def axis(self, ranks: tuple[int, ...]) -> Axis | None:
+        """Some ranks as an axis, which all ranks of the world make together; None for a rank that is not on it."""
+        place = ranks.index(self.rank) if self.rank in ranks else None
+        group = None
         if len(ranks) == self.size:
-            return self.group
-        with self.during("making a group of ranks"):
-            return dist.new_group(list(ranks), timeout=self._collective_s)
+            group = self.everyone._group
+        elif len(ranks) > 1:
+            with self.during("making a group of ranks"):
+                group = dist.new_group(list(ranks), timeout=self._collective_s)
+        return None if place is None else Axis(place, len(ranks), ranks, group)
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -139,33 +161,33 @@ class World:
         )
 
     @contextmanager
-    def at_once(self, group: dist.ProcessGroup | None) -> Iterator[None]:
+    def at_once(self, group: dist.ProcessGroup) -> Iterator[None]:
         """Collectives of one group that NCCL starts as one; gloo takes them one by one. Each `async_op=False`."""
         if self.device.type != "cuda":
             yield
             return
-        with distributed_c10d._coalescing_manager(group=group or self.group, device=self.device):
+        with distributed_c10d._coalescing_manager(group=group, device=self.device):
             yield
 
-    def sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Sums a tensor over all ranks in place, or over those of `group`."""
-        self._all_reduce(tensor, dist.ReduceOp.SUM, group, "a sum")
+    def sum(self, tensor: Tensor, axis: Axis | None = None) -> None:
+        """Sums a tensor over all ranks in place, or over those of an axis."""
+        self._all_reduce(tensor, dist.ReduceOp.SUM, axis or self.everyone, "a sum")
 
-    def maximum(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """The largest values over all ranks, in place."""
-        self._all_reduce(tensor, dist.ReduceOp.MAX, group, "a maximum")
+    def maximum(self, tensor: Tensor, axis: Axis | None = None) -> None:
+        """The largest values over all ranks, or those of an axis, in place."""
+        self._all_reduce(tensor, dist.ReduceOp.MAX, axis or self.everyone, "a maximum")
 
-    def _all_reduce(self, tensor: Tensor, op: Any, group: dist.ProcessGroup | None, what: str) -> None:
-        if self.size > 1:
+    def _all_reduce(self, tensor: Tensor, op: Any, axis: Axis, what: str) -> None:
+        if self.size > 1 and axis.size > 1:
             with self.during(what):
-                dist.all_reduce(tensor, op=op, group=group or self.group)
+                dist.all_reduce(tensor, op=op, group=axis.group)
 
     def first_failed(self, fine: bool) -> int | None:
         """The lowest rank that is not fine, or None; the same on every rank."""
         if self.size == 1:
             return None if fine else 0
         flag = torch.tensor([self.size if fine else self.rank], dtype=torch.int32, device=self.device)
-        self._all_reduce(flag, dist.ReduceOp.MIN, None, "asking whether all ranks are fine")
+        self._all_reduce(flag, dist.ReduceOp.MIN, self.everyone, "asking whether all ranks are fine")
         failed = int(flag)
         return None if failed == self.size else failed
 
@@ -191,12 +213,20 @@ class World:
 
     def exchange(self, text: str) -> list[str]:
         """A text of each rank -> all of them, by rank."""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)  # an empty text too
+        data = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())  # an empty text too
         sizes = self.gather(torch.tensor([len(data)], device=self.device)).flatten().tolist()
         padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
         rows = self.gather(padded).cpu()
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+        return [row[:size].numpy().tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def exchange_once(self, text: str) -> list[str]:
+        """`exchange`, of texts that are mostly those of the time before: then only a digest of each travels."""
+        own = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.int64)
+        known = self.gather(torch.from_numpy(own.copy()).to(self.device)).cpu().numpy().tobytes()
+        if self._known is None or self._known[0] != known:
+            self._known = known, self.exchange(text)
+        return self._known[1]
 
     def require_equal(self, facts: Mapping[str, Any], among: int = 0) -> None:
         """Compares a hash of JSON facts over the ranks. Raises RanksDisagree, on all of them, for the first difference.

@@ -22,7 +22,7 @@ from k3rl.optim import STEPS, ParamInfo, master_dtype, storage_kind
 from k3rl.parallel.expert_gradients import EXPERT, ExpertGradients
 from k3rl.parallel.flat_bucket import FlatBucket, broadcast_from_owners, flat_buckets
 from k3rl.parallel.mesh import Mesh, expert_run
-from k3rl.parallel.world import World
+from k3rl.parallel.world import Axis, World
 
 FLOPS_PER_BYTE = 100.0  # of a step: what an accelerator's matrix units do while a byte of memory moves
 _MUON_BYTES, _ADAMW_BYTES = 20, 28  # moved per element of float32: gradient, master, momenta, read and written
@@ -100,11 +100,10 @@ def candidates_of(model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Me
 
 @dataclass(frozen=True)
 class Replicas:
-    """Parameters that the same ranks hold: their names, and those ranks with their group."""
+    """Parameters that the same ranks hold: their names, and those ranks, of which there are several."""
 
     names: list[str]
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup
+    axis: Axis
 
 
 class Shards:
@@ -112,7 +111,7 @@ class Shards:
 
     params: what is trained here, by name. names: of the whole model, those of other ranks' experts too, in official
     order. owners: by name. owned: names whose masters are here; counted: names whose owner this rank is, so that over
-    all ranks each name comes once. replicas: what is reduced and sent together, none on one process.
+    all ranks each name comes once. replicas: what is reduced and sent together; what one rank alone holds is in none.
     sharded False leaves all masters on every rank, which then all take the same step.
     """
 
@@ -133,12 +132,9 @@ class Shards:
         experts = [name for name in self.params if EXPERT.search(name)]
         rest = [name for name in self.params if not EXPERT.search(name)]
         self.replicas = [
-            Replicas(names, ranks, group)
-            for names, ranks, group in (
-                (experts, mesh.replicas.ranks, mesh.replicas.group),
-                (rest, tuple(range(mesh.world.size)), mesh.world.group),
-            )
-            if group is not None and names
+            Replicas(names, axis)
+            for names, axis in ((experts, mesh.replicas), (rest, mesh.world.everyone))
+            if axis.size > 1 and names
         ]
         self._ordered: dict[str, list[tuple[int | None, list[str]]]] = {}
         self._sent: tuple[tuple[int, ...], list[FlatBucket]] | None = None  # of parameters at these addresses
@@ -147,7 +143,9 @@ class Shards:
         """(owner, its names, those stored alike together); owner None when every rank keeps the masters."""
         key = replicas.names[0]
         if key not in self._ordered:
-            found: dict[int | None, list[str]] = {owner: [] for owner in (replicas.ranks if self._sharded else [None])}
+            found: dict[int | None, list[str]] = {
+                owner: [] for owner in (replicas.axis.ranks if self._sharded else [None])
+            }
             for name in sorted(replicas.names, key=storage_kind):
                 found[self.owners[name] if self._sharded else None].append(name)
             self._ordered[key] = list(found.items())
@@ -167,7 +165,7 @@ class Shards:
             for replicas in self.replicas:
                 for owner, members in self.by_owner(replicas):
                     tensors = ((values[name].view(-1), name in self.experts.views) for name in members)
-                    found += flat_buckets(tensors, owner, replicas.group)
+                    found += flat_buckets(tensors, owner, replicas.axis.group)
             self._sent = addresses, found
         broadcast_from_owners(self.mesh.world, self._sent[1])
 
@@ -179,7 +177,7 @@ def gather_tensors(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]
         return dict(own)
     about = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items()]
     every: dict[str, Tensor] = {}
-    for rank, text in enumerate(world.exchange(json.dumps(about))):
+    for rank, text in enumerate(world.exchange_once(json.dumps(about))):
         parts = [(name, getattr(torch, kind), torch.Size(shape)) for name, kind, shape in json.loads(text)]
         sizes = [shape.numel() * kind.itemsize for _, kind, shape in parts]
         if not parts:  # it owns nothing, and all ranks know

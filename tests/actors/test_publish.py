@@ -31,7 +31,7 @@ from k3rl.types import Completion, Failed, FailureKind, SamplingParams, StopReas
 PROMPT = Tokenizer.builtin().encode("one two three")
 TRAINER = TrainerConfig(muon_lr=1e-4, adamw_lr=1e-4)
 CANARY = Canary(PROMPT)
-ONE_THREAD = ClusterConfig(rollout_threads=1, call_timeout_s=60.0)
+ONE_THREAD = ClusterConfig(rollout_threads=1, call_timeout_s=60.0, weight_transfer="object_store")
 
 
 class Saboteur(LearnerActor):
@@ -49,6 +49,12 @@ class Saboteur(LearnerActor):
             for base, each in publication.payloads.items()
         }
         return dataclasses.replace(publication, payloads=payloads)
+
+    def export(self):
+        made = super().export()
+        if "flat" in self.damaged:
+            self.weights._flat[1][700_000] ^= 1
+        return made
 
     def damage(self, *encodings):
         self.damaged = encodings
@@ -95,8 +101,15 @@ def fresh(fleet):
 def by_broadcast(fleet) -> WeightPublisher:
     fresh(fleet)
     learner, engines, _, _ = fleet
-    config = ONE_THREAD.replace(weight_transfer="broadcast", transfer_timeout_s=30.0)
+    config = ONE_THREAD.replace(weight_transfer="broadcast", weight_delta="on", transfer_timeout_s=30.0)
     return WeightPublisher([learner], engines, CANARY, config)
+
+
+def by_memory(fleet) -> WeightPublisher:
+    """What `auto` takes between processes of one host."""
+    fresh(fleet)
+    learner, engines, _, _ = fleet
+    return WeightPublisher([learner], engines, CANARY, ClusterConfig(rollout_threads=1, call_timeout_s=60.0))
 
 
 def served(engines) -> list[BaseVersion]:
@@ -252,6 +265,31 @@ def test_a_broadcast_brings_the_bytes_that_the_object_store_brings(fleet):
     assert one == two
     by_store.publish()  # the same weights once more
     assert [digest for _, digest in served(engines)] == [one[1], one[1]]
+    assert publisher.notes() == []
+
+
+def test_on_one_host_versions_go_whole_in_flat_buffers_and_a_damaged_one_is_refused_by_name(fleet):
+    learner, engines, by_store, _ = fleet
+    publisher = by_memory(fleet)
+    for number in (1, 2):
+        ray.get(learner.train.remote([batch(number)], CrossEntropy()))
+        done = publisher.publish()
+        assert (done["version"], done["deltas"], done["fell_back"]) == (number, 0, 0)
+        assert done["bytes"] == done["bytes_full"]
+        assert done["canary"] < 1e-4
+        assert 0 < done["engine_paused"] < done["seconds"]
+        assert min(done[f"{part}_seconds"] for part in ("gather", "digest", "receive", "verify", "transfer")) > 0
+    one, two = served(engines)
+    assert one == two
+    ray.get(learner.damage.remote("flat"))
+    with pytest.raises(PublishError, match=r"version 3 refused: \S+ has digest .* learner rank 0"):
+        publisher.publish()
+    assert served(engines) == [one, two]
+    ray.get(learner.damage.remote())
+    assert publisher.publish()["version"] == 4
+    assert [digest for _, digest in served(engines)] == [one.digest, one.digest], "the same weights once more"
+    by_store.publish()
+    assert [digest for _, digest in served(engines)] == [one.digest, one.digest]
     assert publisher.notes() == []
 
 

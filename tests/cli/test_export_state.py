@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from k3rl.actors.learner import LearnerActor
 from k3rl.checkpoint import load_checkpoint
@@ -62,6 +62,37 @@ def test_a_state_is_exported_as_the_run_wrote_it_at_that_step(run, tmp_path, cap
     assert '"tensors":' in capsys.readouterr().out
     assert _stored(tmp_path / "out") == _stored(run / "then")
     assert (tmp_path / "out" / "config.json").read_bytes() == (run / "then" / "config.json").read_bytes()
+
+
+def test_blocks_that_training_left_alone_keep_the_bytes_of_the_start(tmp_path):
+    """The start stores some experts by scales that are twice as large as ours, with elements of 0, 1 and 2 alone."""
+    base = LearnerActor(1)
+    base.create(TINY.to_dict(), TrainerConfig(), seed=5)
+    base.save_checkpoint(str(tmp_path / "start"), {})
+    codes, rng = torch.tensor([0, 2, 4, 10, 12], dtype=torch.uint8), torch.Generator().manual_seed(0)
+    foreign = {}
+    for file in (tmp_path / "start").glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [key for key in tensors if key.endswith("experts.1.w2.weight_packed")]:
+            low, high = (codes[torch.randint(5, tensors[name].shape, generator=rng)] for _ in range(2))
+            tensors[name] = foreign[name] = low | high << 4
+        save_file(tensors, file)
+    learner = LearnerActor(1)
+    learner.load(str(tmp_path / "start"), TrainerConfig(micro_batch_tokens=64, muon_lr=1e-9, adamw_lr=1e-9))
+    learner.train([_batch(0)], CrossEntropy())
+    learner.save_state(str(tmp_path / "sft" / "step_1"), {"step": 1}, "a")
+    learner.state_saved()
+    learner.save_checkpoint(str(tmp_path / "then"), {"stage": "sft", "steps": 1})
+    words = ["export", str(tmp_path / "sft" / "step_1")]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    assert _stored(tmp_path / "out") == _stored(tmp_path / "then")
+    stored = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert foreign
+    assert all(torch.equal(stored[name], packed) for name, packed in foreign.items())
+    shutil.rmtree(tmp_path / "start")
+    with pytest.warns(UserWarning, match="from which the weights came, is gone"):
+        assert main([*words, str(tmp_path / "without")]) == 0
+    assert _stored(tmp_path / "without") != _stored(tmp_path / "out")
 
 
 def test_masters_that_were_rounded_before_they_were_stored_are_exported_so(tmp_path):

@@ -105,8 +105,11 @@ class FakeVLLM:
         self.seen.append(body)
         if len(body["cache_salt"]) > 128 or set(body["cache_salt"]) & set("@/\\\0"):
             return error(400, "BadRequestError", "Parameter 'cache_salt' must be at most 128 characters ...")
+        asked = body["sampling_params"]
+        if self.config["model_config"]["return_sampling_mask"] and not (asked["temperature"] > 0 < asked["top_k"]):
+            return error(400, "BadRequestError", "return_sampling_mask requires temperature > 0 and top_k > 0 ...")
         try:
-            params = sampling(body["sampling_params"])
+            params = sampling(asked)
             self.driver.engine.check(body["token_ids"], params)
         except (InvalidRequest, ValueError) as refused:
             return error(400, "BadRequestError", str(refused))

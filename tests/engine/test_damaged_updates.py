@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from k3rl.checkpoint import official_tensors
+from k3rl.checkpoint import assign_official_tensors, empty_buffer, official_tensors, shard_layout, shard_of, write_flat
 from k3rl.checkpoint.delta import encode
 from k3rl.checkpoint.manifest import manifest_digest, manifest_of
 from k3rl.engine import AdapterHeader, Engine, WeightUpdateError
-from k3rl.model import Adapter, LoraConfig
+from k3rl.model import Adapter, K3ForCausalLM, LoraConfig
 from k3rl.types import SamplingParams
 
 PROMPT = [5, 9, 2]
@@ -25,6 +26,7 @@ class Sender:
         self.served = dict(official_tensors(model))
         self.tensors = dict(official_tensors(build_model(seed=1)))
         self.other_shape = dict(official_tensors(build_model(intermediate_size=64)))
+        self.shards = [shard(model.config, self.tensors, run) for run in (range(0, 1), range(1, 4))]
         adapter, generator = Adapter(model, LORA), torch.Generator().manual_seed(2)
         adapter.assign({name: 0.3 * torch.randn(p.shape, generator=generator) for name, p in adapter.parameters()})
         self.adapter = dict(adapter.stored_tensors())
@@ -50,6 +52,20 @@ class Sender:
             engine.update_weights_by_delta(bucket)
         engine.finish_weight_update(1)
 
+    def flat(self, engine: Engine, damage: Callable[[list], list] = list) -> None:
+        described = [shard_of(number, layout, buffer) for number, (layout, buffer) in enumerate(self.shards)]
+        sent = damage(
+            [
+                [one, number, buffer.clone()]
+                for number, (one, (_, buffer)) in enumerate(zip(described, self.shards, strict=True))
+            ]
+        )
+        engine.start_flat_update(1, list({number: one for one, number, _ in sent if one is not None}.values()))
+        for _, number, buffer in sent:
+            if buffer is not None:
+                engine.update_weights_by_shard(number, buffer)
+        engine.finish_weight_update(1)
+
     def adapter_of(self, engine: Engine, version: int, tensors: dict) -> None:
         base = manifest_digest(engine.manifest)
         engine.adapters.open(
@@ -60,6 +76,17 @@ class Sender:
 
     def adapted(self, engine: Engine, damage: Callable[[dict], dict] = dict) -> None:
         self.adapter_of(engine, 2, damage(dict(self.adapter)))
+
+
+def shard(config, tensors, run):
+    """What an expert rank sends of these tensors: (layout, buffer)."""
+    model = K3ForCausalLM(config, experts=run, dtype=torch.float64)
+    own = {name for name, _ in official_tensors(model)}
+    assign_official_tensors(model, {name: tensor for name, tensor in tensors.items() if name in own})
+    layout = shard_layout(model, rest=run.start == 0)
+    buffer = empty_buffer(layout, torch.device("cpu"))
+    write_flat(model, layout, buffer)
+    return layout, buffer
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +135,23 @@ def cut_short(header, buckets):
     return header, [*buckets[:-1], buckets[-1][:-3]]
 
 
+def with_a_flipped_byte(sent):
+    sent[1][2][-300] ^= 1
+    return sent
+
+
+def without_a_rank(sent):
+    return [sent[0], [sent[1][0], 1, None]]
+
+
+def with_a_rank_twice(sent):
+    return [sent[0], [None, 0, sent[0][2]], sent[1]]
+
+
+def from_another_table(sent):
+    return [[dataclasses.replace(sent[0][0], layout="0" * 64), 0, sent[0][2]], sent[1]]
+
+
 def of_another_version(header, buckets):
     return header.replace(b'"version": 1', b'"version": 2'), buckets
 
@@ -126,6 +170,10 @@ def of_another_version(header, buckets):
         ("delta", with_a_flipped_bit, "damaged"),
         ("delta", cut_short, "cut short"),
         ("delta", of_another_version, "version 1 is not the one"),
+        ("flat", with_a_flipped_byte, r"experts\.3\.w\d\.weight_scale has digest .* learner rank 1"),
+        ("flat", without_a_rank, r"learner rank 1 \(experts 1 to 3\) is missing"),
+        ("flat", with_a_rank_twice, "shard 0 came twice"),
+        ("flat", from_another_table, "rank 0 .* does not fit this model"),
         ("adapted", without_one, "missing"),
         ("adapted", changed("", lambda t: t + 1), "digest"),
         ("adapted", with_another, "not in the manifest"),

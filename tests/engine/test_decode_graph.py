@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
-from k3rl.engine import Engine, EngineError, PrefixCache
+from k3rl.checkpoint import manifest_of, official_tensors
+from k3rl.engine import Engine, EngineError, PrefixCache, totals_of
 from k3rl.engine.compute.decode_graph import BATCHES, CapturedDecode, padded_batch
 from k3rl.engine.sampling.device_sampler import sample_uncut
 from k3rl.engine.sampling.sampler import sample
@@ -171,6 +170,23 @@ def test_rows_of_like_length_run_together_where_padding_would_be_too_much(model,
         assert all(
             batch * blocks * PAGE <= max(tokens, blocks * PAGE) for batch, blocks in engine.captured_decode.shapes
         )
+
+
+def test_a_long_row_splits_no_step_where_latents_are_read_in_their_pages(model, monkeypatch):
+    """What limits how much is gathered is of the definition alone; where it does split, that is counted."""
+    monkeypatch.setattr("k3rl.engine.compute.decode_graph._TOKENS", 4 * PAGE)
+    own = [params(seed=seed, max_tokens=12) for seed in range(3)]
+    given = [PROMPTS[1], PROMPTS[1], PROMPTS[3]]
+    found = {}
+    for gathers in (True, False):
+        engine = fixed_engine(model, 3, max_context=64)
+        engine.captured_decode._gathers = gathers
+        found[gathers] = engine.generate(given, own), totals_of(engine)
+    for got, expected in zip(found[False][0], found[True][0], strict=True):
+        same(got, expected)
+    assert (found[False][1]["split_steps"], found[False][1]["uncaptured_steps"]) == (0, 0)
+    assert found[False][1]["ahead_steps"] >= 9
+    assert found[True][1]["split_steps"] >= 9
 
 
 def test_shapes_are_few_whatever_the_lengths(model):

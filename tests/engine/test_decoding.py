@@ -8,8 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.engine import Engine, PrefixCache
 from k3rl.engine.cache import state_bytes
 from k3rl.types import SamplingParams
@@ -163,17 +162,36 @@ def test_rows_that_need_their_logits_wait_for_their_tokens(model, asked):
     assert not launched
 
 
-@pytest.mark.parametrize("options", [{"in_flight": "carry"}, {"prefix_cache": True}, {"overlap": False}])
-def test_no_step_is_launched_early_where_states_must_stand_as_the_tokens_do(model, options):
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [({"in_flight": "carry"}, 1), ({"prefix_cache": True}, 1), ({"overlap": False}, 0)],
+)
+def test_steps_are_launched_early_with_cached_prefixes_and_carried_states_too(model, options, early):
     if "prefix_cache" in options:
         options = {"prefix_cache": PrefixCache.of_bytes(100_000)}
     engine = engine_of(model, **options)
     launched = launches(engine)
-    engine.submit(PROMPTS[1], SamplingParams(max_tokens=5, seed=0))
+    engine.submit(PROMPTS[1], SamplingParams(max_tokens=6, seed=0))
     engine.step()
     for step in range(1, 4):
         engine.step()
-        assert len(launched) == step
+        assert len(launched) == step + early
+
+
+def test_a_token_drawn_ahead_of_a_carried_switch_is_of_the_version_that_drew_it(model, build_model, run_teacher_forced):
+    engine, prompt = engine_of(model, in_flight="carry"), PROMPTS[1]
+    number = engine.submit(prompt, SamplingParams(max_tokens=8, seed=0))
+    for _ in range(3):
+        engine.step()
+    update(engine, build_model(seed=9), 1)
+    engine.step()  # the step that the old weights had launched
+    assert engine.batch.table.held(engine.batch.find(number).row).last_version == 0
+    ids, logprobs = engine.sampled(number)
+    logits, _ = run_teacher_forced(model, [*prompt, *ids])
+    old = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1][range(len(ids)), list(ids)]
+    np.testing.assert_allclose(logprobs, old, atol=TOLERANCE, rtol=0)
+    engine.step()
+    assert engine.batch.table.held(engine.batch.find(number).row).last_version == 1
 
 
 def test_a_row_with_broken_logits_ends_alone_while_steps_overlap(build_model):

@@ -11,11 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.engine import Engine, PrefixCache
-from k3rl.engine.prefix.cache import MemoryTier
-from k3rl.engine.prefix.disk_tier import DiskTier
+from k3rl.engine.prefix import DiskTier, MemoryTier
 from k3rl.types import SamplingParams
 
 TOLERANCE = 1e-9  # float64: only the order of summation differs between a cached and a computed prefix
@@ -86,9 +84,9 @@ def test_any_conversation_gives_what_it_gives_without_a_cache(model, tmp_path, p
         (got,) = engine.generate([prompt], own)
         assert_alike([got], plain.generate([prompt], own))
         histories.append([*prompt, *got.token_ids])
-    held = sum(file.size for file in tier.files.values())
-    assert held == tier.bytes <= tier.budget_bytes
-    assert {file.path for file in tier.files.values()} == set(tier.folder.iterdir())
+    files = {file.path: file.size for state in tier.states.values() for file in (state.fixed, *state.segments)}
+    assert sum(files.values()) == tier.bytes <= tier.budget_bytes
+    assert files.keys() == set(tier.folder.iterdir())
 
 
 def test_a_full_disk_is_a_counted_drop_and_nobody_gets_an_error(model, tmp_path):
@@ -135,12 +133,12 @@ def test_the_least_recently_used_file_leaves_first_and_the_folder_goes_with_the_
     tier = DiskTier(tmp_path, LARGE)
     engine = tiered(model, tier)
     engine.generate(PROMPTS[:4], params())
-    oldest, second = list(tier.files)[:2]
-    tier.files.move_to_end(oldest)
+    oldest, second = list(tier.states)[:2]
+    tier.states.move_to_end(oldest)
     tier.budget_bytes = tier.bytes
-    engine.generate(PROMPTS[4:], params())
-    assert second not in tier.files
-    assert oldest in tier.files
+    engine.generate(PROMPTS[4:5], params())
+    assert second not in tier.states
+    assert oldest in tier.states
     folder = tier.folder
     tier.close()
     assert not folder.exists()
@@ -161,3 +159,23 @@ def test_states_of_all_kinds_of_numbers_survive_the_file(build_model, tmp_path):
         again = engine.generate(PROMPTS, params())
         assert tier.counters.read > 0
         assert [got.token_ids for got in again] == [got.token_ids for got in first]
+
+
+def test_a_conversation_appends_what_is_new(model, tmp_path):
+    """Forty turns that leave memory each time: as many bytes as the tokens once, and the fixed part for each turn."""
+    tier, prompt = DiskTier(tmp_path, LARGE), [3, 1, 4, 1, 5]
+    engine = Engine(model, poison=True, prefix_cache=PrefixCache([MemoryTier(1, below=tier), tier], 4))
+    plain, sizes = Engine(model), []
+    for turn in range(40):
+        own = params(session="a", seed=turn, max_tokens=2)
+        (got,) = engine.generate([prompt], own)
+        assert_alike([got], plain.generate([prompt], own))
+        assert got.cached_tokens == (len(prompt) - 3 if turn else 0)
+        prompt += [*got.token_ids, turn % 30, 7]
+        sizes.append(tier.counters.written)
+    grown = np.diff(sizes)
+    assert grown[-1] < 1.05 * grown[4], "a late turn writes what an early one writes"
+    assert tier.counters.damaged == 0
+    engine.end_sessions("a")
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) == tier.bytes
+    assert len(tier) <= 1, "the prompt that it began with"

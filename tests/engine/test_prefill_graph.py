@@ -8,8 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.engine import Engine, EngineError, PrefixCache
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.compute.decode_graph import CapturedDecode

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.engine import Engine, PrefixCache
-from k3rl.engine.prefix.cache import Chain, FixedState, MemoryTier, RoutePieces, TokenStates
+from k3rl.engine.prefix import FixedState, MemoryTier
+from k3rl.engine.prefix.chain import Chain
+from k3rl.engine.prefix.parts import RoutePieces, SourceSize, TokenStates
 from k3rl.types import SamplingParams, StopReason
 
 TOLERANCE = 1e-9  # float64: only the order of summation differs between a cached and a computed prefix
@@ -215,11 +216,19 @@ class Plain:
     def fixed(self):
         return FixedState(torch.full((1, 8), self.mark), torch.zeros(1), torch.zeros(1, 2))
 
+    @property
+    def size(self):
+        return SourceSize(8 * 4 + 4 + 2 * 4, 8)
+
     def tokens(self, start, stop):
         return TokenStates(torch.arange(start, stop).view(1, -1, 1) + 1000 * self.mark, None)
 
 
-def test_the_least_recently_used_leaves_first_and_shared_blocks_stay_while_used():
+def longest(tier, chain: Chain) -> int:
+    return tier.longest(chain, None, LARGE)
+
+
+def test_what_is_worth_least_leaves_first_and_shared_blocks_stay_while_used():
     tier = MemoryTier(LARGE)
     shared, root = np.arange(8), b"root"
     chains = [Chain.of(np.append(shared, 50 + i), root, 4) for i in range(3)]
@@ -229,7 +238,7 @@ def test_the_least_recently_used_leaves_first_and_shared_blocks_stay_while_used(
     assert tier.read(chains[0], 9).latent[0, :, 0].tolist() == list(range(9))
     tier.budget_bytes = tier.bytes
     tier.put(Chain.of(np.append(shared, 60), root, 4), Plain(3))
-    assert [tier.longest(chain, False) for chain in chains] == [9, 0, 9]
+    assert sorted(longest(tier, chain) for chain in chains) == [0, 9, 9]
     assert tier.read(chains[2], 9).latent[0, :, 0].tolist() == [*range(8), 2008], "its blocks are the first one's"
     tier.put(Chain.of(np.arange(100, 1000), root, 4), Plain(4))
     assert len(tier) == 3, "one that can never fit drives nobody out"
@@ -237,6 +246,62 @@ def test_the_least_recently_used_leaves_first_and_shared_blocks_stay_while_used(
     assert (len(tier), len(tier.blocks), tier.bytes) == (0, 0, 0)
     with pytest.raises(ValueError, match="budget"):
         MemoryTier(0)
+
+
+def test_a_state_that_is_not_used_becomes_worth_less_than_shorter_ones_that_are():
+    tier = MemoryTier(2000)
+    long = Chain.of(np.arange(1000, 1030), b"root", 4)
+    tier.put(long, Plain(0))
+    for start in range(12):
+        tier.put(Chain.of(np.arange(100 * start, 100 * start + 25), b"root", 4), Plain(start))
+    assert longest(tier, long) == 0
+
+
+@settings(max_examples=50)
+@given(
+    budget=st.integers(1, 3000),
+    plan=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2), st.sampled_from(["", "a", "b"])), max_size=12),
+    below=st.booleans(),
+)
+def test_a_tier_never_holds_more_than_its_budget(budget, plan, below):
+    """Not for a moment: every copy that is made is counted when it is made."""
+    host = MemoryTier(500) if below else None
+    tier = MemoryTier(budget, below=host)
+
+    class Watched(Plain):
+        def watch(self, size):
+            for one in (tier, host):
+                if one is not None:
+                    assert one.bytes <= one.budget_bytes
+            return size
+
+        def fixed(self):
+            return self.watch(super().fixed())
+
+        def tokens(self, start, stop):
+            return self.watch(super().tokens(start, stop))
+
+    for length, first, owner in plan:
+        ids = np.arange(1000 * first, 1000 * first + length)
+        tier.put(Chain.of(ids, b"root", 4), Watched(0), frozenset([owner] if owner else []))
+        for one in (tier, host):
+            if one is not None:
+                assert one.bytes == sum(h.bytes for h in one.states.values()) + sum(
+                    block.tokens.bytes for block in one.blocks.values()
+                )
+                assert one.bytes <= one.budget_bytes
+
+
+def test_a_damaged_state_does_not_hide_a_shorter_one(model):
+    class Damaged(MemoryTier):
+        def read(self, chain, length):
+            return None if length > 10 else super().read(chain, length)
+
+    engine = Engine(model, prefix_cache=PrefixCache([Damaged(LARGE)], 4))
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, *range(6, 20)]]
+    for prompt in prompts:
+        engine.generate([prompt], params(max_tokens=1))
+    assert engine.generate([[*prompts[1], 7]], params())[0].cached_tokens == 5
 
 
 def test_another_beginning_or_root_is_another_chain():

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from k3rl.checkpoint import digest as engine_digest
-from k3rl.checkpoint import manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import manifest_of, official_tensors
 from k3rl.config import MissingResource
 from k3rl.engine import Engine, EngineError, EngineLost, IncompatibleServer, InvalidRequest, VLLMEngine
 from k3rl.engine.vllm.client import Deadlines, Unreachable
@@ -156,6 +155,31 @@ def test_what_vllm_would_change_without_a_word_is_refused(server, model) -> None
                 engine.submit(PROMPT, SamplingParams(max_tokens=2, **options))
         (greedy,) = engine.generate([PROMPT], SamplingParams(temperature=0, top_p=0.5, top_k=2, max_tokens=2))
         assert greedy.sampling_mask is None
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_server_is_asked_only_for_what_it_takes(server, model, masks) -> None:
+    """One that returns sampling masks takes no temperature of 0 and no request without top_k."""
+    url, fake = server
+    fake.config["model_config"]["return_sampling_mask"] = masks
+    asked = [SamplingParams(max_tokens=3, seed=1), SamplingParams(temperature=0, max_tokens=3)]
+    if masks:
+        asked.append(SamplingParams(top_p=0.7, max_tokens=3, seed=1))
+    with VLLMEngine.for_config(url, model.config) as engine:
+        plain, greedy, *trimmed = engine.generate([PROMPT] * len(asked), asked)
+        engine.sleep(1)
+        engine.wake()
+    wanted = Engine(model).generate([PROMPT], SamplingParams(temperature=0, max_tokens=3))[0]
+    assert greedy.token_ids == wanted.token_ids
+    assert plain.sampling_mask is None
+    assert greedy.logprobs == ((0.0,) * 3 if masks else pytest.approx(wanted.logprobs, abs=1e-9))
+    for done in trimmed:
+        for token, value, ids in zip(done.token_ids, done.logprobs, done.sampling_mask, strict=True):
+            assert token in ids
+            assert len(ids) < model.config.vocab_size
+            assert value < 0 or len(ids) == 1
+    sizes = {body["sampling_params"]["top_k"] for body in fake.seen}
+    assert sizes == ({1, model.config.vocab_size} if masks else {0, 1})  # 1 of the handshake
 
 
 def test_a_request_says_all_that_was_asked_for(server, engine) -> None:

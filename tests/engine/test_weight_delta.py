@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from k3rl.checkpoint import load_checkpoint, manifest_of, save_checkpoint
+from k3rl.checkpoint import load_checkpoint, manifest_of, official_tensors, save_checkpoint
 from k3rl.checkpoint.delta import encode
-from k3rl.checkpoint.hf import official_tensors
 from k3rl.engine import Engine, WeightUpdateError
 from k3rl.types import SamplingParams
 

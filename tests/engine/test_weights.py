@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from k3rl.checkpoint import digest, manifest_of
-from k3rl.checkpoint.hf import official_tensors
+from k3rl.checkpoint import (
+    digest,
+    empty_buffer,
+    manifest_of,
+    official_tensors,
+    shard_layout,
+    shard_of,
+    write_flat,
+)
 from k3rl.engine import Engine
+from k3rl.engine.flat_update import ValuesCopy
 from k3rl.engine.protocol import WeightUpdateError
 from k3rl.types import SamplingParams
 
@@ -23,6 +31,15 @@ PARAMS = SamplingParams(max_tokens=8, seed=1)
 def stored(build_model):
     """The stored tensors of other weights of the same config."""
     return dict(official_tensors(build_model(seed=1)))
+
+
+def publish_flat(engine: Engine, version: int, model) -> None:
+    layout = shard_layout(model, rest=True)
+    buffer = empty_buffer(layout, torch.device("cpu"))
+    write_flat(model, layout, buffer)
+    engine.start_flat_update(version, [shard_of(0, layout, buffer)])
+    engine.update_weights_by_shard(0, buffer)
+    engine.finish_weight_update(version)
 
 
 def publish(engine: Engine, version: int, stored: dict, manifest: dict | None = None) -> None:
@@ -79,12 +96,42 @@ def test_tensors_may_come_in_any_order_and_in_parts(model, stored):
     assert manifest_of(official_tensors(engine.model)) == manifest_of(stored.items())
 
 
-def test_the_callers_model_is_never_written(model, stored):
+def test_the_callers_model_is_never_written(model, build_model, stored):
     before = manifest_of(official_tensors(model))
     engine = Engine(model)
     for version in (1, 2):
         publish(engine, version, stored)
+    for version in (3, 4, 5):
+        publish_flat(engine, version, build_model(seed=version))
     assert manifest_of(official_tensors(model)) == before
+
+
+def test_versions_in_flat_buffers_are_served_one_after_the_other_by_two_models(model, build_model, stored):
+    engine, served = Engine(model), []
+    for version in (1, 2, 3, 5):
+        new = build_model(seed=version)
+        if version == 3:  # another way in between
+            publish(engine, 3, stored)
+        else:
+            publish_flat(engine, version, new)
+        wanted = dict(official_tensors(new)) if version != 3 else stored
+        assert engine.manifest == manifest_of(wanted.items())
+        fresh = Engine(new if version != 3 else build_model(seed=1), version=version)
+        assert engine.generate([PROMPT], PARAMS) == fresh.generate([PROMPT], PARAMS)
+        served.append(engine.model)
+    assert len({id(each) for each in served[:2]}) == 2
+
+
+def test_where_steps_are_captured_values_are_copied_to_where_they_were(model, build_model):
+    engine = Engine(model)
+    publish_flat(engine, 1, build_model(seed=1))
+    served = engine.model
+    other = build_model(seed=2)
+    ValuesCopy(served, other).run()
+    addresses = [parameter.data_ptr() for parameter in served.parameters()]
+    assert manifest_of(official_tensors(served)) == manifest_of(official_tensors(other))
+    assert engine.generate([PROMPT], PARAMS)[0].logprobs == Engine(other).generate([PROMPT], PARAMS)[0].logprobs
+    assert addresses == [parameter.data_ptr() for parameter in served.parameters()]
 
 
 def test_versions_only_go_up_and_one_update_is_open_at_a_time(model, stored):

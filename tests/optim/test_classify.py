@@ -80,6 +80,8 @@ def test_feed_forward_matrices_are_one_block_each(name: str, shape: tuple[int, i
         ("vision_tower.encoder.blocks.0.wqkv.weight", (4608, 1024), True),
         ("vision_tower.encoder.blocks.0.norm0.weight", (1024,), False),
         ("mm_projector.proj.0.weight", (4096, 4096), True),
+        (f"{AT}q_proj.lora_A.weight", (1, 7168), True),
+        (f"{AT}q_proj.lora_B.weight", (12288, 1), True),
     ],
 )
 def test_everything_that_is_no_hidden_matrix_goes_to_adamw(name: str, shape: tuple[int, ...], decay: bool) -> None:

@@ -119,6 +119,31 @@ def test_fresh_balancing_moves_once_a_rollout_batch() -> None:
     assert float(biases(made).abs().max()) > 0
 
 
+def broken(inputs: LossInputs) -> LossOutput:
+    return LossOutput(inputs.logprobs.sum() * float("nan"), {})
+
+
+@pytest.mark.parametrize("balance", ["batch", "fresh"])
+@pytest.mark.parametrize("by", ["quantile", "fixed_step"])
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_a_skipped_step_takes_nothing_from_what_the_others_of_its_batch_counted(balance, by, skipped) -> None:
+    """Also where it is the last one: biases and loads are those of the two steps alone that were taken."""
+    made, other = (trainer(balance=balance, balance_by=by, on_nonfinite="skip") for _ in range(2))
+    losses = [CrossEntropy(), CrossEntropy()]
+    losses.insert(skipped, broken)
+    for number, loss in enumerate(losses):
+        found = made.train(batch(), loss, last_of_batch=number == 2).pairs()
+    for number in range(2):
+        wanted = other.train(batch(), CrossEntropy(), last_of_batch=number == 1).pairs()
+    assert torch.equal(biases(made), biases(other))
+    assert float(biases(made).abs().max()) > 0
+    assert found["moe/max_vio/mean"] == wanted["moe/max_vio/mean"]
+    assert int(made.balancer.loads.sum()) == 0
+    made.train(batch(), CrossEntropy(), last_of_batch=True)
+    other.train(batch(), CrossEntropy(), last_of_batch=True)
+    assert torch.equal(biases(made), biases(other))
+
+
 # ---------------------------------------------------------------------------------------------- other methods
 
 

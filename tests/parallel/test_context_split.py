@@ -21,7 +21,7 @@ PLACEHOLDER = K3Config.named("k3-nano").media_placeholder_token_id
 
 def parallel(rank: int, ranks: int) -> ContextParallel:
     """One rank's side, which splits without any other."""
-    return ContextParallel(Axis(rank, ranks, None, tuple(range(ranks))), World.alone())
+    return ContextParallel(Axis(rank, ranks, tuple(range(ranks))), World.alone())
 
 
 def batch(lengths: list[int], images: dict[tuple[int, int], int] | None = None, seed: int = 0) -> TrainBatch:

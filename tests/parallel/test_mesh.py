@@ -252,6 +252,34 @@ def lora_moved(world: World) -> dict[str, torch.Tensor]:
     return state
 
 
+def scoring_jobs(mesh: Mesh) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Forward passes (of a row that is too long on the last rank, of rows that fit), by name."""
+    made, mine = trainer(mesh, micro_batch_tokens=40), share(batch(0), mesh)
+    last = mesh.world.rank == mesh.world.size - 1
+    given = batch(0, (41,)) if last else mine
+    return {
+        "evaluate": (lambda: made.evaluate(given, CrossEntropy()), lambda: made.evaluate(mine, CrossEntropy())),
+        "logprobs": (lambda: made.logprobs(given), lambda: made.logprobs(mine)),
+    }
+
+
+def starving_run(mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The state after steps in which some of five experts have rows, then others, then the first again.
+
+    Two ranks hold two and three of them. The optimizer's step is that of a GPU: it reads from counts, not from `.grad`,
+    who has a gradient.
+    """
+    made = trainer(mesh, model=TINY.replace(num_experts=5))
+    made.native.optimizer.capture_with(lambda run: run)
+    for step, chosen in enumerate(([0, 3, 4], [0, 1, 2], [0, 3, 2], [1, 4, 3])):
+        whole = batch(0, routes=True)
+        assert whole.routes is not None
+        first = np.random.default_rng(step).integers(0, 3, whole.routes.shape[:2])
+        whole.routes[...] = np.array(chosen, np.int16)[np.stack([first, (first + 1) % 3], axis=2)]
+        made.train(share(whole, mesh), CrossEntropy())
+    return made.owned_state()
+
+
 def do_two(world: World, folder: Path) -> dict[str, Any]:
     """Adapters; then rank 1 fails inside a forward, where rank 0 waits for its rows."""
     for name, (degrees, config) in LORA_LAYOUTS.items():
@@ -259,6 +287,11 @@ def do_two(world: World, folder: Path) -> dict[str, Any]:
     moved = lora_moved(world)
     if world.rank == 0:
         save_file(moved, folder / "lora-moved-0.safetensors")
+    save_file(starving_run(Mesh(world, expert=2)), folder / f"starving-{world.rank}.safetensors")
+    long = {
+        name: outcome(job) | {"then": outcome(short)}
+        for name, (job, short) in scoring_jobs(Mesh(world, expert=2)).items()
+    }
     early = nan_behind_the_backward(world)
     lonely = gather_tensors(world, {"of rank 1": torch.arange(3)} if world.rank == 1 else {})
     mesh = Mesh(world, expert=2)
@@ -268,7 +301,12 @@ def do_two(world: World, folder: Path) -> dict[str, Any]:
         object.__setattr__(mine, "routes", mine.routes[:, :, :1])
     made = trainer(mesh)
     left = outcome(lambda: made.train(mine, CrossEntropy()))
-    return {"left": left, "early": early, "gathered": {name: value.tolist() for name, value in lonely.items()}}
+    return {
+        "left": left,
+        "early": early,
+        "long": long,
+        "gathered": {name: value.tolist() for name, value in lonely.items()},
+    }
 
 
 def do_hanging(world: World, folder: Path) -> dict[str, Any]:
@@ -409,6 +447,12 @@ def test_every_layout_has_the_loss_gradients_and_masters_of_one_process(folder, 
     assert max(found.values()) < (1e-8 if dtype is FLOAT64 else 1e-3)
 
 
+def test_experts_without_rows_rest_where_each_rank_holds_experts_of_its_own(folder):
+    """Of uneven numbers, so that flags of different experts could not even be compared."""
+    found = differences(starving_run(Mesh.alone()), gathered(folder, "starving", 2))
+    assert max(found.values()) < 1e-8  # float64 sums in another order
+
+
 @pytest.mark.parametrize(("name", "steps"), [("dp2-captured", STEPS), ("dp2", 0)])
 def test_captured_steps_have_their_gradients_reduced_behind_the_backward(folder, name, steps):
     """All but the first time, which finds out what a backward reaches; in the last step ranks have no sequence."""
@@ -512,6 +556,14 @@ def test_the_whole_state_is_the_same_on_every_rank(folder):
     states = [load_file(folder / f"whole-{rank}.safetensors") for rank in range(4)]
     for state in states[1:]:
         assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+
+
+def test_a_row_too_long_for_one_rank_ends_a_forward_pass_on_all_at_once_and_nothing_else(folder):
+    for rank, jobs in ended(folder, "two", "long").items():
+        for got in jobs.values():
+            assert got["error"] == ("PeerFailed" if rank == 0 else "SequenceTooLong")
+            assert got["seconds"] < WORLDS["two"][1] / 4, "nobody waits for a timeout"
+            assert got["then"]["error"] is None
 
 
 def test_a_rank_that_owns_nothing_takes_part_in_gathering(folder):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from k3rl.actors import ClusterConfig, EngineConfig, RolloutConfig
 from k3rl.config import ConfigError
+from k3rl.losses import Correction
+from k3rl.model import K3Config
+from k3rl.model import QuantizationConfig as Stored
 from k3rl.parallel import TrainerConfig
-from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig
+from k3rl.pipelines.configs import AblationChoices, CorrectionConfig, ModelConfig, QuantizationConfig, RLConfig
+from k3rl.pipelines.distill import Distillation
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
-from k3rl.pipelines.start import check_layout, check_start, model_config, policy_sampling
+from k3rl.pipelines.rl import Reinforcement
+from k3rl.pipelines.start import check_layout, check_start, model_config, policy_sampling, start_policy
 
 
 def test_a_group_size_that_does_not_divide_the_batch_names_the_sizes_that_would():
@@ -102,3 +111,61 @@ def test_distillation_without_a_teacher_names_the_family_that_lacks_one(tmp_path
     student = distill().replace(model=ModelConfig(start=str(tmp_path)))
     with pytest.raises(ConfigError, match="no teacher for list"):
         check_start(student)
+
+
+def stored_config(folder: Path, *, says: bool, **quantization) -> RLConfig:
+    """RL from a checkpoint of which only the configuration is there."""
+    built = K3Config.named("k3-nano").replace(quantization=Stored(**quantization)).to_dict()
+    if not says:
+        del built["k3rl_quantization"]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(built))
+    return rl().replace(model=ModelConfig(start=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("says", "stored", "chosen", "wanted"),
+    [
+        (False, {}, {}, "mxfp8"),  # as the official checkpoint is
+        (False, {}, {"activations": "none"}, "none"),
+        (False, {"weights": "none"}, {}, None),
+        (True, {"activations": "none"}, {}, None),  # obeyed as it is
+        (True, {"activations": "none"}, {"activations": "mxfp8"}, "mxfp8"),
+        (True, {"scale_rule": "floor"}, {"scale_rule": "floor"}, None),
+    ],
+)
+def test_a_checkpoint_is_trained_as_it_says_or_as_the_configuration_asks(tmp_path, says, stored, chosen, wanted):
+    config = stored_config(tmp_path / "ck", says=says, **stored)
+    config = config.replace(model=config.model.replace(quantization=QuantizationConfig(**chosen)))
+    calls = []
+    fleet = SimpleNamespace(
+        learner=SimpleNamespace(load=lambda *given: calls.append(given[-1]), set_version=lambda number: None),
+        rollouts=SimpleNamespace(load=lambda *given: calls.append(given[-1])),
+    )
+    start_policy(fleet, config)
+    assert calls == [wanted, wanted]  # learner and engines compute alike
+
+
+@pytest.mark.parametrize("chosen", [{"weights": "none"}, {"scale_rule": "even"}])
+def test_weights_and_scales_that_a_checkpoint_does_not_have_are_refused(tmp_path, chosen):
+    config = stored_config(tmp_path / "ck", says=True)
+    config = config.replace(model=config.model.replace(quantization=QuantizationConfig(**chosen)))
+    with pytest.raises(ConfigError, match=f"model.quantization.{next(iter(chosen))} is .* was made with"):
+        check_start(config)
+
+
+def test_fresh_weights_have_what_is_chosen_and_otherwise_the_defaults():
+    found = model_config(sft().replace(model=ModelConfig(quantization=QuantizationConfig(activations="none"))))
+    assert found.quantization == Stored("mxfp4", "ceil", "none")
+    assert model_config(sft()).quantization == Stored("mxfp4", "ceil", "mxfp8")
+
+
+def test_a_correction_reaches_the_losses_of_both_pipelines_with_the_bounds_of_its_type():
+    masked = CorrectionConfig(type="masked", low=0.4)
+    assert Reinforcement(rl().replace(correction=masked)).loss.correction == Correction("masked", 0.4, 5.0)
+    truncated = distill().replace(correction=CorrectionConfig(type="truncated"))
+    assert Distillation(truncated).loss.correction == Correction("truncated", high=2.0)
+    assert Reinforcement(rl()).loss.correction.type == "none"
+    for wrong in ({"high": 3.0}, {"type": "truncated", "low": 0.1}):
+        with pytest.raises(ValueError, match="correction"):
+            CorrectionConfig(**wrong)

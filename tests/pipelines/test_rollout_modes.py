@@ -84,6 +84,7 @@ def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_b
     assert all(row["staleness/max"] <= 2 for row in rows)
     assert all("rollout/dropped_tokens" in row and "rollout/aborted_tokens" in row for row in rows)
     assert {row["routes/replayed"] for row in rows} == {float(mode == "asynchronous")}, "where it is asked for"
+    assert all(row["engine/prompt_tokens_computed"] >= 0 and row["engine/decode_steps"] > 0 for row in rows[:before])
     if mode == "asynchronous":
         assert max(row["staleness/max"] for row in rows) >= 1, "episodes ran while the learner trained"
 

@@ -86,7 +86,7 @@ def test_rows_of_context_ranks_are_those_that_they_are_given(tokens, length, ran
     )
     found = []
     for rank in range(ranks):
-        axis = Axis(rank, ranks, None, tuple(range(ranks)))
+        axis = Axis(rank, ranks, tuple(range(ranks)))
         share = ContextParallel(axis, World.alone(), pair=pair_cost(NANO)).split(batch, -1)
         assert share.communicator is not None
         found.append((share.rows.stop - share.rows.start, share.communicator.before))

@@ -25,12 +25,12 @@ from k3rl.engine.compute.shape_buckets import CurrentModel, Shape, ShapeBucket, 
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.sampling.device_sampler import unpacked
 from k3rl.engine.sampling.sampler import Draws
-from k3rl.kernels import CapturedStep, StagedInputs
+from k3rl.kernels import CapturedStep, StagedInputs, limits
 from k3rl.kernels.sampling import draw
 from k3rl.model import K3ForCausalLM, KimiDeltaAttention, StepCache, fused
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_TOKENS = 1 << 22  # latents that a layer gathers at once: 2 to 5 GiB
+_TOKENS = 1 << 22  # latents that a layer gathers at once, where no kernel reads them in their pages: 2 to 5 GiB
 _COLUMNS = ("token", "slot", "past", "place", "temperature", "uniform")  # one number for each row
 
 
@@ -78,12 +78,17 @@ class LaunchedStep:
 
     def __init__(self, drawn: Tensor, routes: Tensor | None, arrived: torch.cuda.Event | None) -> None:
         self._drawn, self._routes, self._arrived = drawn, routes, arrived
+        self.has_routes = routes is not None
+        self._found: tuple[Draws, np.ndarray | None] | None = None
 
     def read(self) -> tuple[Draws, np.ndarray | None]:
-        """Waits; (draws of the rows, routes int16 [n, M, k]). To be read before the second next step is launched."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return unpacked(self._drawn.numpy()), None if self._routes is None else self._routes.numpy().copy()
+        """Waits; (draws of the rows, routes int16 [n, M, k]). First read before the second next step is launched."""
+        if self._found is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            routes = None if self._routes is None else self._routes.numpy().copy()
+            self._found = unpacked(self._drawn.numpy()), routes
+        return self._found
 
 
 class DecodeInputs:
@@ -158,6 +163,8 @@ class CapturedDecode:
             return ShapeBucket(inputs, CapturedStep(lambda: decode(current.model, cache, inputs, last)))
 
         self._cache, self._last = cache, last
+        rope = model.config.qk_rope_head_dim
+        self._gathers = not all(limits.PAGED_LATENTS.takes(pages, rope) for pages in cache.latent.values())
         self.buckets = ShapeBuckets(model, bucket, capture=captures(model) if capture is None else capture)
 
     @property
@@ -210,17 +217,22 @@ class CapturedDecode:
 
     def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
         """Places in `rows` of those that run together: all of them, or, where that is too much, shorter ones first."""
-        page, blocks = self._cache.page, self._cache.step_blocks(rows)
-        if len(rows) <= BATCHES[-1] and padded_batch(len(rows)) * _power(int(blocks.max())) * page <= _TOKENS:
+        blocks = self._cache.step_blocks(rows)
+        if self._together(len(rows), int(blocks.max())):
             return [np.arange(len(rows))]
         pieces: list[list[int]] = [[]]
         for place in np.argsort(blocks, kind="stable").tolist():
-            count = len(pieces[-1]) + 1
-            fits = count <= BATCHES[-1] and padded_batch(count) * _power(int(blocks[place])) * page <= _TOKENS
-            if pieces[-1] and not fits:
+            if pieces[-1] and not self._together(len(pieces[-1]) + 1, int(blocks[place])):
                 pieces.append([])
             pieces[-1].append(place)
         return [np.array(piece) for piece in pieces]
+
+    def _together(self, rows: int, blocks: int) -> bool:
+        """Whether a step takes so many rows, the longest of which has so many pages. How long rows are matters where
+        their latents are gathered only: kernels read them where they lie."""
+        if rows > BATCHES[-1]:
+            return False
+        return not self._gathers or padded_batch(rows) * _power(blocks) * self._cache.page <= _TOKENS
 
     def _step(
         self, rows: np.ndarray, tokens: np.ndarray, temperature: np.ndarray, uniform: np.ndarray

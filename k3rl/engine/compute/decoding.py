@@ -7,8 +7,10 @@ step that was launched for it, and its state goes with its row; a row that is pr
 tokens, and the draw that was launched for it is discarded. Draws depend on seed and position alone, so tokens and
 logprobs are those of an engine that waits.
 
-A step is not launched early where something could ask for the state of a row as its tokens stand: with a prefix cache,
-and where states are carried over a weight update.
+A step that was launched early has read a token which the host did not know yet. Where its request then ends, the state
+that is kept has taken in all of the answer, as the pool counts, and where it was not, all but the last token. The route
+of such a token comes with the step (`RouteAhead`). The step is of the weights that launched it: where states are
+carried over a weight update, the token that it draws is the last one of the old version.
 """
 
 from __future__ import annotations
@@ -32,11 +34,19 @@ from k3rl.engine.weights import ServedWeights
 from k3rl.model import FlatStep, K3ForCausalLM
 
 
+class DrawnRows(NamedTuple):
+    """Rows int64 [R] that have drawn their next tokens, and the weight version that drew."""
+
+    rows: np.ndarray
+    draws: Draws
+    version: int
+
+
 class Decoded(NamedTuple):
-    """A step's rows: (rows [R], logits [R, V]) of those to sample from, (rows [R], draws) of those that have drawn."""
+    """A step's rows: (rows [R], logits [R, V]) of those to sample from, and those that have drawn."""
 
     parts: list[RowLogits]
-    drawn: list[tuple[np.ndarray, Draws]]
+    drawn: list[DrawnRows]
 
 
 class _LaunchedRows(NamedTuple):
@@ -45,13 +55,31 @@ class _LaunchedRows(NamedTuple):
     rows: np.ndarray
     places: np.ndarray
     step: LaunchedStep
+    version: int
+
+
+class RouteAhead:
+    """The route of a token that a step launched early reads (`prefix.parts.LastRoute`)."""
+
+    def __init__(self, step: LaunchedStep, place: int) -> None:
+        self._step: LaunchedStep | None = step
+        self._place, self._route = place, np.empty(0, np.int16)
+
+    def get(self) -> np.ndarray:
+        """int16 [1, M, k]; waits for the step."""
+        if self._step is not None:
+            routes = self._step.read()[1]
+            assert routes is not None
+            self._route, self._step = routes[self._place : self._place + 1].copy(), None
+        return self._route
 
 
 class _NextStep(NamedTuple):
-    """A step that was launched early: the requests int64 [n] that it draws for, and the step."""
+    """A step that was launched early: the requests int64 [n] that it draws for, the step, and the weights' version."""
 
     requests: np.ndarray
     step: LaunchedStep
+    version: int
 
     def find(self, requests: np.ndarray) -> np.ndarray:
         """The place of each of these requests, -1 for those that it does not draw for."""
@@ -82,6 +110,24 @@ class Decoder:
         self._flat: tuple[K3ForCausalLM, FlatStep | None] | None = None  # of the model that decoded last
         self._overlaps = overlaps and captured is not None
         self._next: _NextStep | None = None
+        self._ahead: list[RouteAhead] = []  # of the step launched early
+
+    def route_ahead(self, request: int) -> RouteAhead | None:
+        """The route of a request's last token, where the step that was launched early reads it; None where none does,
+        or none were wanted."""
+        if self._next is None or not self._next.step.has_routes:
+            return None
+        place = int(self._next.find(np.array([request]))[0])
+        if place < 0:
+            return None
+        self._ahead.append(RouteAhead(self._next.step, place))
+        return self._ahead[-1]
+
+    def _settle_ahead(self) -> None:
+        """Reads what others wait for: the buffers of a step are those of the second next one."""
+        ahead, self._ahead = self._ahead, []
+        for route in ahead:
+            route.get()
 
     def decode(self, rows: list[int], alone: bool) -> Decoded:
         """Feeds running rows their last sampled tokens, or finds what was launched for them.
@@ -90,22 +136,30 @@ class Decoder:
         """
         early, self._next = self._next, None
         if not rows:
+            self._settle_ahead()
             return Decoded([], [])
         began = time.perf_counter()
+        self._counters.decode_steps += 1
         launched: list[_LaunchedRows] = []
         rest = rows
         if early is not None:
             index = np.array(rows)
             places = early.find(self._table.request[index])
             found = places >= 0
-            launched = [_LaunchedRows(index[found], places[found], early.step)] if found.any() else []
+            if found.any():
+                self._counters.ahead_steps += 1
+                launched = [_LaunchedRows(index[found], places[found], early.step, early.version)]
+            else:
+                self._settle_ahead()
             rest = index[~found].tolist()
         parts: list[RowLogits] = []
         for adapter, own in self._weights.adapters.grouped(rest, self._adapter_in):
             self._decode_some(adapter, own, launched, parts)
         if alone and not parts and len(launched) == 1:
             self._launch_next(launched[0])
-        drawn = [(one.rows, self._read(one)) for one in launched]
+        self._counters.uncaptured_steps += bool(parts)
+        drawn = [DrawnRows(one.rows, self._read(one), one.version) for one in launched]
+        self._settle_ahead()
         self._counters.decode_s += time.perf_counter() - began
         return Decoded(parts, drawn)
 
@@ -127,7 +181,7 @@ class Decoder:
         captured = None if adapter else self._captured
         if captured is not None and self._table.is_plain[index].all() and captured.fits(index):
             step = self._launch(captured, index, self._table.token[index], 0)
-            launched.append(_LaunchedRows(index, np.arange(len(index)), step))
+            launched.append(_LaunchedRows(index, np.arange(len(index)), step, self._weights.version))
         else:
             parts.append((index, self._logits(captured, adapter, rows)))
 
@@ -136,6 +190,7 @@ class Decoder:
         model, index = self._weights.model, np.array(rows)
         tokens = self._table.token[index]
         if captured is not None:
+            self._counters.split_steps += not captured.fits(index)
             logits, routes = captured.run(model, rows, tokens)
         elif (flat := self._flat_step(adapter)) is not None:
             hidden, routes = flat.hidden(torch.from_numpy(tokens), self._pool.view(rows))
@@ -174,7 +229,7 @@ class Decoder:
             return
         self._pool.claim(rows.tolist(), [1] * len(rows))
         step = self._launch(captured, rows, -1 - last.places, 1)
-        self._next = _NextStep(table.request[rows].copy(), step)
+        self._next = _NextStep(table.request[rows].copy(), step, self._weights.version)
 
     def _read(self, launched: _LaunchedRows) -> Draws:
         """Waits for a step; its draws in the order of the rows, whose routes are recorded."""

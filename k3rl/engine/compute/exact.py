@@ -51,7 +51,7 @@ def decode(model: K3ForCausalLM, pool: StatePool, table: RowTable, rows: Sequenc
     hidden, routes, lengths = [], [], []
     for row in rows:
         running = table.running[row]
-        ids = np.concatenate([running.prompt, table.tokens[row, : table.count[row]]])
+        ids = np.concatenate([running.prompt, table.sampled(row)])
         last, chosen = compute(model, pool, row, ids, len(ids) - 1, running.images, {})
         hidden.append(last)
         routes.append(chosen)

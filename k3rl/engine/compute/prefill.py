@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -61,6 +62,7 @@ class Prefill:
         """Copies a cached prefix state into the row where the rest of the prompt will be computed."""
         assert leader.hit is not None
         self._batch.pool.restore(row, leader.hit)
+        self._counters.cached_tokens += leader.hit.length
         self._share(members, PromptState.of(leader.hit))
         leader.hit = None
 
@@ -103,6 +105,24 @@ class Prefill:
         return prompt
 
     def _compute(self, segments: list[Segment]) -> None:
+        """Runs prompt tokens through the model, those before checkpoints first, where states are kept."""
+        before, behind = [], []
+        for segment in segments:
+            cut = self._batch.requests[segment.leader].checkpoint
+            if cut is None or not segment.start < cut < segment.stop:
+                before.append(segment)
+                continue
+            before.append(replace(segment, stop=cut, starts=(), parks=False))
+            behind.append(replace(segment, start=cut))
+        self._compute_run(before)
+        for segment in before:
+            leader = self._batch.requests[segment.leader]
+            if self._batch.prefix is not None and leader.checkpoint == segment.stop:
+                self._batch.prefix.keep_checkpoint(leader, segment.row, self._prompt(segment))
+        if behind:
+            self._compute_run(behind)
+
+    def _compute_run(self, segments: list[Segment]) -> None:
         """Runs prompt tokens through the model; their routes and last hidden rows go to the prompts."""
         counts = [s.stop - s.start for s in segments]
         self._counters.prefilled_tokens += sum(counts)

@@ -289,7 +289,7 @@ async def _handshake(client: Client, model: str | None, require: Collection[str]
     mask = bool(settings.get("return_sampling_mask"))
     routes = bool((config.get("aux_output_config") or {}).get("enable_return_routed_experts"))
     if "sampling_masks" in require and not mask:
-        missing.append("sampling masks of top-p, top-k and min-p: --return-sampling-mask")
+        missing.append("sampling masks of top-p, top-k and min-p: --return-sampling-mask (model runner V2)")
     if "routes" in require and not routes:
         missing.append("routed experts: --enable-return-routed-experts")
     transfer = (config.get("weight_transfer_config") or {}).get("backend")

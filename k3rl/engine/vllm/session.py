@@ -9,8 +9,11 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from k3rl.data import ImagePatches
-from k3rl.engine.protocol import EngineError, InvalidRequest
+from k3rl.engine.prompts import checked_ids
+from k3rl.engine.protocol import EngineError, InvalidRequest, Prompt
 from k3rl.engine.vllm import wire
 from k3rl.engine.vllm.client import Client, EngineLost, IncompatibleServer, handshake
 from k3rl.engine.vllm.weights import BACKEND
@@ -97,19 +100,27 @@ class Session:
             ) from error
 
     def checked_prompt(
-        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches]
-    ) -> list[int]:
+        self, prompt_ids: Sequence[int] | Prompt, params: SamplingParams, images: Sequence[ImagePatches]
+    ) -> Prompt:
         """The prompt as it is sent. Raises InvalidRequest for a request that the server would not do as asked."""
         if images:
             raise InvalidRequest("the vLLM engine does not send images; use the k3rl engine for prompts that have some")
-        prompt = wire.checked_prompt(prompt_ids, params.max_tokens, self.server, self.shape.vocab_size)
+        if isinstance(prompt_ids, Prompt):
+            prompt = prompt_ids
+        else:
+            prompt = Prompt(checked_ids(prompt_ids, self.shape.vocab_size), (), b"")
+        wire.check_room(prompt.rows.size, params.max_tokens, self.server)
         wire.check_options(params, self.server, self.shape.vocab_size)
         return prompt
 
-    def greedy(self) -> wire.Answer:
-        """A few tokens that depend on the weights alone."""
-        params = SamplingParams(temperature=0.0, max_tokens=_CANARY_TOKENS)
-        return self._ask(params, sampling_mask=False)
+    def asked(self, prompt: Prompt, params: SamplingParams) -> tuple[SamplingParams, wire.Answer]:
+        """What the server is asked for, and where its answer goes."""
+        sent = wire.sent_params(params, self.server, self.shape.vocab_size)
+        return sent, wire.Answer(prompt.rows.size, sent, self.shape.vocab_size)
+
+    def canary(self) -> wire.Answer:
+        """A few tokens and logprobs that depend on the weights alone."""
+        return self._ask(SamplingParams(max_tokens=_CANARY_TOKENS), sampling_mask=False)
 
     def _probe(self) -> None:
         """Samples two tokens and looks at everything that an answer must carry. Raises EngineError."""
@@ -125,10 +136,10 @@ class Session:
 
     def _ask(self, params: SamplingParams, *, sampling_mask: bool) -> wire.Answer:
         """One request past the queue, checked as all are."""
-        prompt = [self.shape.vocab_size - 1]
-        answer = wire.Answer(len(prompt), params)
+        prompt = Prompt(np.array([self.shape.vocab_size - 1]), (), b"")
+        sent, answer = self.asked(prompt, params)
         name = f"{self._run}-probe-{uuid.uuid4().hex[:8]}"
-        body = wire.generate_body(name, self.server.model, prompt, params, 0, name)
+        body = wire.generate_body(name, self.server.model, prompt.rows.tolist(), sent, 0, name)
         self._client.wait(self._client.stream(body, answer.feed, lambda: True), self._client.deadlines.stall)
         if sampling_mask:
             answer.completion([self.version], self.shape.moe_layers, self.shape.experts_per_token)

@@ -12,12 +12,12 @@ import hashlib
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from k3rl.engine.prompts import check_numbers, token_row
+from k3rl.engine.prompts import check_numbers
 from k3rl.engine.protocol import ContextExceeded, EngineError, InvalidRequest
 from k3rl.tokens import openai
 from k3rl.types import Completion, SamplingParams, StopReason
@@ -48,28 +48,31 @@ def engine_id(request_id: str) -> str:
     return _ID_PREFIX + request_id
 
 
-def cuts(params: SamplingParams) -> bool:
+def cuts(params: SamplingParams, vocabulary: int) -> bool:
     """Whether some tokens cannot be drawn, so that a learner needs the sampling mask."""
-    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
+    trims = params.top_p < 1 or 0 < params.top_k < vocabulary or params.min_p > 0
+    return params.temperature > 0 and trims
 
 
-def checked_prompt(prompt_ids: Sequence[int], max_tokens: int, server: ServerInfo, vocabulary: int) -> list[int]:
-    """The prompt as it is sent. Raises InvalidRequest, ContextExceeded where it leaves no room for `max_tokens`."""
-    prompt = token_row(prompt_ids)
-    if not prompt.size:
-        raise InvalidRequest("the prompt is empty; it needs at least one token")
-    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-        raise InvalidRequest(f"the prompt is {prompt.dtype} of shape {prompt.shape}; it must be a row of token ids")
-    bad = prompt[(prompt < 0) | (prompt >= vocabulary)]
-    if bad.size:
-        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {vocabulary}")
-    room = server.max_context - prompt.size
+def sent_params(params: SamplingParams, server: ServerInfo, vocabulary: int) -> SamplingParams:
+    """What a server is asked for. One that returns sampling masks refuses temperature 0 and requests without top_k: it
+    is asked for the whole vocabulary where nothing else was wanted, and for the likeliest token alone in the place of
+    temperature 0, whose logprob is then that of a set of one."""
+    if not server.sampling_mask:
+        return params
+    if params.temperature == 0:
+        return replace(params, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
+    return params if params.top_k else replace(params, top_k=vocabulary)
+
+
+def check_room(length: int, max_tokens: int, server: ServerInfo) -> None:
+    """Raises ContextExceeded where a prompt of this length leaves no room for `max_tokens`."""
+    room = server.max_context - length
     if max_tokens > room:
         raise ContextExceeded(
-            f"{prompt.size} prompt tokens and max_tokens {max_tokens} exceed the context of "
+            f"{length} prompt tokens and max_tokens {max_tokens} exceed the context of "
             f"{server.max_context}; ask for at most {max(room, 0)}"
         )
-    return [int(token) for token in prompt]
 
 
 def check_options(params: SamplingParams, server: ServerInfo, vocabulary: int) -> None:
@@ -80,7 +83,7 @@ def check_options(params: SamplingParams, server: ServerInfo, vocabulary: int) -
         raise InvalidRequest(f"temperature is {params.temperature}; vLLM samples at 0 or in [{low}, {high}]")
     if params.top_logprobs:
         raise InvalidRequest("top_logprobs are not taken from vLLM; use the k3rl engine, or leave them at 0")
-    if cuts(params) and not server.sampling_mask:
+    if cuts(params, vocabulary) and not server.sampling_mask:
         raise InvalidRequest(
             "top_p, top_k and min_p need the sampling masks, which this vLLM does not return; "
             "start it with --return-sampling-mask, or sample without them"
@@ -133,11 +136,12 @@ def generate_body(
 class Answer:
     """One streamed answer as it grows. Raises EngineError for whatever does not fit together."""
 
-    def __init__(self, prompt_tokens: int, params: SamplingParams) -> None:
+    def __init__(self, prompt_tokens: int, params: SamplingParams, vocabulary: int) -> None:
+        """params: as they are sent."""
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish: str | None = None
-        self._prompt_tokens, self._params = prompt_tokens, params
+        self._prompt_tokens, self._params, self._cuts = prompt_tokens, params, cuts(params, vocabulary)
         self._mask: list[list[int]] = []
         self._routes: str | None = None
         self._stop: int | str | None = None
@@ -173,7 +177,7 @@ class Answer:
         if self.finish not in _REASONS:
             raise EngineError(f"vLLM ended the request with finish_reason {self.finish!r}")
         sampling_mask = None
-        if cuts(self._params) and self.ids:
+        if self._cuts and self.ids:
             if len(self._mask) != len(self.ids):
                 raise EngineError(f"vLLM sent {len(self._mask)} sampling masks for {len(self.ids)} tokens")
             sampling_mask = tuple(np.sort(np.asarray(ids, np.int64)) for ids in self._mask)
@@ -190,7 +194,7 @@ class Answer:
         )
 
     def _decoded_routes(self, moe_layers: Sequence[int], top_k: int) -> np.ndarray | None:
-        """int16 [prompt + sampled - 1, M, k]; None when nothing was sampled."""
+        """int16 [prompt + sampled - 1 - routes_from, M, k]; None when nothing was sampled."""
         if not self.ids:
             return None
         if self._routes is None:
@@ -203,7 +207,7 @@ class Answer:
             raise EngineError(
                 f"vLLM sent routed experts of shape {found.shape}; wanted {(rows, len(moe_layers), top_k)}"
             )
-        return found.astype(np.int16)
+        return found[self._params.routes_from :].astype(np.int16)
 
 
 def decode_array(text: str) -> np.ndarray:
