@@ -25,7 +25,7 @@ from k3rl.checkpoint import (
 from k3rl.cli import main
 from k3rl.data import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
-from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError, QuantizationConfig
+from k3rl.model import K3Config, K3ForCausalLM, ModelConfigError
 from k3rl.numerics import mx
 from k3rl.parallel import Trainer, TrainerConfig
 from tests.model.kimi_golden import CASES, FOLDER
@@ -169,7 +169,7 @@ def wide_experts(folder: Path) -> Path:
 @pytest.mark.parametrize("packed", [False, True])
 def test_experts_are_quantized_at_load_on_request_and_the_loss_is_said(packed, tmp_path) -> None:
     plain = tensors_of(wide_experts(tmp_path / "plain"))
-    model = load_checkpoint(tmp_path / "plain", torch.float32, packed=packed, quantization=QuantizationConfig("mxfp4"))
+    model = load_checkpoint(tmp_path / "plain", torch.float32, packed=packed, quantization={"weights": "mxfp4"})
     values = dict(model.official_parameters())
     change = square = 0.0
     worst = 0.0
