@@ -243,7 +243,7 @@ def _float32_names(files: StoredFiles, weights: str) -> frozenset[str] | None:
 
 
 def quantized(config: K3Config, wanted: Mapping[str, str]) -> K3Config:
-    """The configuration of a checkpoint with these keys of `QuantizationConfig`; experts in MXFP4 stay what they are."""
+    """The configuration of a checkpoint with these keys of `QuantizationConfig`; experts in MXFP4 stay so."""
     if config.quantization.weights == "mxfp4":
         wanted = {key: value for key, value in wanted.items() if key == "activations"}
     return config.replace(quantization=replace(config.quantization, **wanted)) if wanted else config

@@ -81,7 +81,7 @@ class TrainerConfig(Config):
     """With `skip`: how many steps in a row may be skipped before the run ends all the same."""
 
     def settled(self, flat: bool, *, samples: bool = False) -> TrainerConfig:
-        """With a choice for each `auto` of balancing. flat: of a Kimi Linear; samples: for data that a policy samples."""
+        """With a choice for each `auto` of balancing. flat: for Kimi Linear; samples: the policy samples its data."""
         when, how = self.balance, self.balance_by
         if when == "auto":
             when = "step" if not samples else "freeze" if flat else "batch"
