@@ -108,7 +108,7 @@ class LearnerActor:
         learner: LearnerConfig = _NATIVE,
         quantization: Mapping[str, str] | None = None,
     ) -> int:
-        """A model from an official-layout directory, with fresh optimizer state; quantization as in `load_checkpoint`."""
+        """A checkpoint's model, with fresh optimizer state; quantization as in `load_checkpoint`."""
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
         packed = _packs(trainer, learner)
