@@ -107,9 +107,6 @@ class Evaluating:
         """Raises KeyError where its group is gone."""
         return self._of(episode_id).groups.member(episode_id)
 
-    def running_on(self, worker: int) -> int:
-        return sum(each.running_on(worker) for each in self._both())
-
     @property
     def phase_over(self) -> bool:
         """Whether engines may rest: not while an evaluation needs them."""
