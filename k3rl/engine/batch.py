@@ -47,7 +47,7 @@ class Batch:
         if running.session:
             self._of_session.setdefault(running.session, []).append(running)
         key = running.key, params.cache_salt, params.adapter
-        self.scheduler.submit(running.number, key, len(running.prompt))
+        self.scheduler.submit(running.number, key, len(running.prompt), urgent=running.params.priority > 0)
         return running.number
 
     def find(self, number: int) -> Running:
