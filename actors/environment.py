@@ -80,12 +80,14 @@ class Lockstep:
 class _Seat:
     """One episode at its engine (the `Policy` that `run_episode` sees). tokens: that it has been given.
 
-    name: of the episode's conversations, which the engine keeps until it leaves.
+    name: of the episode's conversations, which the engine keeps until it leaves. turns: that it may ask for, at most.
     """
 
     def __init__(self, client: EngineClient, lockstep: Lockstep | None, order: int, name: str) -> None:
         self._client, self._lockstep, self._order, self._name = client, lockstep, order, name
         self.tokens = 0
+        self.turns: int | None = None
+        self._asked = 0
 
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
@@ -93,7 +95,8 @@ class _Seat:
         if self._lockstep is not None:
             await self._lockstep.wait(self._order)
         request: Request = (prompt_ids, params, tuple(images)) if images else (prompt_ids, params)
-        completion = await self._client.complete(request, self._name)
+        self._asked += 1
+        completion = await self._client.complete(request, self._name, last=self._asked == self.turns)
         self.tokens += len(completion.token_ids)
         return completion
 
@@ -217,6 +220,7 @@ class EnvironmentWorker:
         """An ungraded episode. One whose environment fails says so."""
         try:
             task = self._tasks.get(job.task).public()
+            seat.turns = task.budgets.turns
             seeded = replace(sampling, seed=job.sampling_seed)
             settings = TurnSettings(self._tokenizer, seeded, job.thinking, job.thinking_effort, self._prompts)
             context = EpisodeContext(

@@ -171,10 +171,11 @@ class SamplingParams:
     request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
     cache_salt: prefix-cache entries are shared only between requests of one salt (a tenant).
     session: the name of the conversation that the request goes on; its state stays in the engine until the next turn,
-    or until the session ends. Empty: none.
+    or until the session ends. Empty: none. ends_session: this is its last turn, behind which nothing is kept.
     routes_from: tokens of the prompt whose routes the caller has; `Completion.routes` begins behind them.
     adapter: the name of a published adapter to compute with; empty for the weights as they are.
     top_logprobs: how many of the likeliest tokens to give with each sampled one (`Completion.top_logprobs`).
+    priority: above 0 the request goes before all others, and takes the row of the youngest where none is free.
     constraint: what the text must match; tokens that would leave it are forbidden before anything else, and it needs a
     stop id, which is allowed only where the text is complete.
     """
@@ -194,7 +195,9 @@ class SamplingParams:
     adapter: str = ""
     top_logprobs: int = 0
     session: str = ""
+    ends_session: bool = False
     routes_from: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):

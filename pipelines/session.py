@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from k3rl.actors import ActorLost, Fleet, FleetConfig, start_fleet, start_ray
+from k3rl.actors import ActorLost, ClusterConfig, Fleet, FleetConfig, start_fleet, start_ray
 from k3rl.actors.weight_sync import Canary
 from k3rl.config import to_tree
 from k3rl.data import TrajectoryWriter
@@ -42,6 +42,7 @@ class Session:
     interrupts: Interrupts
     fleet: Fleet
     memory: MemoryWatch
+    cluster: ClusterConfig
     tokenizer: Tokenizer
     trajectories: TrajectoryWriter
     background: Background  # writes them
@@ -129,7 +130,18 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
         kept = _trajectories(run, tokenizer)
         yield Session(
-            run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, beside, options.resume
+            run,
+            metrics,
+            recorder,
+            progress,
+            interrupts,
+            members,
+            memory,
+            config.cluster,
+            tokenizer,
+            kept,
+            beside,
+            options.resume,
         )
 
 
