@@ -248,7 +248,7 @@ class RolloutStream:
         self._begun = self._begun or len(self._open) == len(self._actors.environments)
         if len(self._open) < len(self._actors.environments) and (self._synchronous or not self._begun):
             return  # whoever is there first would get everything
-        starts = dispatcher.start_on(self._open)
+        starts = dispatcher.start()
         by_worker: dict[tuple[int, bool], list[tuple[EpisodeJob, int]]] = {}
         for start in starts:
             evaluates = dispatcher.evaluates(start.job.episode_id)
@@ -282,6 +282,7 @@ class RolloutStream:
             except RayError as error:  # an answer that cannot travel, or that was lost with its node
                 lost = Failed(f"environment worker {place}: {type(error).__name__}: {error}"[:500], FailureKind.DIED)
             self._open.discard(place)
+            self._dispatcher.close(place)
             await self._check_engines()
             if not pool.can_replace:
                 raise ActorLost(lost.reason)
@@ -301,6 +302,7 @@ class RolloutStream:
         await asyncio.wait_for(asyncio.wrap_future(worker.open.remote(client).future()), limit_s)
         events = worker.events.remote()
         self._open.add(place)
+        self._dispatcher.open(place)
         self._fill()
         while True:
             payload = await asyncio.wait_for(anext(events), self._actors.silence_s)
