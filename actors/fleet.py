@@ -134,6 +134,7 @@ class Fleet:
             faults=env.faults,
             compares=made.compares,
             timeout_s=cluster.call_timeout_s,
+            rows=config.max_running * len(engines),
         )
 
     def _place(self, role: str, actor: type, *args: Any, **options: Any) -> Any:

@@ -38,9 +38,13 @@ class LearnerGroup:
         return self._with_model(trainer, self._every("create", [(config, trainer, seed, learner)] * len(self.actors)))
 
     def load(
-        self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig, activations: str | None = None
+        self,
+        checkpoint: str,
+        trainer: TrainerConfig,
+        learner: LearnerConfig,
+        quantization: Mapping[str, str] | None = None,
     ) -> int:
-        arguments = (checkpoint, trainer, learner, activations)
+        arguments = (checkpoint, trainer, learner, quantization)
         return self._with_model(trainer, self._every("load", [arguments] * len(self.actors)))
 
     def _with_model(self, trainer: TrainerConfig, sizes: list[int]) -> int:

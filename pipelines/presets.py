@@ -17,16 +17,14 @@ from k3rl.pipelines.configs import (
 
 
 def quickstart() -> QuickstartConfig:
-    """The main job on a laptop: about five minutes on two cores; each stage ends early on a machine too slow for it."""
-    return QuickstartConfig(
-        sft=sft().replace(max_seconds=110), rl=rl().replace(max_seconds=115), distill=distill().replace(max_seconds=45)
-    )
+    """The main job on a laptop: about five minutes on two cores. A slower machine takes longer and gets the same."""
+    return QuickstartConfig(sft=sft(), rl=rl().replace(steps=36), distill=distill())
 
 
 def sft() -> SFTConfig:
     """Warm start of `k3-nano` on the environment's demonstrations."""
     return SFTConfig(
-        trainer=TrainerConfig(muon_lr=0.02, adamw_lr=0.005, balance="step"),
+        trainer=TrainerConfig(muon_lr=0.02, adamw_lr=0.005),
         schedule=ScheduleConfig(warmup_steps=10),
         max_steps=260,
         min_gain=0.03,
@@ -36,7 +34,7 @@ def sft() -> SFTConfig:
 
 def rl() -> RLConfig:
     """K3's objective on `coding-lists`, 32 tasks of 8 episodes a step."""
-    return RLConfig(max_staleness=1, trainer=TrainerConfig(muon_lr=0.001, adamw_lr=0.001, balance="batch"))
+    return RLConfig(max_staleness=1, trainer=TrainerConfig(muon_lr=0.001, adamw_lr=0.001))
 
 
 def grpo() -> RLConfig:
@@ -46,7 +44,7 @@ def grpo() -> RLConfig:
 
 def distill() -> DistillConfig:
     """From a teacher on the student's own tokens."""
-    return DistillConfig(trainer=TrainerConfig(muon_lr=0.002, adamw_lr=0.002, balance="batch"))
+    return DistillConfig(trainer=TrainerConfig(muon_lr=0.002, adamw_lr=0.002))
 
 
 PRESETS: dict[str, dict[str, Callable[[], Config]]] = {
