@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,12 +18,17 @@ _CACHE_SHARE = 8  # of a device's memory, for states of conversations, when nobo
 
 
 def k3rl_engine(
-    config: ClusterConfig, checkpoint: Path, *, max_running: int, seed: int, activations: str | None = None
+    config: ClusterConfig,
+    checkpoint: Path,
+    *,
+    max_running: int,
+    seed: int,
+    quantization: Mapping[str, str] | None = None,
 ) -> Engine:
     """A fresh engine over a checkpoint directory."""
     (device, dtype), own = place_of(config.rollout_device), config.engine
     return Engine(
-        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served", activations=activations),
+        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served", quantization=quantization),
         max_running=max_running,
         seed=seed,
         tokenizer=Tokenizer.load(checkpoint),

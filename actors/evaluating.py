@@ -7,13 +7,15 @@ training does not use. They are never handed to the learner. Weights must not ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from k3rl.actors.dispatcher import Dispatcher
 from k3rl.actors.groups import Member
 from k3rl.actors.jobs import EpisodeJob
 from k3rl.actors.schedule import Abort, Counts, Finished, Grade, Header, Mode, Schedule, Start
 from k3rl.types import Failed, FailureKind, Score
+
+_MANY = 1 << 30  # episodes that a worker takes, where nothing else bounds them
 
 
 class Evaluating:
@@ -50,14 +52,14 @@ class Evaluating:
         """Whether an episode is one of the evaluation."""
         return self.evaluation is not None and self.evaluation.groups.attempt_of(episode_id) is not None
 
-    def _room(self, room: Mapping[int, int]) -> dict[int, int]:
-        """What training leaves of it."""
+    def _room(self, workers: Collection[int]) -> dict[int, int]:
+        """What training leaves of workers that take any number."""
         training, running = self.training, 0 if self.evaluation is None else self.evaluation.running
         if self.schedule.mode is Mode.SYNCHRONOUS:
             idle = training.running == 0 and all(group.whole for group in training.groups.active.values())
-            return dict(room) if idle else {}
+            return dict.fromkeys(workers, _MANY) if idle else {}
         left = max(1, self._rows - training.running) - running
-        return {worker: min(free, -(-left // len(room))) for worker, free in room.items()} if left > 0 else {}
+        return dict.fromkeys(workers, -(-left // len(workers))) if left > 0 and workers else {}
 
     # ---- of both
 
@@ -67,10 +69,10 @@ class Evaluating:
     def _both(self) -> list[Dispatcher]:
         return [self.training] if self.evaluation is None else [self.training, self.evaluation]
 
-    def start(self, room: Mapping[int, int]) -> list[Start]:
+    def start_on(self, workers: Collection[int]) -> list[Start]:
         """Episodes of training first."""
-        starts = self.training.start(room)
-        if self.evaluation is not None and (left := self._room(room)):
+        starts = self.training.start_on(workers)
+        if self.evaluation is not None and (left := self._room(workers)):
             starts += self.evaluation.start(left)
         return starts
 
@@ -89,6 +91,10 @@ class Evaluating:
             own = {name: score for name, score in scores.items() if self._of(name) is each}
             grades += each.graded(own, {name: attempts[name] for name in own})
         return grades
+
+    def gone(self, episodes: Mapping[str, int]) -> None:
+        for each in self._both():
+            each.gone({name: attempt for name, attempt in episodes.items() if self._of(name) is each})
 
     def lost(self, worker: int, *, kind: FailureKind = FailureKind.DIED, why: str = "") -> list[Grade]:
         return [grade for each in self._both() for grade in each.lost(worker, kind=kind, why=why)]

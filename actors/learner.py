@@ -106,15 +106,19 @@ class LearnerActor:
         checkpoint: str,
         trainer: TrainerConfig,
         learner: LearnerConfig = _NATIVE,
-        activations: str | None = None,
+        quantization: Mapping[str, str] | None = None,
     ) -> int:
-        """A model from an official-layout directory, with fresh optimizer state. activations: see `load_checkpoint`."""
+        """A checkpoint's model, with fresh optimizer state; quantization as in `load_checkpoint`."""
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
         packed = _packs(trainer, learner)
         device = self._model_device(trainer)
         with self._world.together("loading a checkpoint"):
-            model = load_checkpoint(checkpoint, self._dtype, device, mesh=mesh, packed=packed, activations=activations)
+            model = load_checkpoint(
+                checkpoint, self._dtype, device, mesh=mesh, packed=packed, quantization=quantization
+            )
+        if model.quantization_loss is not None:
+            print(f"{checkpoint}: {model.quantization_loss}", flush=True)
         return self._adopt(model, trainer, mesh, learner)
 
     def _model_device(self, trainer: TrainerConfig) -> torch.device:
@@ -182,9 +186,9 @@ class LearnerActor:
 
     # --------------------------------------------------------------------------------------------------- weights
 
-    def set_version(self, number: int) -> None:
+    def set_version(self, number: int, keep_base: bool = True) -> None:
         """Continues the numbering of versions, after engines were loaded afresh with the weights that are held now."""
-        self.weights.set_version(number)
+        self.weights.set_version(number, keep_base)
 
     def publish(self, served: Sequence[BaseVersion], stream: bool = False) -> Publication | None:
         """The next weight version for engines that serve these; see `WeightSource.publish`."""

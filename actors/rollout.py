@@ -64,10 +64,10 @@ class RolloutActor(AnswerStreams):
         weakref.finalize(self, thread.close, _CLOSE_S)
         return thread
 
-    async def load(self, checkpoint: str, activations: str | None = None) -> int:
+    async def load(self, checkpoint: str, quantization: Mapping[str, str] | None = None) -> int:
         """A fresh engine over a checkpoint directory; returns its weight version (0).
 
-        activations: see `load_checkpoint`; a vLLM server computes what it was started with.
+        quantization: see `load_checkpoint`; a vLLM server computes what it was started with.
         """
         from k3rl.actors.engines import k3rl_engine, vllm_engine
 
@@ -76,7 +76,7 @@ class RolloutActor(AnswerStreams):
         def make(before: Engine | VLLMEngine | None) -> Engine | VLLMEngine:
             if self._config.rollout.backend == "vllm":
                 return vllm_engine(self._config, self._number, Path(checkpoint), before, **limits)
-            return k3rl_engine(self._config, Path(checkpoint), activations=activations, **limits)
+            return k3rl_engine(self._config, Path(checkpoint), quantization=quantization, **limits)
 
         if self._thread.error is not None:
             self._thread = self._new_thread()

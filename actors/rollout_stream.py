@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost, no_answer, wait
 from k3rl.actors.evaluating import Evaluating
@@ -31,7 +31,6 @@ from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams, Scor
 
 _LOOK_S = 30.0  # between two looks at engines
 _CLOSE_S = 20.0  # for workers to end what they play
-_MANY = 1 << 30  # episodes that a worker takes, where nothing else bounds them
 _SLACK_S = 60.0  # beyond what a worker's own watch takes to end code that does not give way
 T = TypeVar("T")
 
@@ -213,6 +212,7 @@ class RolloutStream:
             "aborted_episodes": counts.aborted_episodes,
             "restarted_episodes": counts.restarted,
             "replayed_episodes": counts.replayed,
+            **({} if self._synchronous else {"most_running": counts.most_running}),
         } | {f"dropped_by_length/{2**bits // 2}": float(n) for bits, n in sorted(counts.by_length.items())}
 
     # ------------------------------------------------------------------------------------------- the event loop
@@ -248,7 +248,7 @@ class RolloutStream:
         self._begun = self._begun or len(self._open) == len(self._actors.environments)
         if len(self._open) < len(self._actors.environments) and (self._synchronous or not self._begun):
             return  # whoever is there first would get everything
-        starts = dispatcher.start({place: _MANY - dispatcher.running_on(place) for place in self._open})
+        starts = dispatcher.start_on(self._open)
         by_worker: dict[tuple[int, bool], list[tuple[EpisodeJob, int]]] = {}
         for start in starts:
             evaluates = dispatcher.evaluates(start.job.episode_id)
@@ -350,10 +350,13 @@ class RolloutStream:
     async def _grade(self, place: int, grades: Sequence[Grade]) -> None:
         """One call for all; where that breaks, one for each group, in a worker that may be a fresh one."""
         scores = await self._scores(place, grades)
-        if isinstance(scores, Failed):
+        if not isinstance(scores, dict):
             found, scores = scores, {}
             for grade in grades:
                 own = found if len(grades) == 1 else await self._scores(place, [grade])
+                if own is None:
+                    self._gone(grade)
+                    continue
                 scores |= dict.fromkeys((h.episode_id for h in grade.headers), own) if isinstance(own, Failed) else own
         attempts = {name: self._dispatcher.attempt_of(name) for name in scores}
         known = {name: attempt for name, attempt in attempts.items() if attempt is not None}
@@ -363,8 +366,13 @@ class RolloutStream:
         self._give_out(self._dispatcher.graded({name: scores[name] for name in known}, known))
         self._fill()
 
-    async def _scores(self, place: int, grades: Sequence[Grade]) -> dict[str, Score] | Failed:
-        """Scores by episode, or why the worker gave none."""
+    def _gone(self, grade: Grade) -> None:
+        """The records of some of these episodes are gone, and nothing says whose: all are played again."""
+        attempts = {header.episode_id: self._dispatcher.attempt_of(header.episode_id) for header in grade.headers}
+        self._dispatcher.gone({name: attempt for name, attempt in attempts.items() if attempt is not None})
+
+    async def _scores(self, place: int, grades: Sequence[Grade]) -> dict[str, Score] | Failed | None:
+        """Scores by episode, or why the worker gave none; None where records of these episodes are gone."""
         headers = [
             header
             for grade in grades
@@ -385,11 +393,15 @@ class RolloutStream:
         except RayTaskError as error:
             if isinstance(error.cause, K3Error):
                 raise error.cause from None
+            if isinstance(error.cause, ObjectLostError):
+                return None
             return Failed(f"grading: {type(error.cause).__name__}: {error.cause}"[:500], FailureKind.RAISED)
         except RayActorError as error:
             if error.actor_init_failed:
                 raise ActorFailure(f"reward worker {place} cannot be started:\n{error}") from error
             failed = Failed(f"the process of reward worker {place} died", FailureKind.DIED)
+        except ObjectLostError:
+            return None
         except RayError as error:
             failed = Failed(f"grading: {type(error).__name__}: {error}"[:500], FailureKind.DIED)
         self._actors.rewards.replace(place)

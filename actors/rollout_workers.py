@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from k3rl.actors.calls import wait
@@ -52,14 +52,14 @@ class RolloutWorkers:
         self._counts: Counter[str] = Counter()
         self._stream: RolloutStream | None = None
 
-    def load(self, checkpoint: str, activations: str | None = None) -> None:
+    def load(self, checkpoint: str, quantization: Mapping[str, str] | None = None) -> None:
         """Every engine serves this checkpoint, and environments use its tokenizer.
 
-        activations: what experts' inputs are rounded to instead of what the checkpoint says (`load_checkpoint`).
+        quantization: what experts are computed with instead of what the checkpoint says (`load_checkpoint`).
         """
         self.close()
         self._checkpoint = checkpoint
-        calls = [actor.load.remote(checkpoint, activations) for actor in self.engines]
+        calls = [actor.load.remote(checkpoint, quantization) for actor in self.engines]
         wait(calls, self._timeout_s, "loading a checkpoint into the engines")
 
     @property

@@ -18,12 +18,13 @@ from k3rl.run import MetricsConfig
 class QuantizationConfig(Config):
     """What the model computes with; written into the checkpoint and obeyed on load.
 
-    A key that is not set is that of the checkpoint, or for fresh weights mxfp4, mxfp8 and ceil.
+    A key that is not set is that of the checkpoint, or for fresh weights of K3 mxfp4, mxfp8 and ceil.
     """
 
     weights: Literal["mxfp4", "post_hoc", "none"] | None = None
     """Routed experts hold MXFP4 values in every stage; or full precision until a checkpoint is saved; or always. A
-    checkpoint is what it is: another value than its own is refused."""
+    checkpoint is what it is, and another value than its own is refused, but for plain experts of Kimi Linear: with
+    mxfp4 they are quantized as they are loaded, which says how much that takes."""
     activations: Literal["mxfp8", "none"] | None = None
     """Inputs of routed experts are rounded to MXFP8, or read as they are. Not set, it is mxfp8 also for a checkpoint
     with MXFP4 experts that does not say, such as the official one."""

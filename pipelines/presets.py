@@ -24,7 +24,7 @@ def quickstart() -> QuickstartConfig:
 def sft() -> SFTConfig:
     """Warm start of `k3-nano` on the environment's demonstrations."""
     return SFTConfig(
-        trainer=TrainerConfig(muon_lr=0.02, adamw_lr=0.005, balance="step"),
+        trainer=TrainerConfig(muon_lr=0.02, adamw_lr=0.005),
         schedule=ScheduleConfig(warmup_steps=10),
         max_steps=260,
         min_gain=0.03,
@@ -34,7 +34,7 @@ def sft() -> SFTConfig:
 
 def rl() -> RLConfig:
     """K3's objective on `coding-lists`, 32 tasks of 8 episodes a step."""
-    return RLConfig(max_staleness=1, trainer=TrainerConfig(muon_lr=0.001, adamw_lr=0.001, balance="batch"))
+    return RLConfig(max_staleness=1, trainer=TrainerConfig(muon_lr=0.001, adamw_lr=0.001))
 
 
 def grpo() -> RLConfig:
@@ -44,7 +44,7 @@ def grpo() -> RLConfig:
 
 def distill() -> DistillConfig:
     """From a teacher on the student's own tokens."""
-    return DistillConfig(trainer=TrainerConfig(muon_lr=0.002, adamw_lr=0.002, balance="batch"))
+    return DistillConfig(trainer=TrainerConfig(muon_lr=0.002, adamw_lr=0.002))
 
 
 PRESETS: dict[str, dict[str, Callable[[], Config]]] = {

@@ -227,6 +227,7 @@ class Stage:
 
     def save(self, loop_state: Mapping[str, Any], rollouts: RolloutBuffer | None = None) -> None:
         """Begins to write a training state of the steps so far; it is durable before the next one begins."""
+        self.session.recorded()  # no state is ahead of the record of what it was trained on
         name, held = f"step_{self.step}", None
         if rollouts is not None:
             folder = self._states / f"in_flight-{name}-{secrets.token_hex(4)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,8 +12,8 @@ from k3rl.actors.weight_sync import POLICY
 from k3rl.checkpoint import is_adapter, read_adapter_config, weights_of
 from k3rl.config import ConfigError
 from k3rl.model import K3Config
-from k3rl.parallel import check_slices, data_degree, expert_run
-from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
+from k3rl.parallel import TrainerConfig, check_slices, data_degree, expert_run
+from k3rl.pipelines.configs import AblationChoices, DistillConfig, RolloutStageConfig, StageConfig
 from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
 
@@ -32,17 +33,21 @@ def _chosen(config: StageConfig) -> dict[str, str]:
     return config.model.quantization.model_dump(exclude_none=True)
 
 
-def activations_of(config: StageConfig) -> str | None:
-    """What the experts' inputs are rounded to instead of what the checkpoint says, None where it is to be obeyed.
+def quantization_of(config: StageConfig) -> dict[str, str]:
+    """What experts are computed with instead of what the checkpoint says: keys for `load_checkpoint`.
 
-    A checkpoint with MXFP4 experts that says nothing of its own is trained with MXFP8 inputs. Raises ConfigError where
-    the configuration asks for weights or scales that the checkpoint does not have.
+    A checkpoint with MXFP4 experts that says nothing of its own is trained with MXFP8 inputs. Plain experts of Kimi
+    Linear become MXFP4 where that is asked for. Raises ConfigError where the configuration asks for weights or scales
+    that the checkpoint does not have.
     """
     start = resolve_start(config.model.start)
     if start is None:
-        return None
+        return {}
     file = weights_of(start) / "config.json"
-    found, chosen = K3Config.from_json(file).quantization, _chosen(config)
+    model, chosen = K3Config.from_json(file), _chosen(config)
+    found = model.quantization
+    if model.flat and found.weights == "none" and chosen.get("weights", "none") != "none":
+        return chosen
     for key in ("weights", "scale_rule"):
         if chosen.get(key, getattr(found, key)) != getattr(found, key):
             raise ConfigError(
@@ -53,9 +58,9 @@ def activations_of(config: StageConfig) -> str | None:
                 wanted=getattr(found, key),
             )
     if "activations" in chosen:
-        return chosen["activations"]
+        return {"activations": chosen["activations"]}
     says = "k3rl_quantization" in json.loads(file.read_text(encoding="utf-8"))
-    return None if says or found.weights != "mxfp4" else _FRESH["activations"]
+    return {} if says or found.weights != "mxfp4" else {"activations": _FRESH["activations"]}
 
 
 def tokenizer_of(start: str) -> Tokenizer:
@@ -64,13 +69,20 @@ def tokenizer_of(start: str) -> Tokenizer:
     return Tokenizer.builtin() if directory is None else Tokenizer.load(str(directory))
 
 
+def trainer_of(config: StageConfig) -> TrainerConfig:
+    """How the stage trains, with a choice for what depends on the model (`TrainerConfig.settled`)."""
+    start = resolve_start(config.model.start)
+    model = model_config(config) if start is None else K3Config.from_json(weights_of(start) / "config.json")
+    return config.trainer.settled(model.flat, samples=isinstance(config, RolloutStageConfig))
+
+
 def start_learner(learner: LearnerGroup, config: StageConfig) -> None:
     """Fresh weights of a named size, or a checkpoint's, with fresh optimizer state."""
     directory = resolve_start(config.model.start)
     if directory is not None:
-        learner.load(str(directory), config.trainer, config.learner, activations_of(config))
+        learner.load(str(directory), trainer_of(config), config.learner, quantization_of(config))
         return
-    learner.create(model_config(config).to_dict(), config.trainer, config.seed, config.learner)
+    learner.create(model_config(config).to_dict(), trainer_of(config), config.seed, config.learner)
 
 
 def check_start(config: StageConfig) -> None:
@@ -84,7 +96,7 @@ def check_start(config: StageConfig) -> None:
     if not isinstance(config, RolloutStageConfig):
         if resolve_start(config.model.start) is None:
             model_config(config)
-        activations_of(config)
+        quantization_of(config)
         return
     if resolve_start(config.model.start) is None:
         raise ConfigError(
@@ -95,7 +107,7 @@ def check_start(config: StageConfig) -> None:
         )
     if isinstance(config, DistillConfig):
         teachers_of(config)
-    activations_of(config)
+    quantization_of(config)
 
 
 def check_experts(config: StageConfig, *later: StageConfig) -> None:
@@ -158,10 +170,10 @@ def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
 
 def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
     """The checkpoint that a rollout stage starts from, in the learner and in every engine."""
-    start, activations = config.model.start, activations_of(config)
-    fleet.learner.load(start, config.trainer, config.learner, activations)
+    start, quantization = config.model.start, quantization_of(config)
+    fleet.learner.load(start, trainer_of(config), config.learner, quantization)
     fleet.learner.set_version(0)
-    fleet.rollouts.load(str(weights_of(start)) if config.trainer.lora else start, activations)
+    fleet.rollouts.load(str(weights_of(start)) if config.trainer.lora else start, quantization)
 
 
 def with_routes(config: Policy, cluster: ClusterConfig) -> Policy:
@@ -217,8 +229,15 @@ def model_config(config: StageConfig) -> K3Config:
             key="model.start",
             got=config.model.start,
         ) from error
-    chosen = config.model
+    if named.flat:
+        if config.model.ablation != AblationChoices():
+            raise ConfigError(
+                f"model.ablation replaces parts of K3, and {config.model.start} has its own; leave it out",
+                key="model.ablation",
+                got=config.model.ablation.model_dump(exclude_defaults=True),
+            )
+        return named.replace(quantization=replace(named.quantization, **_chosen(config)))
     return named.replace(
         quantization=type(named.quantization)(**_FRESH | _chosen(config)),
-        ablation=type(named.ablation)(**chosen.ablation.model_dump()),
+        ablation=type(named.ablation)(**config.model.ablation.model_dump()),
     )

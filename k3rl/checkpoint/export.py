@@ -74,7 +74,7 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
     if start is not None and (settings.lora is not None or built.vision_config is not None):
         refuse_foreign(state, built, settings.lora, (start, weights_fingerprint(start, seed)))
         # whatever is not trained is there alone
-        model = load_checkpoint(start, activations=built.quantization.activations)
+        model = load_checkpoint(start, quantization=asdict(built.quantization))
     else:
         model = K3ForCausalLM(built)
         if start is None:
@@ -114,8 +114,8 @@ def _keep_stored_bytes(model: K3ForCausalLM, start: Path) -> None:
         return
     if not (start / "config.json").is_file():
         warnings.warn(
-            f"{start}, from which the weights came, is gone. Values are those of the run; blocks of experts that it did "
-            "not change may be stored by other scales than there",
+            f"{start}, from which the weights came, is gone. Values are those of the run; blocks of experts that it "
+            "did not change may be stored by other scales than there",
             stacklevel=3,
         )
         return

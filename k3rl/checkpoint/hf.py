@@ -117,17 +117,16 @@ def load_checkpoint(
     *,
     mesh: Mesh | None = None,
     packed: bool | Literal["served"] = False,
-    activations: str | None = None,
-    quantization: QuantizationConfig | None = None,
+    quantization: Mapping[str, str] | None = None,
 ) -> K3ForCausalLM:
     """The model of a checkpoint directory in its official layout; on a mesh with this rank's run of experts only.
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
     are stored as bf16 or MXFP4 (others are float32 or wider). packed: MXFP4 experts stay the stored bytes, frozen;
-    "served": where a kernel multiplies with them, which is what an engine wants. activations: what the inputs of routed
-    experts are rounded to ("mxfp8" or "none") instead of what the configuration says.
-    quantization: what becomes of experts that are stored plain, where it asks for MXFP4; they are quantized as they are
-    read, and the model's `quantization_loss` says what that took. Experts that are stored as MXFP4 stay what they are.
+    "served": where a kernel multiplies with them, which is what an engine wants.
+    quantization: keys of `QuantizationConfig` to compute with instead of what the checkpoint says: `activations`, what
+    the inputs of routed experts are rounded to; `weights` "mxfp4" for experts that are stored plain, which become MXFP4
+    as they are read, and the model's `quantization_loss` says what that took. Experts that are stored as MXFP4 stay.
     A directory with an adapter gives the model that it belongs to, with the adapter attached.
     Raises CheckpointError, also where images are to be prepared another way than k3rl does it, or ModelConfigError for
     a configuration of neither dialect.
@@ -138,7 +137,7 @@ def load_checkpoint(
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds {CONFIG}")
     if is_adapter(path):
-        return _load_adapted(path, dtype, device, mesh, packed, activations, quantization)
+        return _load_adapted(path, dtype, device, mesh, packed, quantization)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
     begun = path.stat()
@@ -146,16 +145,15 @@ def load_checkpoint(
     _check_preprocessor(path / PREPROCESSOR, config)
     files = stored_files(path, config)
     experts = None if mesh is None else mesh.experts(config.num_experts)
-    config = quantized(as_stored(config, files), quantization)
-    if activations is not None:
-        config = config.replace(quantization=replace(config.quantization, activations=activations))
+    stored = as_stored(config, files)
+    config = quantized(stored, quantization or {})
     packs = bool(packed) and config.quantization.weights == "mxfp4"
     if packed == "served":
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
         packs = packs and serves_packed(latent, width, torch.device(device), dtype)
     model = K3ForCausalLM(config, dtype=dtype, device=device, experts=experts, packed=packs)
     try:
-        fill(model, files, quantizes=quantization is not None)
+        fill(model, files, quantizes=config.quantization.weights != stored.quantization.weights)
     except CheckpointError as error:
         raise CheckpointError(f"{files.place(error.tensor)}: {error}") from error
     if config.flat:
@@ -171,8 +169,7 @@ def _load_adapted(
     device: torch.device | str,
     mesh: Mesh | None,
     packed: bool | Literal["served"],
-    activations: str | None,
-    quantization: QuantizationConfig | None,
+    quantization: Mapping[str, str] | None,
 ) -> K3ForCausalLM:
     _, base = read_adapter_config(path)
     if not (base / CONFIG).is_file():
@@ -180,10 +177,9 @@ def _load_adapted(
             f"the adapter {path} belongs to {base}, which holds no checkpoint; put that in place, or beside the adapter"
         )
     check_base(path, base)
-    chosen = activations or trained_activations(path)
-    model = load_checkpoint(
-        base, dtype, device, mesh=mesh, packed=packed, activations=chosen, quantization=quantization
-    )
+    trained = trained_activations(path)
+    chosen = ({} if trained is None else {"activations": trained}) | dict(quantization or {})
+    model = load_checkpoint(base, dtype, device, mesh=mesh, packed=packed, quantization=chosen)
     load_adapter(path, model).attach(model)
     return model
 
@@ -246,11 +242,11 @@ def _float32_names(files: StoredFiles, weights: str) -> frozenset[str] | None:
     return None if found == {name for name in kinds if stored_dtype(name, weights) == "fp32"} else found
 
 
-def quantized(config: K3Config, wanted: QuantizationConfig | None) -> K3Config:
-    """The configuration of a checkpoint whose plain experts are quantized as `wanted` says; None: left as they are."""
-    if wanted is None or config.quantization.weights == "mxfp4":
-        return config
-    return config.replace(quantization=wanted)
+def quantized(config: K3Config, wanted: Mapping[str, str]) -> K3Config:
+    """The configuration of a checkpoint with these keys of `QuantizationConfig`; experts in MXFP4 stay so."""
+    if config.quantization.weights == "mxfp4":
+        wanted = {key: value for key, value in wanted.items() if key == "activations"}
+    return config.replace(quantization=replace(config.quantization, **wanted)) if wanted else config
 
 
 # -------------------------------------------------------------------------------------------------- writing

@@ -11,7 +11,10 @@ from k3rl.cli.parser import Parser
 def inspect(words: Sequence[str]) -> int:
     """The `k3rl inspect` command."""
     parser = Parser("inspect", "Parameters and stored bytes of a checkpoint or of a named size, part by part.")
-    parser.add_argument("model", help="a folder in the official layout, or k3-nano, k3-mini, k3-small, k3")
+    parser.add_argument(
+        "model",
+        help="a checkpoint folder, or a named size: k3-nano, k3-mini, k3-small, k3, kimi-linear-{nano,small,48b}",
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.read(words)
     if arguments is None:

@@ -102,7 +102,9 @@ def _method(given: Namespace, config: K3Config) -> Method:
 
 def _parser() -> Parser:
     parser = Parser("plan", "Memory, traffic and time of post-training a model on a cluster, and a layout that fits.")
-    parser.add_argument("model", help="k3-nano, k3-mini, k3-small, k3, or a folder with a config.json")
+    parser.add_argument(
+        "model", help="a named size, such as k3-small or kimi-linear-48b, or a folder with a config.json"
+    )
     parser.add_argument("--gpus", type=_devices, required=True, help="devices of the whole cluster")
     parser.add_argument("--gpu", choices=("h100", "h200", "b200", "b300"), default="h200")
     parser.add_argument("--gpu-gib", type=_above_0, help="memory of one device, where it differs")

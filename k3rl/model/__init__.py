@@ -1,6 +1,7 @@
-"""The K3 architecture in plain torch: exact in float64, quick on a CPU, on kernels where a GPU has them.
+"""The Kimi family (K3, Kimi Linear) in plain torch: exact in float64, quick on a CPU, on kernels where a GPU has them.
 
-config.py ablation.py table.py    K3Config, official key names; the common choice for a part; every tensor's size
+config.py config_parts.py sizes.py ablation.py table.py    K3Config; named sizes; the common choice for a part; tensors
+dialect_k3.py dialect_kimi_linear.py    the two forms of config.json       origin.py    what came beside the tensors
 decoder.py  K3ForCausalLM         layout.py cache.py    packed rows, chunks, grids; recurrent and latent state per row
 kda.py kda_chunks.py kda_gates.py kda_tiles.py kda_context.py mla.py flash.py moe.py moe_grouped.py train_routing.py
 attn_res.py situ.py gated.py norm.py vision.py    one part of k3.md each, as a CPU and as a GPU computes it

@@ -204,7 +204,8 @@ def _kda_saved_by_kernels(config: K3Config, batch: MicroBatch) -> float:
     linear, hidden, e = config.linear_attn_config, config.hidden_size, batch.bytes_each
     h, width = linear.num_heads, linear.head_dim
     inner = h * width
-    rows = e * (hidden + 3 * inner + width + h + 7 * inner + (hidden if batch.split else 0))
+    low = 0 if linear.use_full_rank_gate else width
+    rows = e * (hidden + 3 * inner + width + low + h + 7 * inner + (hidden if batch.split else 0))
     padding = math.ceil(batch.length / KERNEL_CHUNK) * KERNEL_CHUNK / batch.length
     tiles = e * (4 * inner + 2 * h * KERNEL_CHUNK + inner * width / KERNEL_CHUNK)
     return rows + (tiles + WIDE * (inner / KERNEL_CHUNK + 2 * h)) * padding
@@ -235,9 +236,10 @@ def _kda_saved(config: K3Config, batch: MicroBatch) -> float:
     linear, hidden, e, w = config.linear_attn_config, config.hidden_size, batch.bytes_each, batch.wide_bytes
     h, width = linear.num_heads, linear.head_dim
     inner = h * width
-    rows = e * (hidden + 3 * inner + width + h) + w * 3 * inner
+    low = 0 if linear.use_full_rank_gate else width
+    rows = e * (hidden + 3 * inner + width + low + h) + w * 3 * inner
     chunks = w * (10 * inner + inner * width / CHUNK + 3 * h * CHUNK + 3 * h + inner / CHUNK)
-    output = e * (hidden + 2 * inner) + w * (inner + h)
+    output = e * ((low or hidden) + 2 * inner) + w * (inner + h)
     return rows * batch.conv_rows_per_token + chunks * batch.slots_per_token + output
 
 
@@ -294,11 +296,16 @@ def backward_rows(config: K3Config, batch: MicroBatch) -> float:
         * batch.load
     )
     kda = e * inner * (4 + linear.head_dim / KERNEL_CHUNK + 3)
-    blocks = 0
-    if config.ablation.residual == "attn_res":
-        blocks = math.ceil(config.num_hidden_layers / config.attn_res_block_size)
+    blocks = block_sums(config)
     stream = config.hidden_size * (3 * e + blocks * w)
     return batch.tokens * (max(experts if config.moe_layers else 0.0, kda if config.kda_layers else 0.0) + stream)
+
+
+def block_sums(config: K3Config) -> int:
+    """Rows that the residual stream keeps beside its running sum, at the end; none where it is a plain sum."""
+    if config.ablation.residual == "sum":
+        return 0
+    return math.ceil(config.num_hidden_layers / config.attn_res_block_size)
 
 
 def _residual_saved(config: K3Config, batch: MicroBatch) -> float:
@@ -309,7 +316,7 @@ def _residual_saved(config: K3Config, batch: MicroBatch) -> float:
         sums, small = batch.bytes_each, small + 2 * len(readings)
     rows: float = (2 * config.num_hidden_layers) * config.hidden_size * sums
     if batch.bytes_each < batch.wide_bytes:
-        rows += math.ceil(config.num_hidden_layers / config.attn_res_block_size) * config.hidden_size * batch.wide_bytes
+        rows += block_sums(config) * config.hidden_size * batch.wide_bytes
     return rows + batch.wide_bytes * small
 
 

@@ -411,25 +411,6 @@ class ExpertBank:
         return self.read(self.unit.activation(hidden))
 
 
-class WideProduct(torch.autograd.Function):
-    """x [N, H] weight' [H, E] with sums in a wider dtype, on a GPU: the products of wide copies, without the copies.
-
-    Gradients are products in the dtype of x, to which the one that arrives is rounded.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=kind)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad = grad.to(x.dtype)
-        d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
-        return d_x, torch.mm(grad.t(), x) if ctx.needs_input_grad[1] else None, None
-
-
 class _Gate(nn.Module):
     """The router's matrix and its balancing bias, which is moved by quantile balancing and has no gradient."""
 
@@ -502,7 +483,7 @@ class LatentMoE(nn.Module):
             sums = skinny.split_k(x, self.gate.weight).sums
             return router.choose(sums, bias, self.k, self.renormalize, self.scaling, routes)
         if x.device.type == "cuda" and x.dtype != kind:
-            logits = WideProduct.apply(x, self.gate.weight, kind)
+            logits = train_routing.WideProduct.apply(x, self.gate.weight, kind)
         else:
             logits = nn.functional.linear(x.to(kind), self.gate.weight.to(kind))
         if one and x.device.type != "cpu" and not trains:

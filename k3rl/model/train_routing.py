@@ -15,6 +15,25 @@ from k3rl.kernels import limits
 from k3rl.kernels.moe import train_routing
 
 
+class WideProduct(torch.autograd.Function):
+    """x [N, H] weight' [H, E] with sums in a wider dtype, on a GPU: the products of wide copies, without the copies.
+
+    Gradients are products in the dtype of x, to which the one that arrives is rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=kind)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
+        return d_x, torch.mm(grad.t(), x) if ctx.needs_input_grad[1] else None, None
+
+
 class RoutedChoice(torch.autograd.Function):
     """x [N, H] and the router's weight [E, H] in bf16, bias [E] -> `train_routing.Chosen`, of which the weights have
     gradients.

@@ -44,6 +44,8 @@ class HeadLayout(Protocol):
     @property
     def kda_layers(self) -> tuple[int, ...]: ...
     @property
+    def q_lora_rank(self) -> int | None: ...
+    @property
     def num_attention_heads(self) -> int: ...
     @property
     def qk_nope_head_dim(self) -> int: ...
@@ -92,7 +94,7 @@ _WHOLE = re.compile(
     r"|\.experts\.\d+\.w[123]\.weight$"
 )
 _ADAMW = re.compile(
-    r"\.(embed_tokens|lm_head|[a-z_]*norm|[qkv]_conv1d|b_proj|[a-z_]*_res_proj)\.weight$"
+    r"(?:^|\.)(embed_tokens|lm_head|[a-z_]*norm|[qkv]_conv1d|b_proj|[a-z_]*_res_proj)\.weight$"
     r"|\.self_attn\.(A_log|dt_bias)$"
     r"|^(vision_tower|mm_projector)\."
     r"|\.lora_[AB]\.weight$"
@@ -104,8 +106,10 @@ _BALANCED = re.compile(r"\.e_score_correction_bias$")
 
 def is_mla_query(name: str, config: HeadLayout) -> bool:
     """Whether this is the matrix that makes the queries of an MLA layer: q_b_proj, or q_proj without a low rank."""
+    if config.q_lora_rank is not None:
+        return name.endswith(".q_b_proj.weight")
     found = _LAYER.search(name)
-    return name.endswith(".q_b_proj.weight") or (found is not None and int(found[1]) not in config.kda_layers)
+    return found is not None and int(found[1]) not in config.kda_layers
 
 
 def _head_cut(name: str, kind: str, config: HeadLayout) -> tuple[int, tuple[int, ...]]:

@@ -26,10 +26,14 @@ class QKClipError(ValueError):
 
 
 @lru_cache(maxsize=8)
+def _candidates(names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
+    """(layer, name) of all query matrices; of thousands of names, so they are looked up once."""
+    return tuple((int(found[1]), name) for name in names if (found := _QUERY.search(name)))
+
+
 def _queries(names: tuple[str, ...], config: HeadLayout) -> dict[int, str]:
-    """The names of MLA's query matrices by layer; of thousands, so it is looked up once."""
-    found = {name: found for name in names if (found := _QUERY.search(name))}
-    return {int(match[1]): name for name, match in found.items() if is_mla_query(name, config)}
+    """The names of MLA's query matrices by layer."""
+    return {layer: name for layer, name in _candidates(names) if is_mla_query(name, config)}
 
 
 @torch.no_grad()

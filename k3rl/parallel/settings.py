@@ -29,11 +29,13 @@ class TrainerConfig(Config):
     """Largest global gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: int = Field(6144, ge=1)
     """Token budget of one forward and backward pass; ranks that share it (context parallelism) have that many each."""
-    balance: Literal["step", "batch", "fresh", "freeze"] = "step"
+    balance: Literal["auto", "step", "batch", "fresh", "freeze"] = "auto"
     """When the router bias moves: each optimizer step, once per batch of steps, once per batch from those tokens only
-    that the newest weights sampled (`TrainBatch.fresh`), or never."""
-    balance_by: Literal["quantile", "fixed_step", "auxiliary_loss", "none"] = "quantile"
-    """K3's Quantile Balancing, or what it replaces: a bias moved by `balance_rate`, a loss on the router, nothing."""
+    that the newest weights sampled (`TrainBatch.fresh`), or never. `auto`: each step in SFT; once per batch in RL and
+    distillation, where the bias of Kimi Linear stays as it is."""
+    balance_by: Literal["auto", "quantile", "fixed_step", "auxiliary_loss", "none"] = "auto"
+    """K3's Quantile Balancing, or what it replaces: a bias moved by `balance_rate`, a loss on the router, nothing.
+    `auto`: quantile for K3, fixed_step for Kimi Linear, which was trained so."""
     balance_rate: float = Field(0.001, gt=0)
     """Change of the bias a step with `fixed_step`."""
     auxiliary_weight: float = Field(0.01, ge=0)
@@ -77,6 +79,15 @@ class TrainerConfig(Config):
     """A step whose loss or gradient is NaN or infinite changes nothing. It ends the run, or is skipped."""
     nonfinite_limit: int = Field(3, ge=0)
     """With `skip`: how many steps in a row may be skipped before the run ends all the same."""
+
+    def settled(self, flat: bool, *, samples: bool = False) -> TrainerConfig:
+        """With a choice for each `auto` of balancing. flat: for Kimi Linear; samples: the policy samples its data."""
+        when, how = self.balance, self.balance_by
+        if when == "auto":
+            when = "step" if not samples else "freeze" if flat else "batch"
+        if how == "auto":
+            how = "fixed_step" if flat else "quantile"
+        return self if (when, how) == (self.balance, self.balance_by) else self.replace(balance=when, balance_by=how)
 
     @property
     def packs(self) -> bool:

@@ -56,6 +56,7 @@ class Trainer:
         With expert parallelism the model holds the mesh's run of experts (`Mesh.experts`). Raises ConfigError and
         RanksDisagree as `ModelOnMesh` does.
         """
+        config = config.settled(model.config.flat)
         self.model, self.config = model, config
         self.mesh = Mesh.alone(model.device) if mesh is None else mesh
         self.on_mesh = ModelOnMesh(model, config, self.mesh)

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 from k3rl.losses import TABLE_ELEMENTS, tile_elements
 from k3rl.model import K3Config, costs
-from k3rl.model.costs import ROUTED, WIDE, MicroBatch
+from k3rl.model.costs import ROUTED, WIDE, MicroBatch, block_sums
 from k3rl.optim import BUCKET_ELEMENTS, SLOTS
 from k3rl.planner.frozen import cut_bytes, gathered_numbers
 from k3rl.planner.inputs import GIB, Cluster, Layout, Method
@@ -177,7 +177,7 @@ def _stage_activations(config: K3Config, layout: Layout, method: Method, batch: 
     count = model_counts(config).layers
     share = math.ceil(count / layout.pipeline) / count
     if method.recompute == "layer":
-        bank = math.ceil(count / config.attn_res_block_size) + 1
+        bank = block_sums(config) + 1
         layers = batch.tokens * config.hidden_size * (2.0 * count * batch.bytes_each + bank * batch.wide_bytes)
     else:
         layers = sum(_layer_activations(config, batch).values())

@@ -16,7 +16,7 @@ from k3rl.actors.schedule import Header, Schedule
 from k3rl.types import Scored
 
 GROUPS, SIZE = 3, 2
-MANY = {0: 100, 1: 100}
+WORKERS = (0, 1)
 
 
 def job(name: str, group: str) -> EpisodeJob:
@@ -39,7 +39,7 @@ class World:
     running: list[tuple[str, int]] = field(default_factory=list)
 
     def start(self) -> list[str]:
-        starts = self.both.start(MANY)
+        starts = self.both.start_on(WORKERS)
         self.running += [(one.job.episode_id, one.attempt) for one in starts]
         self.started += [one.job.episode_id for one in starts]
         return [one.job.episode_id for one in starts]
@@ -125,7 +125,7 @@ def test_a_lost_worker_gives_back_the_episodes_of_both():
     made = world(Mode.ASYNCHRONOUS, rows=100)
     made.both.evaluate(EVALUATION)
     first = set(made.start())
-    for worker in MANY:
+    for worker in WORKERS:
         made.both.lost(worker)
     made.running.clear()
     assert set(made.start()) <= first

@@ -36,10 +36,10 @@ from k3rl.model.cache import StepCache
 from k3rl.model.fuse import fusing
 from k3rl.model.joined import JoinedParameters
 from k3rl.model.layout import FixedLayout, Layout
-from k3rl.model.moe import WideProduct
 from k3rl.model.norm import RMSNormFunction
 from k3rl.model.packed import PackedExperts
 from k3rl.model.situ import SiTUFunction
+from k3rl.model.train_routing import WideProduct
 from k3rl.optim import QuantileBalancer
 from k3rl.parallel.statistics import Statistics
 

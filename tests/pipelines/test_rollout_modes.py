@@ -29,7 +29,7 @@ WORDS = (
 MODES = {
     "asynchronous": (
         *("--rollouts.mode", "asynchronous", "--rollouts.max-off-policy-steps", "2"),
-        *("--sampling.replay-routes", "true"),
+        *("--sampling.replay-routes", "true", "--rollouts.in-flight", "3"),
     ),
     "partial": (
         *("--rollouts.mode", "partial", "--rollouts.fraction", "0.5", "--cluster.engine.in-flight", "carry"),
@@ -55,11 +55,11 @@ def _rows(run: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module", params=MODES)
-def stopped_and_resumed(command, words, request) -> tuple[str, int, list[dict]]:
+def stopped_and_resumed(joined, words, request) -> tuple[str, int, list[dict]]:
     """(mode, steps before it was stopped, rows of all steps) of a run that is stopped in the middle of episodes."""
     mode = request.param
-    process = command.start(*words, *MODES[mode], "--out", mode)
-    run = command.folder / mode
+    run = joined.folder / mode
+    process = joined.start(*words, *MODES[mode], "--out", str(run))
     latest, deadline = run / "checkpoints" / "distill" / "latest", time.monotonic() + 120
     try:
         while not latest.is_file():
@@ -71,7 +71,7 @@ def stopped_and_resumed(command, words, request) -> tuple[str, int, list[dict]]:
     finally:
         process.kill()
     before = len(_rows(run))
-    command.run(*words, *MODES[mode], "--out", mode, "--resume")
+    joined.run(*words, *MODES[mode], "--out", str(run), "--resume")
     return mode, before, _rows(run)
 
 
@@ -86,6 +86,8 @@ def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_b
     assert all("rollout/dropped_tokens" in row and "rollout/aborted_tokens" in row for row in rows)
     assert {row["routes/replayed"] for row in rows} == {float(mode == "asynchronous")}, "where it is asked for"
     assert all(row["engine/prompt_tokens_computed"] >= 0 and row["engine/decode_steps"] > 0 for row in rows[:before])
+    most = max(row["rollout/most_running"] for row in rows)
+    assert most == {"asynchronous": 3, "partial": 8}[mode], "bounded by rollouts.in_flight, or by the batch"
     if mode == "asynchronous":
         assert max(row["staleness/max"] for row in rows) >= 1, "episodes ran while the learner trained"
 

@@ -30,6 +30,7 @@ def session_of(tmp_path):
         cluster=ClusterConfig(),
         progress=Progress(Console(file=io.StringIO())),
         resume=False,
+        recorded=lambda: None,
     )
 
 
