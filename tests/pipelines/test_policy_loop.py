@@ -151,6 +151,7 @@ class World:
                 tokenizer=SimpleNamespace(hash="none"),
                 fleet=SimpleNamespace(learner=self.learner, rollouts=self.rollouts, publish=self.publish),
                 record=lambda groups, step: None,
+                recorded=lambda: None,
                 resume=False,
                 restarts=0,
             )
