@@ -137,6 +137,11 @@ class AnswerStreams(ABC):
         return
 
 
+def _row(prompt: Sequence[int]) -> np.ndarray:
+    """The ids of a prompt, int32 [P]. What holds them in an `array` of its own is not walked through."""
+    return np.asarray(getattr(prompt, "array", prompt), np.int32)
+
+
 class Increments:
     """What sums have grown by since they were last asked for. Sums that start again count from 0."""
 
@@ -167,17 +172,17 @@ class EngineClient:
         self.together = False
         """Whether answers are of use only when all have come; set before the first request."""
 
-    async def complete(self, request: Request, episode: str = "") -> Completion:
-        """The completion of a request, of the conversation of this episode that its prompt goes on. Raises
-        ContextOutgrown, and EngineFailed for whatever else goes wrong."""
+    async def complete(self, request: Request, episode: str = "", last: bool = False) -> Completion:
+        """The completion of a request, of the conversation of this episode that its prompt goes on; last: the episode
+        asks for nothing more. Raises ContextOutgrown, and EngineFailed for whatever else goes wrong."""
         prompt, params, images = request if len(request) == 3 else (*request, ())
-        ids, shown = np.asarray(prompt, np.int32), tuple(images)
+        ids, shown = _row(prompt), tuple(images)
         with self._conversations.turn(episode, ids) as (mine, base):
-            turn = turn_of(mine, base, ids, shown, params)
+            turn = turn_of(mine, base, ids, shown, params, last)
             try:
                 completion = await self._ask(turn)
             except SessionLost:
-                completion = await self._ask(whole_turn(mine, ids, shown, params))
+                completion = await self._ask(whole_turn(mine, ids, shown, params, last))
             return mine.answered(ids, shown, params, completion)
 
     async def _ask(self, turn: SessionTurn) -> Completion:

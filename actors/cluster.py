@@ -119,6 +119,12 @@ class ClusterConfig(Config):
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
 
+    @property
+    def sends_deltas(self) -> bool:
+        """Whether it is known before the first version that they are sent."""
+        by_store = self.weight_delta == "auto" and self.weight_transfer == "object_store"
+        return self.rollout.backend == "k3rl" and (self.weight_delta == "on" or by_store)
+
     @model_validator(mode="after")
     def _a_server_for_each_actor(self) -> ClusterConfig:
         urls = self.rollout.url

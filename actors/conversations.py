@@ -32,7 +32,7 @@ class SessionTurn(NamedTuple):
     session: number of the conversation among those of its client. base: of the one that it goes on from, itself as a
     rule; held: tokens of it that hold, check: their hash. ids: those behind them, int32. images: those behind the ones
     that the actor has. params: None where they are those of the turn before but for `max_tokens` and `seed`.
-    routes_from: tokens whose routes the client has.
+    routes_from: tokens whose routes the client has. last: whether no other turn will come.
     """
 
     session: int
@@ -45,6 +45,7 @@ class SessionTurn(NamedTuple):
     max_tokens: int
     seed: int | None
     routes_from: int
+    last: bool
 
 
 class TokenRow:
@@ -162,12 +163,17 @@ class Conversations:
 
 
 def turn_of(
-    mine: Conversation, base: Conversation, ids: np.ndarray, images: tuple[EncodedImage, ...], params: SamplingParams
+    mine: Conversation,
+    base: Conversation,
+    ids: np.ndarray,
+    images: tuple[EncodedImage, ...],
+    params: SamplingParams,
+    last: bool = False,
 ) -> SessionTurn:
     """The turn of prompt ids int32 [P] that goes on from `base`."""
     shown = len(base.images)
     if images[:shown] != base.images:
-        return whole_turn(mine, ids, images, params)
+        return whole_turn(mine, ids, images, params, last)
     held = base.row.common(ids)
     before = base.params if base is mine else None
     same = before is not None and replace(before, max_tokens=params.max_tokens, seed=params.seed) == params
@@ -187,16 +193,20 @@ def turn_of(
         params.max_tokens,
         params.seed,
         routes_from,
+        last,
     )
 
 
 def whole_turn(
-    mine: Conversation, ids: np.ndarray, images: tuple[EncodedImage, ...], params: SamplingParams
+    mine: Conversation,
+    ids: np.ndarray,
+    images: tuple[EncodedImage, ...],
+    params: SamplingParams,
+    last: bool = False,
 ) -> SessionTurn:
     """The turn with all that it needs."""
-    routed = mine.routed if params.return_routes else 0
-    return SessionTurn(mine.number, mine.number, 0, b"", ids.tobytes(), images, params, params.max_tokens, params.seed,
-                       routed)  # fmt: skip
+    routed, most, seed = mine.routed if params.return_routes else 0, params.max_tokens, params.seed
+    return SessionTurn(mine.number, mine.number, 0, b"", ids.tobytes(), images, params, most, seed, routed, last)
 
 
 def _first(routes: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
@@ -245,7 +255,8 @@ class KeptTokens:
         kept = own.setdefault(turn.session, kept or _Kept())
         row.append(new)
         kept.row, kept.images, kept.params, kept.turns = row, images, params, kept.turns + 1
-        named = replace(params, session=name_of(client, turn.session), routes_from=turn.routes_from)
+        name = name_of(client, turn.session)
+        named = replace(params, session=name, ends_session=turn.last, routes_from=turn.routes_from)
         return row.ids.copy(), named, images
 
     def turns(self, client: str, session: int) -> int:

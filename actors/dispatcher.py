@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from k3rl.actors.groups import ActiveGroup, Assignments, Groups, Member, Room, State
 from k3rl.actors.jobs import EpisodeJob
 from k3rl.actors.schedule import Abort, Counts, Finished, Grade, Header, Mode, Schedule, Start
 from k3rl.types import Failed, FailureKind, Score
+
+_MANY = 1 << 30  # episodes that a worker takes, where nothing else bounds them
 
 
 class Dispatcher:
@@ -90,6 +92,12 @@ class Dispatcher:
                 starts.append(self._start(self._waiting.popleft(), worker))
         return starts
 
+    def start_on(self, workers: Collection[int]) -> list[Start]:
+        """Episodes to start now on workers that take any number; those that play fewest come first."""
+        if not self._waiting and not self._again and not self._may_begin():
+            return []  # most often, and without a look at every worker
+        return self.start({worker: _MANY - self._assigned.on(worker) for worker in workers}) if not self._full() else []
+
     def _full(self) -> bool:
         """Whether no episode may start, whatever the room."""
         limit = self.schedule.in_flight
@@ -121,6 +129,7 @@ class Dispatcher:
         member.state, member.version = State.RUNNING, self.version
         self._assigned.start(worker, member)
         self.counts.started += 1
+        self.counts.most_running = max(self.counts.most_running, self._assigned.running)
         return Start(worker, member.job, member.attempt)
 
     def _skip(self, episode_id: str, score: Failed) -> None:
@@ -142,7 +151,7 @@ class Dispatcher:
         member.header, member.state, member.broken = header, State.DONE, True
         self._phase_ended += 1
         group = self.groups.of(header.episode_id)
-        self.groups.note_whole(group)
+        self.groups.note(group)
         return group.to_grade(self._compares)
 
     def _begin_group(self) -> bool:
@@ -195,7 +204,9 @@ class Dispatcher:
             return self._broke(member, header if skipped is None else replace(header, score=skipped))
         member.header, member.state = header, State.PLAYED
         self._phase_ended += 1
-        return self.groups.of(header.episode_id).to_grade(self._compares)
+        group = self.groups.of(header.episode_id)
+        self.groups.note(group)
+        return group.to_grade(self._compares)
 
     def graded(self, scores: Mapping[str, Score], attempts: Mapping[str, int]) -> list[Grade]:
         """Scores of played episodes, by id, and the attempts that they are of; what to grade again.
@@ -220,7 +231,7 @@ class Dispatcher:
         for group in touched.values():
             if self._compares and any(member.state is State.PLAYED for member in group.members.values()):
                 group.ungrade()
-            self.groups.note_whole(group)
+            self.groups.note(group)
             again += group.to_grade(self._compares)
         return again
 
@@ -258,6 +269,23 @@ class Dispatcher:
                 grades += self._broke(member, Header(guilty, score=failed))
         return grades
 
+    def gone(self, episodes: Mapping[str, int]) -> None:
+        """Records of played episodes, with their attempts, are gone with the node that had them; these go again, as
+        those of a lost worker do."""
+        for episode_id, attempt in episodes.items():
+            member = self._waits_for(episode_id, attempt, State.PLAYED)
+            if member is None:
+                continue
+            member.grading = False
+            self._phase_ended -= 1
+            self._wait_again(member)
+            self.counts.restarted += 1
+            group = self.groups.of(episode_id)
+            if self._compares:  # the others are graded with it, when it is played again
+                for other in group.members.values():
+                    other.grading = False
+            self.groups.note(group)
+
     def published(self, version: int) -> list[Abort]:
         """Engines serve a newer version: a new phase begins, and what is now too old is dropped or aborted."""
         if version <= self.version:
@@ -287,10 +315,12 @@ class Dispatcher:
         """Whether `take` gives a batch."""
         match self.schedule.mode:
             case Mode.SYNCHRONOUS:
+                if len(self.groups.whole) < self.schedule.groups:
+                    return False
                 mine = self.groups.before(self._first_of_batch + self.schedule.groups)
                 return len(mine) == self.schedule.groups and all(group.whole for group in mine)
             case Mode.PARTIAL:  # what is played counts as ended, and is waited for
-                return self.phase_over and all(group.whole for group in self.groups.active.values() if group.played)
+                return self.phase_over and not self.groups.ungraded
             case _:
                 return len(self.groups.whole) >= self.schedule.groups
 
@@ -309,7 +339,8 @@ class Dispatcher:
                     (self.groups.active[name] for name in self.groups.whole), key=lambda group: group.number
                 )
             case _:
-                groups = [self.groups.active[name] for name in self.groups.whole[: self.schedule.groups]]
+                chosen = list(self.groups.whole)[: self.schedule.groups]
+                groups = [self.groups.active[name] for name in chosen]
         for group in groups:
             self._forget(group)
         self._training += len(groups)
@@ -330,10 +361,6 @@ class Dispatcher:
         """Episodes that workers play now."""
         return self._assigned.running
 
-    def running_on(self, worker: int) -> int:
-        """Episodes that this worker plays now."""
-        return self._assigned.on(worker)
-
     def __str__(self) -> str:
         """What is waited for."""
         states = Counter(str(member.state) for member in self.groups.members())
@@ -350,19 +377,17 @@ class Dispatcher:
 
     def take_counts(self) -> Counts:
         """What has been counted since the last call."""
-        counts, self.counts = self.counts, Counts()
+        counts, self.counts = self.counts, Counts(most_running=self._assigned.running)
         return counts
 
     # ---- inside
 
     def _waits_for(self, episode_id: str, attempt: int, state: State) -> Member | None:
         """The member that an answer is for, or None where it is late, doubled or of a dropped group."""
-        known = self.groups.attempt_of(episode_id) is not None
-        member = self.groups.member(episode_id) if known else None
-        if member is None or member.attempt != attempt or member.state is not state:
-            self.counts.stale_answers += 1
-            return None
-        return member
+        if self.groups.attempt_of(episode_id) == attempt and (member := self.groups.member(episode_id)).state is state:
+            return member
+        self.counts.stale_answers += 1
+        return None
 
     def _goes_again(self, member: Member, failed: Failed) -> bool:
         member.failures += 1

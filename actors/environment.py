@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from k3rl.envs import (
     EpisodeContext,
     GuardedEnv,
     GuardedHarness,
+    PromptCache,
     TurnSettings,
     gradable,
     make,
@@ -78,12 +80,14 @@ class Lockstep:
 class _Seat:
     """One episode at its engine (the `Policy` that `run_episode` sees). tokens: that it has been given.
 
-    name: of the episode's conversations, which the engine keeps until it leaves.
+    name: of the episode's conversations, which the engine keeps until it leaves. turns: that it may ask for, at most.
     """
 
     def __init__(self, client: EngineClient, lockstep: Lockstep | None, order: int, name: str) -> None:
         self._client, self._lockstep, self._order, self._name = client, lockstep, order, name
         self.tokens = 0
+        self.turns: int | None = None
+        self._asked = 0
 
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
@@ -91,7 +95,8 @@ class _Seat:
         if self._lockstep is not None:
             await self._lockstep.wait(self._order)
         request: Request = (prompt_ids, params, tuple(images)) if images else (prompt_ids, params)
-        completion = await self._client.complete(request, self._name)
+        self._asked += 1
+        completion = await self._client.complete(request, self._name, last=self._asked == self.turns)
         self.tokens += len(completion.token_ids)
         return completion
 
@@ -116,19 +121,22 @@ class EnvironmentWorker:
         self._tasks = Tasks(self._environment.source)
         self._engines = engines
         self._clients: list[EngineClient] = []
-        self._sandboxes = provider_named(env.sandbox)
-        self._programs = ProgramRunner(self._sandboxes) if self._environment.needs_programs else None
-        self._tokenizer = Tokenizer.builtin()
+        self._sandboxes = provider_named(env.sandbox, **env.sandbox_args)
+        needs_programs = self._environment.needs_programs
+        self._programs = ProgramRunner(provider_named(env.local_sandbox)) if needs_programs else None
+        self._tokenizer, self._prompts = Tokenizer.builtin(), PromptCache()
         self._episodes: dict[tuple[str, int], tuple[asyncio.Task[None], _Seat]] = {}
         self._of_engine: Counter[int] = Counter()  # episodes that run
         self._engine_of: dict[str, tuple[int, int]] = {}  # group -> its engine, and how many of its episodes run
         self._ended: list[tuple[EpisodeJob, int, Episode]] = []
         self._changed = asyncio.Event()
         self._stopped = False
+        gc.collect()
+        gc.freeze()  # what was imported stays; looking at it again and again costs a third of short episodes
 
     async def set_tokenizer(self, directory: str) -> None:
         """From now on the tokenizer of this checkpoint directory."""
-        self._tokenizer = Tokenizer.load(directory)
+        self._tokenizer, self._prompts = Tokenizer.load(directory), PromptCache()
 
     async def open(self, client: str) -> None:
         """Ends what ran before; from now on its requests are those of this client."""
@@ -212,8 +220,9 @@ class EnvironmentWorker:
         """An ungraded episode. One whose environment fails says so."""
         try:
             task = self._tasks.get(job.task).public()
+            seat.turns = task.budgets.turns
             seeded = replace(sampling, seed=job.sampling_seed)
-            settings = TurnSettings(self._tokenizer, seeded, job.thinking, job.thinking_effort)
+            settings = TurnSettings(self._tokenizer, seeded, job.thinking, job.thinking_effort, self._prompts)
             context = EpisodeContext(
                 seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
             )

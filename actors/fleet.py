@@ -108,7 +108,7 @@ class Fleet:
             for i in range(cluster.learner_actors)
         ]
         self._started += ranks
-        self.learner = LearnerGroup(ranks, cluster.call_timeout_s)
+        self.learner = LearnerGroup(ranks, cluster.call_timeout_s, keeps_base=cluster.sends_deltas)
 
     def _start_rollouts(self, env: EnvConfig) -> None:
         config, cluster, made = self._config, self._config.cluster, make(env.name, **env.args)
@@ -134,6 +134,7 @@ class Fleet:
             faults=env.faults,
             compares=made.compares,
             timeout_s=cluster.call_timeout_s,
+            rows=config.max_running * len(engines),
         )
 
     def _place(self, role: str, actor: type, *args: Any, **options: Any) -> Any:

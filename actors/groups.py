@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -50,7 +51,10 @@ class ActiveGroup:
     @property
     def played(self) -> bool:
         """Whether no episode of it runs or waits any more."""
-        return all(member.state in (State.PLAYED, State.DONE) for member in self.members.values())
+        for member in self.members.values():  # a loop, as every event asks
+            if member.state is State.RUNNING or member.state is State.WAITING:
+                return False
+        return True
 
     def oldest(self) -> int | None:
         """The version of the oldest token that there is, or may be where an episode still runs."""
@@ -71,7 +75,7 @@ class ActiveGroup:
         """What to grade now. compares: whether its grades depend on each other."""
         if compares and not self.played:
             return []
-        chosen = [m for m in self.members.values() if m.state is State.PLAYED and not m.grading]
+        chosen = [m for m in self.members.values() if not m.grading and m.state is State.PLAYED]
         for member in chosen:
             member.grading = True
         headers = tuple(m.header for m in chosen if m.header is not None)
@@ -79,31 +83,35 @@ class ActiveGroup:
 
 
 class Groups:
-    """The active groups, by id and in the order of their numbers. whole: ids of whole ones, as they became so."""
+    """The active groups, by id and in the order of their numbers. whole: ids of whole ones, as they became so.
+
+    ungraded: ids of those that are played and not whole.
+    """
 
     def __init__(self) -> None:
         self.active: dict[str, ActiveGroup] = {}
-        self.whole: list[str] = []
-        self._group_of: dict[str, str] = {}
+        self.whole: dict[str, None] = {}
+        self.ungraded: set[str] = set()
+        self._members: dict[str, tuple[ActiveGroup, Member]] = {}
 
     def add(self, group: ActiveGroup) -> None:
         self.active[group.group_id] = group
-        self._group_of |= dict.fromkeys(group.members, group.group_id)
+        self._members |= {name: (group, member) for name, member in group.members.items()}
 
     def remove(self, group: ActiveGroup) -> None:
-        if group.group_id in self.whole:
-            self.whole.remove(group.group_id)
+        self.whole.pop(group.group_id, None)
+        self.ungraded.discard(group.group_id)
         del self.active[group.group_id]
         for episode_id in group.members:
-            del self._group_of[episode_id]
+            del self._members[episode_id]
 
     def of(self, episode_id: str) -> ActiveGroup:
         """The group of an episode. Raises KeyError where it is gone."""
-        return self.active[self._group_of[episode_id]]
+        return self._members[episode_id][0]
 
     def member(self, episode_id: str) -> Member:
         """Raises KeyError where its group is gone."""
-        return self.of(episode_id).members[episode_id]
+        return self._members[episode_id][1]
 
     def members(self) -> Iterator[Member]:
         """Of all groups."""
@@ -111,17 +119,23 @@ class Groups:
 
     def attempt_of(self, episode_id: str) -> int | None:
         """The attempt at an episode that counts; None where its group is gone."""
-        return self.member(episode_id).attempt if episode_id in self._group_of else None
+        found = self._members.get(episode_id)
+        return None if found is None else found[1].attempt
 
     def place_of(self, episode_id: str) -> tuple[int, int]:
         """Number of the group, and of the episode in it."""
         group = self.of(episode_id)
         return group.number, list(group.members).index(episode_id)
 
-    def note_whole(self, group: ActiveGroup) -> None:
-        """To be told when an episode is done."""
-        if group.whole and group.group_id not in self.whole:
-            self.whole.append(group.group_id)
+    def note(self, group: ActiveGroup) -> None:
+        """To be told when an episode of it is played, done, or goes again."""
+        self.ungraded.discard(group.group_id)
+        if not group.played:
+            return
+        if group.whole:
+            self.whole.setdefault(group.group_id)
+        else:
+            self.ungraded.add(group.group_id)
 
     def before(self, number: int) -> list[ActiveGroup]:
         """Those of lower numbers."""
@@ -138,21 +152,36 @@ class Room:
 
     def __init__(self, room: Mapping[int, int]) -> None:
         self._free = {worker: free for worker, free in room.items() if free > 0}
+        self._heap = [(-free, worker) for worker, free in self._free.items()]  # with stale entries, which are skipped
+        heapq.heapify(self._heap)
 
     def __bool__(self) -> bool:
         return bool(self._free)
 
     def most(self, without: Collection[int] = ()) -> int | None:
         """The worker with most room, but for those that are excluded."""
-        allowed = [worker for worker in self._free if worker not in without]
-        return max(allowed, key=lambda worker: (self._free[worker], -worker), default=None)
+        skipped = []
+        while self._heap and (self._stale(self._heap[0]) or self._heap[0][1] in without):
+            entry = heapq.heappop(self._heap)
+            if not self._stale(entry):
+                skipped.append(entry)
+        found = self._heap[0][1] if self._heap else None
+        for entry in skipped:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def _stale(self, entry: tuple[int, int]) -> bool:
+        free, worker = entry
+        return self._free.get(worker) != -free
 
     def take(self, worker: int | None) -> bool:
         """Uses room for one episode, if there is any."""
         if worker is None or worker not in self._free:
             return False
         self._free[worker] -= 1
-        if not self._free[worker]:
+        if self._free[worker]:
+            heapq.heappush(self._heap, (-self._free[worker], worker))
+        else:
             del self._free[worker]
         return True
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from k3rl.envs import TaskSource
+from k3rl.packed import Record
 from k3rl.types import Episode, Failed, StopReason, Task
 
 
 @dataclass(frozen=True, slots=True)
-class TaskRef:
+class TaskRef(Record):
     """Names one task without holding it: a task source gives the same task for the same reference.
 
     level and family pin what is drawn; None leaves it to the source's own mixture.
@@ -35,7 +36,7 @@ class Tasks:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeJob:
+class EpisodeJob(Record):
     """One episode to run: which task, under which ids, with which sampling seed.
 
     thinking: assistant turns have a think channel; thinking_effort: low, high or max.

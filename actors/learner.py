@@ -186,9 +186,9 @@ class LearnerActor:
 
     # --------------------------------------------------------------------------------------------------- weights
 
-    def set_version(self, number: int) -> None:
+    def set_version(self, number: int, keep_base: bool = True) -> None:
         """Continues the numbering of versions, after engines were loaded afresh with the weights that are held now."""
-        self.weights.set_version(number)
+        self.weights.set_version(number, keep_base)
 
     def publish(self, served: Sequence[BaseVersion], stream: bool = False) -> Publication | None:
         """The next weight version for engines that serve these; see `WeightSource.publish`."""

@@ -20,11 +20,12 @@ from k3rl.run import Accumulator
 class LearnerGroup:
     """The ranks of the learner as one. A method is `LearnerActor`'s of the same name, on all ranks, and waits."""
 
-    def __init__(self, actors: list[Any], timeout_s: float) -> None:
+    def __init__(self, actors: list[Any], timeout_s: float, *, keeps_base: bool = True) -> None:
+        """keeps_base: whether deltas start from the weights that engines are loaded with."""
         self.actors = actors
         self.notes: list[str] = []  # about steps, for a person; whoever shows them clears them
         self._note_calls: list[Any] = []  # for the notes of a step that is under way
-        self._timeout_s = timeout_s
+        self._timeout_s, self._keeps_base = timeout_s, keeps_base
         self._context = 1  # ranks that share each sequence
         self._pair_cost = 0.0  # what a pair of tokens costs the model, see `sequence_costs`
         self._address = ""  # where ranks meet
@@ -60,7 +61,7 @@ class LearnerGroup:
         return self._every("load_state", [(directory,)] * len(self.actors))[0]
 
     def set_version(self, number: int) -> None:
-        self._every("set_version", [(number,)] * len(self.actors))
+        self._every("set_version", [(number, self._keeps_base)] * len(self.actors))
 
     def save_checkpoint(self, directory: str, card: Mapping[str, Any]) -> str:
         return self._every("save_checkpoint", [(directory, card)] * len(self.actors))[0]

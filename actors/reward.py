@@ -15,7 +15,7 @@ class RewardWorker:
     def __init__(self, env: EnvConfig) -> None:
         self._environment = make(env.name, **env.args)
         self._tasks = Tasks(self._environment.source)
-        self._grader = self._environment.grader(provider=env.sandbox)
+        self._grader = self._environment.grader(provider=env.local_sandbox)
 
     def grade(self, jobs: Sequence[EpisodeJob], *played: Sequence[Episode]) -> dict[str, Score]:
         """The score of each job's episode, by its id. played: lists that have these episodes, and may have others."""

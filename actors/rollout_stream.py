@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost, no_answer, wait
-from k3rl.actors.dispatcher import Dispatcher
+from k3rl.actors.evaluating import Evaluating
 from k3rl.actors.jobs import EpisodeJob
-from k3rl.actors.schedule import Grade, Header, Mode
+from k3rl.actors.schedule import Finished, Grade, Header, Mode
 from k3rl.actors.worker_pool import WorkerPool
 from k3rl.config import K3Error
 from k3rl.envs import BlockWatch, Breaker, FaultConfig
@@ -31,7 +31,6 @@ from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams, Scor
 
 _LOOK_S = 30.0  # between two looks at engines
 _CLOSE_S = 20.0  # for workers to end what they play
-_MANY = 1 << 30  # episodes that a worker takes, where nothing else bounds them
 _SLACK_S = 60.0  # beyond what a worker's own watch takes to end code that does not give way
 T = TypeVar("T")
 
@@ -63,7 +62,7 @@ class RolloutStream:
     def __init__(
         self,
         actors: Actors,
-        dispatcher: Dispatcher,
+        dispatcher: Evaluating,
         sampling: SamplingParams,
         breaker: Breaker,
         counts: Counter[str],
@@ -71,6 +70,7 @@ class RolloutStream:
     ) -> None:
         """counts: what went wrong, added to. prepare: worker -> the call that comes first, if any."""
         self._actors, self._dispatcher, self._sampling = actors, dispatcher, sampling
+        self._evaluation_sampling = sampling
         self._breaker, self._counts, self._prepare = breaker, counts, prepare
         self._synchronous = dispatcher.schedule.mode is Mode.SYNCHRONOUS
         self._error: BaseException | None = None
@@ -93,6 +93,21 @@ class RolloutStream:
     def take(self, timeout_s: float | None = None) -> list[Group]:
         """Waits for the next batch. Raises ActorHung after `timeout_s` with what was waited for."""
         finished = self._on_loop(self._take(timeout_s)).result()
+        groups = self._fetched(finished)
+        self._breaker.check([job.task.family for group in finished for job in group.jobs])
+        return groups
+
+    def evaluate(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> None:
+        """Begins an evaluation of the version that is served, on what training leaves of the engines; `evaluation`
+        waits for it, and has to, before the next version is published."""
+        self._on_loop(self._evaluate(jobs, sampling)).result()
+
+    def evaluation(self) -> list[Group]:
+        """The graded episodes of the evaluation that was begun, each a group of its own."""
+        return self._fetched(self._on_loop(self._take_evaluation()).result())
+
+    def _fetched(self, finished: Sequence[Finished]) -> list[Group]:
+        """Groups with their episodes. Raises ActorLost where the node that had them is gone."""
         refs = list({header.payload for group in finished for header in group.headers if header.payload is not None})
         try:
             parts = wait(refs, self._actors.timeout_s, "fetching episodes")
@@ -104,7 +119,6 @@ class RolloutStream:
             pairs = zip(group.headers, group.jobs, strict=True)
             own = tuple(self._episode(header, job, played.get(header.payload, {})) for header, job in pairs)
             groups.append(Group(group.group_id, own[0].task_id, own))
-        self._breaker.check([job.task.family for group in finished for job in group.jobs])
         return groups
 
     def _episode(self, header: Header, job: EpisodeJob, played: Mapping[str, Episode]) -> Episode:
@@ -155,6 +169,21 @@ class RolloutStream:
                 raise ActorHung(f"no batch of rollouts within {timeout_s:g} s: {self._dispatcher}") from None
             self._changed.clear()
 
+    async def _evaluate(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> None:
+        self._evaluation_sampling = sampling
+        self._dispatcher.evaluate(jobs)
+        self._fill()
+
+    async def _take_evaluation(self) -> list[Finished]:
+        while not self._dispatcher.evaluated:
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
+            self._changed.clear()
+        taken = self._dispatcher.take_evaluation()
+        self._fill()
+        return taken
+
     async def _published(self, version: int) -> None:
         self._resting = False
         aborts = self._dispatcher.published(version)
@@ -170,7 +199,7 @@ class RolloutStream:
             self.aborted_tokens += await self._actors.environments.actors[place].abort.remote(episodes)
 
     async def _drawn(self) -> tuple[int, list[tuple[int, list[EpisodeJob]]]]:
-        return self._dispatcher.next_group, self._dispatcher.groups.drawn
+        return self._dispatcher.drawn()
 
     async def _take_counts(self) -> dict[str, float]:
         counts, aborted, self.aborted_tokens = self._dispatcher.take_counts(), self.aborted_tokens, 0
@@ -183,6 +212,7 @@ class RolloutStream:
             "aborted_episodes": counts.aborted_episodes,
             "restarted_episodes": counts.restarted,
             "replayed_episodes": counts.replayed,
+            **({} if self._synchronous else {"most_running": counts.most_running}),
         } | {f"dropped_by_length/{2**bits // 2}": float(n) for bits, n in sorted(counts.by_length.items())}
 
     # ------------------------------------------------------------------------------------------- the event loop
@@ -218,13 +248,16 @@ class RolloutStream:
         self._begun = self._begun or len(self._open) == len(self._actors.environments)
         if len(self._open) < len(self._actors.environments) and (self._synchronous or not self._begun):
             return  # whoever is there first would get everything
-        starts = dispatcher.start({place: _MANY - dispatcher.running_on(place) for place in self._open})
-        by_worker: dict[int, list[tuple[EpisodeJob, int]]] = {}
+        starts = dispatcher.start_on(self._open)
+        by_worker: dict[tuple[int, bool], list[tuple[EpisodeJob, int]]] = {}
         for start in starts:
-            by_worker.setdefault(start.worker, []).append((start.job, start.attempt))
-        for place, jobs in by_worker.items():
-            worker = self._actors.environments.actors[place]
-            self._spawn(_sent(worker.start.remote(jobs, self._sampling, self._synchronous)))
+            evaluates = dispatcher.evaluates(start.job.episode_id)
+            by_worker.setdefault((start.worker, evaluates), []).append((start.job, start.attempt))
+        for (place, evaluates), jobs in by_worker.items():
+            worker, sampling = self._actors.environments.actors[place], self._sampling
+            if evaluates:
+                sampling = self._evaluation_sampling
+            self._spawn(_sent(worker.start.remote(jobs, sampling, self._synchronous)))
         self._give_out(dispatcher.take_due())
         if dispatcher.phase_over and not self._resting:
             self._resting = True
@@ -288,14 +321,16 @@ class RolloutStream:
         if any(failed.kind is FailureKind.ENGINE for failed in failures):
             await self._check_engines()
         for header, attempt in headers:
-            if self._dispatcher.groups.attempt_of(header.episode_id) == attempt:
-                job = self._dispatcher.groups.member(header.episode_id).job
+            if self._dispatcher.attempt_of(header.episode_id) == attempt:
+                job = self._dispatcher.member(header.episode_id).job
                 if isinstance(header.score, Failed):
                     self._saw(job, header.score)
             self._give_out(self._dispatcher.ended(replace(header, payload=payload), attempt))
         self._fill()
 
     def _saw(self, job: EpisodeJob, score: Score) -> None:
+        if self._dispatcher.evaluates(job.episode_id):
+            return  # metrics and breaker are about training
         if isinstance(score, Failed):
             self._counts[f"failed_{score.kind}"] += 1
         self._breaker.saw(job.task.family, score)
@@ -315,30 +350,38 @@ class RolloutStream:
     async def _grade(self, place: int, grades: Sequence[Grade]) -> None:
         """One call for all; where that breaks, one for each group, in a worker that may be a fresh one."""
         scores = await self._scores(place, grades)
-        if isinstance(scores, Failed):
+        if not isinstance(scores, dict):
             found, scores = scores, {}
             for grade in grades:
                 own = found if len(grades) == 1 else await self._scores(place, [grade])
+                if own is None:
+                    self._gone(grade)
+                    continue
                 scores |= dict.fromkeys((h.episode_id for h in grade.headers), own) if isinstance(own, Failed) else own
-        attempts = {name: self._dispatcher.groups.attempt_of(name) for name in scores}
+        attempts = {name: self._dispatcher.attempt_of(name) for name in scores}
         known = {name: attempt for name, attempt in attempts.items() if attempt is not None}
         for name in known:
-            self._saw(self._dispatcher.groups.member(name).job, scores[name])
+            self._saw(self._dispatcher.member(name).job, scores[name])
         self._idle.add(place)
         self._give_out(self._dispatcher.graded({name: scores[name] for name in known}, known))
         self._fill()
 
-    async def _scores(self, place: int, grades: Sequence[Grade]) -> dict[str, Score] | Failed:
-        """Scores by episode, or why the worker gave none."""
+    def _gone(self, grade: Grade) -> None:
+        """The records of some of these episodes are gone, and nothing says whose: all are played again."""
+        attempts = {header.episode_id: self._dispatcher.attempt_of(header.episode_id) for header in grade.headers}
+        self._dispatcher.gone({name: attempt for name, attempt in attempts.items() if attempt is not None})
+
+    async def _scores(self, place: int, grades: Sequence[Grade]) -> dict[str, Score] | Failed | None:
+        """Scores by episode, or why the worker gave none; None where records of these episodes are gone."""
         headers = [
             header
             for grade in grades
             for header in grade.headers
-            if self._dispatcher.groups.attempt_of(header.episode_id) is not None
+            if self._dispatcher.attempt_of(header.episode_id) is not None
         ]
         if not headers:
             return {}
-        jobs = [self._dispatcher.groups.member(header.episode_id).job for header in headers]
+        jobs = [self._dispatcher.member(header.episode_id).job for header in headers]
         payloads = list({header.payload for header in headers})
         limit_s = self._actors.faults.deadline_s or self._actors.timeout_s
         ref = self._actors.rewards.actors[place].grade.remote(jobs, *payloads)
@@ -350,11 +393,15 @@ class RolloutStream:
         except RayTaskError as error:
             if isinstance(error.cause, K3Error):
                 raise error.cause from None
+            if isinstance(error.cause, ObjectLostError):
+                return None
             return Failed(f"grading: {type(error.cause).__name__}: {error.cause}"[:500], FailureKind.RAISED)
         except RayActorError as error:
             if error.actor_init_failed:
                 raise ActorFailure(f"reward worker {place} cannot be started:\n{error}") from error
             failed = Failed(f"the process of reward worker {place} died", FailureKind.DIED)
+        except ObjectLostError:
+            return None
         except RayError as error:
             failed = Failed(f"grading: {type(error).__name__}: {error}"[:500], FailureKind.DIED)
         self._actors.rewards.replace(place)

@@ -8,6 +8,7 @@ from typing import Any
 
 from k3rl.actors.calls import wait
 from k3rl.actors.dispatcher import Dispatcher
+from k3rl.actors.evaluating import Evaluating
 from k3rl.actors.jobs import EpisodeJob
 from k3rl.actors.rollout_stream import Actors, RolloutStream
 from k3rl.actors.schedule import Mode, Schedule
@@ -34,16 +35,18 @@ class RolloutWorkers:
         faults: FaultConfig | None = None,
         compares: bool = False,
         timeout_s: float,
+        rows: int = 1,
     ) -> None:
-        """engines: rollout actors. env: the environment's own name; a run may have found it by a path. compares:
-        whether rewards depend on the other episodes of a group. timeout_s: of a call."""
+        """engines: rollout actors, which decode `rows` episodes at once, all together. env: the environment's own name;
+        a run may have found it by a path. compares: whether rewards depend on the other episodes of a group. timeout_s:
+        of a call."""
         self.engines = list(engines)
         self.env = env
         """The name under which metrics stand."""
         self._environments, self._rewards = environments, rewards
         self._faults = faults or FaultConfig(retries=0)
         self._compares = compares
-        self._timeout_s = timeout_s
+        self._timeout_s, self._rows = timeout_s, rows
         self._breaker = Breaker(self._faults, env)
         self._checkpoint: str | None = None
         self._counts: Counter[str] = Counter()
@@ -105,7 +108,8 @@ class RolloutWorkers:
         actors = Actors(
             self.engines, self._environments, self._rewards, self.env, self._faults, timeout_s=self._timeout_s
         )
-        self._stream = RolloutStream(actors, dispatcher, sampling, self._breaker, self._counts, self._prepare)
+        both = Evaluating(dispatcher, self._rows)
+        self._stream = RolloutStream(actors, both, sampling, self._breaker, self._counts, self._prepare)
         return self._stream
 
     def close(self) -> None:

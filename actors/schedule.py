@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Any
 
 from k3rl.actors.jobs import EpisodeJob
+from k3rl.packed import Record
 from k3rl.types import Score
 
 
@@ -66,7 +67,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class Header(Record):
     """What the driver knows of a played episode; everything else stays behind `payload`, a reference.
 
     tokens: that the policy sampled. first_version: of the oldest of them, None where there is none.
@@ -134,6 +135,7 @@ class Counts:
     """
 
     started: int = 0
+    most_running: int = 0  # at once
     retried: int = 0  # after a failure of their own
     restarted: int = 0  # after a worker was lost with them
     replayed: int = 0  # after the run was resumed

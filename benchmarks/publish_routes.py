@@ -80,6 +80,11 @@ class Serving:
         """Until the other side says that it is enough."""
         await asyncio.gather(self.decode(), self.answer(pipe))
 
+    async def warm(self) -> None:
+        """Returns when kernels are compiled and steps captured."""
+        while len(self.gaps) < STEPS_AFTER:
+            await asyncio.sleep(0.01)
+
     async def join(self, link: Link) -> None:
         await self.sink.join([link], 0)
 
@@ -130,11 +135,12 @@ class Engines:
             if before is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = before
         self.value()
+        self.call("warm")
 
     def start(self, name: str, *args: Any) -> None:
         self.pipe.send((name, args))
 
-    def value(self, limit_s: float = 120) -> Any:
+    def value(self, limit_s: float = 200) -> Any:
         if not self.pipe.poll(limit_s):
             raise TimeoutError(f"the engine gave no answer within {limit_s:g} s")
         kind, found = self.pipe.recv()
@@ -265,8 +271,20 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
-def measure(report: Any, name: str, device: torch.device, transport: str, repeats: int, *, apart: bool) -> None:
+class Rows:
+    """A report's rows, with the regime by its name."""
+
+    def __init__(self, report: Any, regime: str) -> None:
+        self._report, self._regime = report, regime
+        self.check = report.check
+
+    def row(self, *arguments: Any, **more: Any) -> None:
+        self._report.row(*arguments, **more, regime=self._regime)
+
+
+def measure(all_rows: Any, name: str, device: torch.device, transport: str, repeats: int, *, apart: bool) -> None:
     """All rows of one model by one transport, and a comparison of both sides after each way."""
+    report = Rows(all_rows, "cuda, bf16" if device.type == "cuda" else "cpu, float32, one thread each")
     model = gpu.filled(K3Config.named(name), device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         directory = str(Path(folder) / "start")

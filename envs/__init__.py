@@ -43,7 +43,15 @@ from k3rl.envs.faults import (
     grade,
     honest,
 )
-from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, EpisodeRecorder, Policy, TurnSettings, prompt_rows
+from k3rl.envs.recording import (
+    NOT_GRADED,
+    ContextOutgrown,
+    EpisodeRecorder,
+    Policy,
+    PromptCache,
+    TurnSettings,
+    prompt_rows,
+)
 from k3rl.envs.registry import BrokenEnvironment, UnknownEnvironment, builtin_names, make, names, register
 from k3rl.envs.rollout import gradable, run_episode
 from k3rl.envs.rubric import RewardFunction, reward
@@ -85,6 +93,7 @@ __all__ = [
     "Observation",
     "ObservedEnv",
     "Policy",
+    "PromptCache",
     "RewardFunction",
     "Rubric",
     "StepResult",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import model_validator
 
 from k3rl.config import Config
 from k3rl.envs.faults import FaultConfig
 
+Sandbox: TypeAlias = Literal[
+    "bwrap", "subprocess", "docker", "podman", "kubernetes", "modal", "e2b", "daytona", "swe-rex"
+]
 _LISTS_FAMILIES: dict[str, float] = {"list": 0.9, "probe": 0.1}
 _LISTS_LEVELS: dict[str, tuple[int, ...]] = {"list": (1, 2, 3), "probe": (1, 2)}
 
@@ -20,8 +23,11 @@ class EnvConfig(Config):
     """A registered name, `pkg.module:Object`, a .py file or a directory."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment's factory."""
-    sandbox: Literal["bwrap", "subprocess"] = "bwrap"
-    """Where programs of the policy run. `subprocess` is no sandbox and is meant for code that you trust."""
+    sandbox: Sandbox = "bwrap"
+    """Where commands and programs of the policy run (docs/sandboxes.md). `subprocess` is no sandbox and is meant for
+    code that you trust. With one that is remote, graders and programs of a few milliseconds run in bwrap."""
+    sandbox_args: dict[str, Any] = {}
+    """Options of the sandbox's provider, such as `image` of docker."""
     families: dict[str, float] = _LISTS_FAMILIES
     """Share of each family among training tasks; empty leaves the mixture to the environment. This default is meant
     for coding-lists; for any other environment it is the same as empty."""
@@ -30,6 +36,11 @@ class EnvConfig(Config):
     not named leaves its levels to the environment, and this default too is meant for coding-lists."""
     faults: FaultConfig = FaultConfig()
     """What becomes of episodes whose environment misbehaves."""
+
+    @property
+    def local_sandbox(self) -> str:
+        """That of graders and of programs of a few milliseconds, on the machine of whoever needs them."""
+        return self.sandbox if self.sandbox in ("bwrap", "subprocess") else "bwrap"
 
     @model_validator(mode="after")
     def _defaults_are_of_one_environment(self) -> EnvConfig:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.types import EncodedImage, Message, SamplingMasks, StopReason, ToolCall, Turn
+from k3rl.packed import Packed, SamplingMasks, TurnColumns
+from k3rl.types import EncodedImage, Message, StopReason, ToolCall, Turn
 
-VERSION = 4
+VERSION = 5
 
 
 class BrokenState(ValueError):
@@ -60,7 +61,7 @@ class EpisodeState:
     """
 
     task_id: str
-    prompt: tuple[int, ...]
+    prompt: Packed
     branches: tuple[BranchState, ...]
     open: tuple[int, ...]
     messages: tuple[Message, ...]
@@ -75,7 +76,10 @@ class EpisodeState:
         arrays: list[np.ndarray] = []
         files: dict[EncodedImage, int] = {}
         rows = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "env"}
-        rows["branches"] = [_branch_row(branch, arrays, files) for branch in self.branches]
+        rows["branches"] = [_branch_row(branch, files) for branch in self.branches]
+        turns = [branch.turns for branch in self.branches]
+        rows["turns"] = _columns_row(TurnColumns.of(turns, [branch.parent for branch in self.branches]), arrays, files)
+        rows["prompt"] = _kept(self.prompt.array, arrays)
         rows["messages"] = [message_row(message) for message in self.messages]
         rows["metrics"] = dict(self.metrics)
         target = io.BytesIO()
@@ -99,9 +103,11 @@ class EpisodeState:
             rows = json.loads(members["state.json"])
             if rows.pop("version") != VERSION:
                 raise BrokenState(f"this episode was written by another version of k3rl; wants {VERSION}")
-            rows["prompt"] = tuple(rows["prompt"])
+            rows["prompt"] = Packed.of(_array(rows["prompt"], members), np.int32)
             rows["open"] = tuple(rows["open"])
-            rows["branches"] = tuple(_branch(row, members) for row in rows["branches"])
+            turns = _columns(rows.pop("turns"), members).turns(Turn)
+            pairs = zip(rows["branches"], turns, strict=True)
+            rows["branches"] = tuple(_branch(row, own, members) for row, own in pairs)
             rows["messages"] = tuple(map(message_of, rows["messages"]))
             return cls(env=members["env"], **rows)
         except (tarfile.TarError, KeyError, TypeError, ValueError) as error:
@@ -119,17 +125,15 @@ def message_of(row: Mapping[str, Any]) -> Message:
     return Message(**{**row, "tool_calls": calls})
 
 
-def _branch_row(branch: BranchState, arrays: list[np.ndarray], files: dict[EncodedImage, int]) -> dict[str, Any]:
+def _branch_row(branch: BranchState, files: dict[EncodedImage, int]) -> dict[str, Any]:
     return {
         "parent": branch.parent,
-        "turns": [_turn_row(turn, arrays, files) for turn in branch.turns],
         "conversation": [message_row(message) for message in branch.conversation],
         "images": _image_rows(branch.images, files),
     }
 
 
-def _branch(row: Mapping[str, Any], members: Mapping[str, bytes]) -> BranchState:
-    turns = tuple(_turn(turn, members) for turn in row["turns"])
+def _branch(row: Mapping[str, Any], turns: tuple[Turn, ...], members: Mapping[str, bytes]) -> BranchState:
     said = tuple(map(message_of, row["conversation"]))
     return BranchState(row["parent"], turns, said, _images(row["images"], members))
 
@@ -143,31 +147,37 @@ def _images(rows: Sequence[Sequence[int]], members: Mapping[str, bytes]) -> tupl
     return tuple(EncodedImage(members[f"{number}.image"], width, height) for number, width, height in rows)
 
 
-def _turn_row(turn: Turn, arrays: list[np.ndarray], files: dict[EncodedImage, int]) -> dict[str, Any]:
-    row = {item.name: getattr(turn, item.name) for item in dataclasses.fields(turn)}
-    for name in ("prompt_ids", "sampled_ids"):
-        row[name] = list(map(int, row[name]))
-    row["logprobs"] = list(map(float, turn.logprobs))
-    row["images"] = _image_rows(turn.images, files)
-    if turn.routes is not None:
-        arrays.append(turn.routes)
-        row["routes"] = f"{len(arrays) - 1}.npy"
-    if turn.sampling_mask is not None:
-        parts = [turn.sampling_mask.which, turn.sampling_mask.ends, turn.sampling_mask.ids]
-        row["sampling_mask"] = [f"{len(arrays) + number}.npy" for number in range(len(parts))]
-        arrays += parts
-    return row
+_ARRAYS = ("ends", "counts", "ids", "logprobs", "versions", "seconds")
 
 
-def _turn(row: dict[str, Any], members: Mapping[str, bytes]) -> Turn:
-    if row["routes"] is not None:
-        row["routes"] = _array(row["routes"], members)
-    if row["sampling_mask"] is not None:
-        row["sampling_mask"] = SamplingMasks(*(_array(name, members) for name in row["sampling_mask"]))
-    for name in ("prompt_ids", "sampled_ids", "logprobs"):
-        row[name] = tuple(row[name])
-    images = _images(row["images"], members)
-    return Turn(**{**row, "stop_reason": StopReason(row["stop_reason"]), "images": images})
+def _kept(array: np.ndarray, arrays: list[np.ndarray]) -> str:
+    """The name of the file that this array becomes."""
+    arrays.append(array)
+    return f"{len(arrays) - 1}.npy"
+
+
+def _columns_row(columns: TurnColumns, arrays: list[np.ndarray], files: dict[EncodedImage, int]) -> dict[str, Any]:
+    masks = [None if mask is None else (mask.which, mask.ends, mask.ids) for mask in columns.sampling_masks]
+    return {
+        **{name: _kept(getattr(columns, name), arrays) for name in _ARRAYS},
+        "parents": columns.parents,
+        "stop_reasons": columns.stop_reasons,
+        "routes": [None if routes is None else _kept(routes, arrays) for routes in columns.routes],
+        "images": _image_rows(columns.images, files),
+        "sampling_masks": [None if mask is None else [_kept(part, arrays) for part in mask] for mask in masks],
+    }
+
+
+def _columns(row: Mapping[str, Any], members: Mapping[str, bytes]) -> TurnColumns:
+    masks = [None if names is None else [_array(name, members) for name in names] for names in row["sampling_masks"]]
+    return TurnColumns(
+        **{name: _array(row[name], members) for name in _ARRAYS},
+        parents=tuple(row["parents"]),
+        stop_reasons=tuple(map(StopReason, row["stop_reasons"])),
+        routes=tuple(None if name is None else _array(name, members) for name in row["routes"]),
+        images=_images(row["images"], members),
+        sampling_masks=tuple(None if parts is None else SamplingMasks(*parts) for parts in masks),
+    )
 
 
 def _array(name: str, members: Mapping[str, bytes]) -> np.ndarray:

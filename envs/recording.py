@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 from k3rl.envs.episode_state import BranchState, EpisodeState
+from k3rl.packed import Packed, SamplingMasks
 from k3rl.tokens import Tokenizer, encoded_images, image_prompts, image_rows, xtml
 from k3rl.types import (
     Branch,
@@ -21,7 +25,6 @@ from k3rl.types import (
     Episode,
     Failed,
     Message,
-    SamplingMasks,
     SamplingParams,
     Score,
     StopReason,
@@ -30,7 +33,7 @@ from k3rl.types import (
 )
 
 NOT_GRADED = Failed("not graded")
-Rendered: TypeAlias = tuple[tuple[int, ...], tuple[EncodedImage, ...]]  # ids, and an image for each placeholder
+Rendered: TypeAlias = tuple[Sequence[int], tuple[EncodedImage, ...]]  # ids, and an image for each placeholder
 
 
 class ContextOutgrown(RuntimeError):
@@ -51,23 +54,49 @@ class Policy(Protocol):
         ...
 
 
+class PromptCache:
+    """The newest conversations that began, rendered: the episodes of a group begin with one."""
+
+    def __init__(self, size: int = 64) -> None:
+        self._size = size
+        self._known: OrderedDict[str, Rendered] = OrderedDict()
+
+    def get(self, key: str, render: Callable[[], Rendered]) -> Rendered:
+        """What `render` gave for this key."""
+        if key not in self._known:
+            self._known[key] = render()
+            if len(self._known) > self._size:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+
 @dataclass(frozen=True, slots=True)
 class TurnSettings:
     """How the turns of a policy are rendered, sampled and read.
 
     sampling holds for every turn, `max_tokens` as an upper bound; with a `sampling.seed` each turn derives its own.
-    thinking: assistant turns have a think channel; thinking_effort: low, high or max.
+    thinking: assistant turns have a think channel; thinking_effort: low, high or max. prompts: those that other
+    episodes of this tokenizer began with.
     """
 
     tokenizer: Tokenizer
     sampling: SamplingParams
     thinking: bool = False
     thinking_effort: str | None = None
+    prompts: PromptCache | None = None
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = (), tool_choice: str | None = None
     ) -> Rendered:
         """A conversation that begins, through the generation prefix. Raises XTMLError, TokenizerError or ImageError."""
+        if self.prompts is None:
+            return self._prompt(messages, tools, tool_choice)
+        key = repr((messages, tools, tool_choice, self.thinking, self.thinking_effort))
+        return self.prompts.get(key, lambda: self._prompt(messages, tools, tool_choice))
+
+    def _prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], tool_choice: str | None
+    ) -> Rendered:
         images = encoded_images(messages)
         segments = xtml.render(
             messages,
@@ -116,6 +145,14 @@ class TurnSettings:
 def prompt_rows(turn: Turn) -> int:
     """Rows of the model that a turn's prompt takes: a token is one, an image as many as its size gives."""
     return len(turn.prompt_ids) + sum(image_rows(image.width, image.height) - 1 for image in turn.images)
+
+
+def _own_routes(turn: Turn, before: Sequence[Turn]) -> Turn:
+    """A turn with the routes of those rows that its branch had not computed before, and no hold on the others."""
+    if turn.routes is None or not before:
+        return turn
+    known = prompt_rows(before[-1]) + len(before[-1].sampled_ids) - 1
+    return dataclasses.replace(turn, routes=turn.routes[known:].copy())
 
 
 class EpisodeRecorder:
@@ -168,17 +205,19 @@ class EpisodeRecorder:
         return min(limit for limit in limits if limit is not None)
 
     async def sample(
-        self, policy: Policy, prompt: tuple[int, ...], images: tuple[EncodedImage, ...], max_tokens: int
+        self, policy: Policy, prompt: Sequence[int], images: tuple[EncodedImage, ...], max_tokens: int
     ) -> tuple[Turn, Completion]:
-        """One more turn, which `record` is given. Raises what the policy raises."""
+        """One more turn, as `record` takes it: with routes of its whole prompt. Raises what the policy raises."""
+        prompt = Packed.of(prompt, np.int32)
         params = self.settings.params(self.turns_begun, max_tokens)
         self.turns_begun += 1
         began = time.monotonic()
         shown = {"images": images} if images else {}
         completion = await policy.complete(prompt, params, **shown)
+        ids = prompt.extended(completion.token_ids)
         turn = Turn(
-            prompt_ids=prompt,
-            sampled_ids=completion.token_ids,
+            prompt_ids=ids[: len(prompt)],
+            sampled_ids=ids[len(prompt) :],
             logprobs=completion.logprobs,
             stop_reason=completion.stop_reason,
             first_version=completion.first_version,
@@ -195,7 +234,7 @@ class EpisodeRecorder:
 
         said: its message. whole: the message is what the policy sampled, not the text of a turn that was cut.
         """
-        self.branches[branch] = self.branches[branch].with_turn(turn)
+        self.branches[branch] = self.branches[branch].with_turn(_own_routes(turn, self.branches[branch].turns))
         self.messages.append(said)
         self.tokens += len(turn.sampled_ids)
         self.tool_calls += len(said.tool_calls)
@@ -217,12 +256,12 @@ class EpisodeRecorder:
         return reason
 
     def state(
-        self, prompt: tuple[int, ...], going_on: Sequence[int], metrics: Mapping[str, float], env: bytes
+        self, prompt: Sequence[int], going_on: Sequence[int], metrics: Mapping[str, float], env: bytes
     ) -> EpisodeState:
         """Where the episode stands before the turn of `prompt`. going_on: `EpisodeState.open`; env: its snapshot."""
         return EpisodeState(
             task_id=self.task.id,
-            prompt=prompt,
+            prompt=Packed.of(prompt, np.int32),
             branches=tuple(self.branches),
             open=tuple(going_on),
             messages=tuple(self.messages),

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from k3rl.envs.base import Action, Env, EpisodeContext, Observation, tighter
 from k3rl.envs.episode_state import BranchState, EpisodeState
@@ -118,7 +118,7 @@ class _Loop:
         kind = getattr(error, "kind", FailureKind.DIED if isinstance(error, SandboxDied) else FailureKind.RAISED)
         self.score = Failed(f"environment: {type(error).__name__}: {error}"[:500], kind)
 
-    async def _environment(self, call: Awaitable[tuple[int, ...] | None]) -> tuple[int, ...] | None:
+    async def _environment(self, call: Awaitable[Sequence[int] | None]) -> Sequence[int] | None:
         """The next prompt, or None when the episode is over, also because the environment broke or took too long."""
         wall = self._recorder.budgets.wall_s
         try:
@@ -131,15 +131,15 @@ class _Loop:
             self._broken(error)
             return None
 
-    async def _state(self, prompt: tuple[int, ...]) -> EpisodeState:
+    async def _state(self, prompt: Sequence[int]) -> EpisodeState:
         return self._recorder.state(prompt, self._open, self.metrics, await self._env.snapshot())
 
     # ---- what the environment says
 
-    async def _reset(self) -> tuple[int, ...]:
+    async def _reset(self) -> Sequence[int]:
         return self._first_prompt(await self._env.reset(self._recorder.task, self._context))
 
-    async def _restore(self, state: EpisodeState) -> tuple[int, ...]:
+    async def _restore(self, state: EpisodeState) -> Sequence[int]:
         recorder = self._recorder
         if state.task_id != recorder.task.id:
             raise ValueError(f"this state is of task {state.task_id}, the episode of {recorder.task.id}")
@@ -148,11 +148,13 @@ class _Loop:
         self._open, self.metrics = list(state.open), dict(state.metrics)
         return state.prompt
 
-    async def _step(self, message: Message) -> tuple[int, ...] | None:
+    async def _step(self, message: Message) -> Sequence[int] | None:
         turn = self._turn
         started = time.monotonic()
         try:
-            result = await self._env.step(Action(message, turn.sampled_ids, prompt_rows(turn) + len(turn.sampled_ids)))
+            result = await self._env.step(
+                Action(message, tuple(turn.sampled_ids), prompt_rows(turn) + len(turn.sampled_ids))
+            )
         finally:
             self._branch = self._branch.with_last(dataclasses.replace(turn, env_s=time.monotonic() - started))
         self.metrics = dict(result.metrics)
@@ -164,7 +166,7 @@ class _Loop:
             return self._first_prompt(result.observation)
         return self._next_prompt(result.observation)
 
-    def _first_prompt(self, observation: Observation) -> tuple[int, ...]:
+    def _first_prompt(self, observation: Observation) -> Sequence[int]:
         """The prompt of a branch that begins."""
         parent = self._open[-1] if self._open else None
         if observation.branch == "new" and self._open:
@@ -174,7 +176,7 @@ class _Loop:
         self._recorder.messages += observation.messages
         return ids
 
-    def _next_prompt(self, observation: Observation) -> tuple[int, ...]:
+    def _next_prompt(self, observation: Observation) -> Sequence[int]:
         """The prompt of a branch that goes on."""
         if observation.branch == "parent":
             if len(self._open) < 2:
@@ -185,7 +187,7 @@ class _Loop:
         )
         self._recorder.messages += observation.messages
         self._branch = self._branch.with_messages(observation.messages, images)
-        return (*self._turn.prompt_ids, *self._turn.sampled_ids, *ids)
+        return self._turn.ids.extended(ids)
 
     @property
     def _branch(self) -> BranchState:
@@ -203,7 +205,7 @@ class _Loop:
 
     # ---- what the policy says
 
-    async def _sample(self, prompt: tuple[int, ...]) -> Message | None:
+    async def _sample(self, prompt: Sequence[int]) -> Message | None:
         """Sample and record one turn: its message, or None when it ends the episode."""
         recorder = self._recorder
         left = None if recorder.budgets.tokens is None else recorder.budgets.tokens - recorder.tokens

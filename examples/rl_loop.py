@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -54,39 +55,33 @@ class InProcessPolicy:
         if self._waiting and len(self._waiting) == self._live:
             futures, self._waiting = self._waiting, {}
             for number, outcome in self._engine.drain():
-                if isinstance(outcome, EngineError):
-                    futures[number].set_exception(outcome)
-                else:
-                    futures[number].set_result(outcome)
+                future = futures[number]
+                future.set_exception(outcome) if isinstance(outcome, EngineError) else future.set_result(outcome)
 
 
 async def play(
     env: Environment, tasks: dict[str, Task], engine: Engine, tokenizer: Tokenizer, seed: int
 ) -> list[Episode]:
     """One ungraded episode for each id. An environment sees its task without the hidden part."""
-    policy = InProcessPolicy(engine, len(tasks))
-    sandboxes = provider_named("bwrap")
+    policy, sandboxes = InProcessPolicy(engine, len(tasks)), provider_named("bwrap")
     programs = ProgramRunner(sandboxes) if env.needs_programs else None
 
-    async def episode(number: int, name: str, task: Task) -> Episode:
+    async def episode(name: str, own_seed: int) -> Episode:
+        settings = TurnSettings(tokenizer, SamplingParams(temperature=1.0, max_tokens=64, seed=own_seed))
+        context = EpisodeContext(seed=own_seed, programs=programs, sandboxes=sandboxes)
+        task = tasks[name].public()
         try:
-            sampling = SamplingParams(temperature=1.0, max_tokens=64, seed=seed + number)
-            context = EpisodeContext(seed=seed + number, programs=programs, sandboxes=sandboxes)
-            settings = TurnSettings(tokenizer, sampling)
-            return await run_episode(env.make_env(), task.public(), policy, settings, episode_id=name, context=context)
+            return await run_episode(env.make_env(), task, policy, settings, episode_id=name, context=context)
         finally:
             policy.leave()
 
-    return list(await asyncio.gather(*(episode(n, name, task) for n, (name, task) in enumerate(tasks.items()))))
+    return await asyncio.gather(*(episode(name, seed + n) for n, name in enumerate(tasks)))
 
 
 def graded(env: Environment, tasks: dict[str, Task], episodes: Sequence[Episode]) -> list[Episode]:
     """The episodes with their scores: the rubric runs what they answered, with the hidden part of the task."""
-    rubric = env.grader(provider="bwrap")
-    try:
+    with closing(env.grader(provider="bwrap")) as rubric:
         scores = rubric.score_episodes([(tasks[episode.id], episode) for episode in episodes])
-    finally:
-        rubric.close()
     return [replace(episode, score=score) for episode, score in zip(episodes, scores, strict=True)]
 
 
@@ -99,9 +94,8 @@ def policy_batch(groups: Sequence[Sequence[Episode]]) -> TrainBatch | None:
     advantages: dict[str, float] = {}
     for group in groups:
         rewards = [e.score.reward if isinstance(e.score, Scored) else None for e in group]
-        known = [
-            (e, a) for e, a in zip(group, group_advantages(rewards, normalise="none"), strict=True) if a is not None
-        ]
+        found = zip(group, group_advantages(rewards, normalise="none"), strict=True)
+        known = [(episode, advantage) for episode, advantage in found if advantage is not None]
         trained += [episode for episode, _ in known]
         advantages |= {episode.id: advantage for episode, advantage in known}
     return from_episodes(trained, advantages, mode="token") if any(advantages.values()) else None
@@ -124,10 +118,8 @@ def warm_start(model: K3ForCausalLM, env: Environment, tokenizer: Tokenizer, ste
     order = np.random.default_rng(seed)
     for step in range(steps):
         chosen = order.choice(len(rows), 48, replace=False)
-        batch = TrainBatch.pack(
-            [chat_sequence(f"row-{i}", rows[i]["messages"], None, tokenizer, False) for i in chosen]
-        )
-        metrics = trainer.train(batch, CrossEntropy(), lr_scale=min(1.0, (step + 1) / 10))
+        examples = [chat_sequence(f"row-{i}", rows[i]["messages"], None, tokenizer, False) for i in chosen]
+        metrics = trainer.train(TrainBatch.pack(examples), CrossEntropy(), lr_scale=min(1.0, (step + 1) / 10))
         if step % 20 == 19:
             print(f"sft {step + 1:3d}  loss {metrics.values()['loss/mean']:.3f}")
 
@@ -136,14 +128,10 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--env", default="coding-lists")
     words.add_argument("--start", help="a checkpoint directory; without one the policy is warmed up first")
-    words.add_argument("--warm-steps", type=int, default=160)
-    words.add_argument("--steps", type=int, default=20)
-    words.add_argument("--groups", type=int, default=24)
-    words.add_argument("--group-size", type=int, default=8)
-    words.add_argument("--seed", type=int, default=0)
     words.add_argument("--out", help="where the policy goes at the end, in the official layout")
+    for name, default in (("warm-steps", 160), ("steps", 20), ("groups", 24), ("group-size", 8), ("seed", 0)):
+        words.add_argument(f"--{name}", type=int, default=default)
     given = words.parse_args()
-
     env = make(given.env)
     if given.start:
         model, tokenizer = load_checkpoint(given.start, dtype=torch.float32), Tokenizer.load(given.start)
@@ -159,11 +147,10 @@ def main() -> None:
         first = step * given.groups
         drawn = [env.source.get("train", first + n, given.seed) for n in range(given.groups)]
         tasks = {f"{step}-{n}-{k}": task for n, task in enumerate(drawn) for k in range(given.group_size)}
-        episodes = asyncio.run(play(env, tasks, engine, tokenizer, seed=given.seed + step * len(tasks)))
-        episodes = graded(env, tasks, episodes)
-        groups = [episodes[n : n + given.group_size] for n in range(0, len(episodes), given.group_size)]
+        played = asyncio.run(play(env, tasks, engine, tokenizer, seed=given.seed + step * len(tasks)))
+        episodes = graded(env, tasks, played)
+        batch = policy_batch([episodes[n : n + given.group_size] for n in range(0, len(episodes), given.group_size)])
         rewards = [episode.score.reward for episode in episodes if isinstance(episode.score, Scored)]
-        batch = policy_batch(groups)
         shown = {} if batch is None else trainer.train(batch, loss, temperature=1.0).values()
         drift = shown.get("mismatch/kl/mean", float("nan"))
         print(f"rl {step + 1:3d}  reward {np.mean(rewards):.3f} of {len(rewards)}  KL(sampler to learner) {drift:.1e}")

@@ -7,7 +7,7 @@ Message, ToolCall          what is said; `k3rl.tokens.xtml` turns it into tokens
 EncodedImage               an image of a conversation, as the bytes of its file
 Task, Budgets              what is asked of a policy, and how much it may spend
 SamplingParams, Completion what an engine is asked for, and what it gives; Constraint: what its text must match;
-                           SamplingMasks: the tokens that each one was drawn from
+                           `packed.SamplingMasks`: the tokens that each one was drawn from
 Turn, Branch, Episode      what happened when a policy acted on a task
 Scored, Invalid, Failed    the three states of a `Score`; a missing reward is Failed (FailureKind), never 0
 Group                      the episodes of one task, joined by id
@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+
+from k3rl.packed import Packed, Record, SamplingMasks, TurnColumns
 
 
 class StopReason(StrEnum):
@@ -43,6 +45,7 @@ class StopReason(StrEnum):
     WALL_TIMEOUT = "wall_timeout"
     VIRTUAL_TIMEOUT = "virtual_timeout"  # the task's own time, which does not depend on how fast an engine is
     PARSE_ERROR = "parse_error"  # the assistant message is not valid XTML
+    PROGRAM_FAILED = "program_failed"  # the policy's program ended with an error after the policy had acted
     CHEAT_DETECTED = "cheat_detected"
     INFRA_ERROR = "infra_error"
     CANCELLED = "cancelled"
@@ -168,10 +171,11 @@ class SamplingParams:
     request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
     cache_salt: prefix-cache entries are shared only between requests of one salt (a tenant).
     session: the name of the conversation that the request goes on; its state stays in the engine until the next turn,
-    or until the session ends. Empty: none.
+    or until the session ends. Empty: none. ends_session: this is its last turn, behind which nothing is kept.
     routes_from: tokens of the prompt whose routes the caller has; `Completion.routes` begins behind them.
     adapter: the name of a published adapter to compute with; empty for the weights as they are.
     top_logprobs: how many of the likeliest tokens to give with each sampled one (`Completion.top_logprobs`).
+    priority: above 0 the request goes before all others, and takes the row of the youngest where none is free.
     constraint: what the text must match; tokens that would leave it are forbidden before anything else, and it needs a
     stop id, which is allowed only where the text is complete.
     """
@@ -191,7 +195,9 @@ class SamplingParams:
     adapter: str = ""
     top_logprobs: int = 0
     session: str = ""
+    ends_session: bool = False
     routes_from: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -222,7 +228,7 @@ Alternatives: TypeAlias = tuple[tuple[int, float], ...]  # (token id, logprob) p
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Record):
     """What an engine sampled for one prompt.
 
     token_ids: sampled ids, a stop id included; logprobs: one float per id, under the sampling distribution.
@@ -252,85 +258,20 @@ class Completion:
     top_logprobs: tuple[Alternatives, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingMasks:
-    """The ids that each of T tokens was drawn from, in compact form: D distinct sets, each written down once.
-
-    which int32 [T]: number of the token's set, -1 where nothing was cut or nothing was sampled; ends int64 [D]: where
-    each set ends in ids int32, ascending within a set. Sets are numbered in the order of their first token.
-    """
-
-    which: np.ndarray
-    ends: np.ndarray
-    ids: np.ndarray
-
-    @classmethod
-    def of(cls, sampling_mask: Sequence[np.ndarray]) -> SamplingMasks:
-        """`Completion.sampling_mask`: one array of ids per token; an array that occurs again is one set."""
-        numbers: dict[int, int] = {}
-        distinct: list[np.ndarray] = []
-        which = np.empty(len(sampling_mask), np.int32)
-        for place, own in enumerate(sampling_mask):
-            which[place] = numbers.setdefault(id(own), len(distinct))
-            if which[place] == len(distinct):
-                distinct.append(own)
-        ends = np.cumsum([len(own) for own in distinct], dtype=np.int64)
-        return cls(which, ends, np.concatenate([np.empty(0, np.int32), *distinct]).astype(np.int32))
-
-    @classmethod
-    def join(cls, parts: Sequence[SamplingMasks | int]) -> SamplingMasks:
-        """Parts end to end; a number stands for so many tokens without a set."""
-        which, ends, ids = [np.empty(0, np.int32)], [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-        sets, size = 0, 0
-        for part in parts:
-            if isinstance(part, int):
-                which.append(np.full(part, -1, np.int32))
-                continue
-            which.append(np.where(part.which < 0, part.which, part.which + np.int32(sets)))
-            ends.append(part.ends + size)
-            ids.append(part.ids)
-            sets, size = sets + len(part.ends), size + len(part.ids)
-        return cls(np.concatenate(which), np.concatenate(ends), np.concatenate(ids))
-
-    def take(self, places: np.ndarray) -> SamplingMasks:
-        """Of the tokens at these places, int64 or a mask, with the sets that they use."""
-        which = self.which[places]
-        used, first = np.unique(which, return_index=True)
-        used = used[np.argsort(first)]
-        used = used[used >= 0]
-        number = np.full(len(self.ends) + 1, -1, np.int32)  # the last one is that of -1
-        number[used] = np.arange(len(used), dtype=np.int32)
-        distinct = [self.set(int(own)) for own in used]
-        ends = np.cumsum([len(own) for own in distinct], dtype=np.int64)
-        return SamplingMasks(number[which], ends, np.concatenate([np.empty(0, np.int32), *distinct]))
-
-    def set(self, number: int) -> np.ndarray:
-        """The ids of a set."""
-        return self.ids[self.ends[number - 1] if number else 0 : self.ends[number]]
-
-    def __len__(self) -> int:
-        return len(self.which)
-
-    def __eq__(self, other: object) -> bool:
-        names = ("which", "ends", "ids")
-        return isinstance(other, SamplingMasks) and all(
-            np.array_equal(getattr(self, n), getattr(other, n)) for n in names
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # arrays have none either
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One prompt and what the policy sampled for it, exactly as the engine saw and gave it.
 
-    images: one for each placeholder id of the prompt, in order. Turns of an episode share the objects.
+    prompt_ids, sampled_ids int32, logprobs float32: sequences are taken and kept as `Packed`; the turns of a branch
+    share one array of ids, of which these are slices. routes: int16 [rows, M, k] of the rows that this turn computed
+    first, in the model: those of its prompt and sampled tokens but the last, without the rows of the branch's turns
+    before it. images: one for each placeholder id of the prompt, in order. Turns of an episode share the objects.
     sampling_mask: what each sampled token was drawn from, None when nothing was cut (`Completion.sampling_mask`).
     """
 
-    prompt_ids: tuple[int, ...]
-    sampled_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    prompt_ids: Packed
+    sampled_ids: Packed
+    logprobs: Packed
     stop_reason: StopReason
     first_version: int
     last_version: int
@@ -339,6 +280,15 @@ class Turn:
     env_s: float = 0.0
     images: tuple[EncodedImage, ...] = ()
     sampling_mask: SamplingMasks | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("prompt_ids", np.int32), ("sampled_ids", np.int32), ("logprobs", np.float32)):
+            object.__setattr__(self, name, Packed.of(getattr(self, name), dtype))
+
+    @property
+    def ids(self) -> Packed:
+        """The prompt and what was sampled for it."""
+        return self.prompt_ids.extended(self.sampled_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,20 +318,19 @@ class Branch:
         Raises ValueError when a prompt does not extend what came before it: that branch was re-rendered
         somewhere, and its logprobs would belong to other tokens.
         """
-        ids: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
+        known = Packed.of((), np.int32)
+        mask, logprobs = [np.empty(0, bool)], [np.empty(0, np.float32)]
         for number, turn in enumerate(self.turns):
-            if tuple(turn.prompt_ids[: len(ids)]) != tuple(ids):
+            if turn.prompt_ids[: len(known)] != known:
                 raise ValueError(
                     f"branch {self.id}: the prompt of turn {number} does not extend the tokens before it; "
                     "append new tokens to the old ones, never re-render a conversation"
                 )
-            fresh = turn.prompt_ids[len(ids) :]
-            ids += [*fresh, *turn.sampled_ids]
-            mask += [False] * len(fresh) + [True] * len(turn.sampled_ids)
-            logprobs += [0.0] * len(fresh) + list(turn.logprobs)
-        return np.asarray(ids, np.int64), np.asarray(mask, bool), np.asarray(logprobs, np.float32)
+            fresh = len(turn.prompt_ids) - len(known)
+            mask += [np.zeros(fresh, bool), np.ones(len(turn.sampled_ids), bool)]
+            logprobs += [np.zeros(fresh, np.float32), turn.logprobs.array]
+            known = turn.ids
+        return known.array.astype(np.int64), np.concatenate(mask), np.concatenate(logprobs)
 
     @property
     def sampling_mask(self) -> SamplingMasks | None:
@@ -400,7 +349,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(Record):
     """The grader ran to its end. `parts` are the named pieces of the reward."""
 
     reward: float
@@ -429,7 +378,7 @@ class FailureKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Record):
     """No reward exists: the infrastructure, not the policy, failed. Leaves the batch and the baseline."""
 
     reason: str
@@ -455,6 +404,25 @@ class Episode:
     budgets_used: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Every token once: turns travel as columns, see `TurnColumns`."""
+        names = [branch.id for branch in self.branches]
+        parents = [names.index(b.parent) if b.parent in names else None for b in self.branches]
+        columns = TurnColumns.of([branch.turns for branch in self.branches], parents)
+        bare = tuple((branch.id, branch.parent) for branch in self.branches)
+        values = [getattr(self, item.name) for item in dataclasses.fields(self)]
+        values[[item.name for item in dataclasses.fields(self)].index("branches")] = (bare, columns)
+        return _episode, tuple(values)
+
+
+def _episode(*values: Any) -> Episode:
+    """The inverse of `Episode.__reduce__`."""
+    made = {item.name: value for item, value in zip(dataclasses.fields(Episode), values, strict=True)}
+    bare, columns = made["branches"]
+    turns = columns.turns(Turn)
+    made["branches"] = tuple(Branch(name, own, parent) for (name, parent), own in zip(bare, turns, strict=True))
+    return Episode(**made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,9 +73,10 @@ class SamplingConfig(Config):
     """Tokens with at least this share of the largest probability; 0 is off."""
     max_tokens: int = Field(96, ge=1)
     """Sampled tokens of one turn at most; a task's own budget may be tighter."""
-    replay_routes: bool = False
+    replay_routes: bool | None = None
     """Training sends each token to the experts that computed it in the rollout, which are recorded beside it. In bf16
-    the learner may otherwise choose others where scores nearly tie; in float32 both choose alike."""
+    the learner may otherwise choose others where scores nearly tie; in float32 both choose alike. None: where learner
+    or engine compute in bf16, with k3rl's own engine."""
     thinking: bool = False
     """Assistant turns begin in the think channel. What is thought there is sampled and trained; answers are what comes
     behind it."""
@@ -93,6 +94,11 @@ class EvalConfig(Config):
 
     n: int = Field(512, ge=1)
     """Held-out tasks."""
+    every: int | None = Field(None, ge=1)
+    """Of RL and distillation: steps between evaluations while the run goes on, at temperature 1, on what training
+    leaves of the engines and of one version of the weights (`eval/...` in docs/runs.md). None: none."""
+    every_n: int = Field(128, ge=1)
+    """Held-out tasks of each of these."""
     n_family: int = Field(128, ge=0)
     """Tasks of the family that never occurs in training, reported apart."""
     seed: int = 0
@@ -242,6 +248,23 @@ class CorrectionConfig(Config):
         return Correction(self.type, self.low, high)
 
 
+class GuardConfig(Config):
+    """Limits of drift (docs/algorithms.md). Beyond one the run says so, in its output and as `guard/passed_limits`."""
+
+    at_limit: Literal["warn", "stop"] = "warn"
+    """stop: the run saves its state and ends, with status `stopped`."""
+    window: int = Field(5, ge=1)
+    """Steps that each number is a mean over, and first steps that entropy and length are compared with."""
+    kl: float | None = Field(0.05, gt=0)
+    """Largest mean KL(sampler to learner) in nats; None for this and each below: no limit."""
+    entropy: float | None = Field(0.05, gt=0, lt=1)
+    """Smallest entropy, as a share of that of the first steps."""
+    length: float | None = Field(3.0, gt=1)
+    """Largest factor by which turns may become longer, or shorter, than in the first steps."""
+    part_share: float | None = Field(0.95, gt=0, lt=1)
+    """Largest share of one named part in a reward of several, where it was below in the first steps."""
+
+
 class RolloutsConfig(Config):
     """When rollouts and training take turns (docs/loop.md)."""
 
@@ -285,6 +308,7 @@ class RolloutStageConfig(StageConfig):
     on this one."""
     rollouts: RolloutsConfig = RolloutsConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    guard: GuardConfig = GuardConfig()
     failure_limit: float = Field(0.25, ge=0, le=1)
     """Share of episodes without a reward above which the run stops."""
 

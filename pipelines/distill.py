@@ -52,6 +52,6 @@ def distill_batches(groups: Sequence[Group], config: DistillConfig) -> tuple[lis
     episodes = [e for group in groups for e in group.episodes if e.branches and not isinstance(e.score, Failed)]
     families = {f"{e.id}/{branch.id}": e.family for e in episodes for branch in e.branches}
     shares = [share for i in range(config.optimizer_steps) if (share := episodes[i :: config.optimizer_steps])]
-    routes = config.sampling.replay_routes
+    routes = bool(config.sampling.replay_routes)
     batches = [from_episodes(share, {episode.id: 0.0 for episode in share}, routes=routes) for share in shares]
     return batches, [[families[name] for name in batch.sequence_ids] for batch in batches]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ import numpy as np
 from k3rl.actors import EpisodeJob, RolloutWorkers, TaskRef
 from k3rl.config import ConfigError
 from k3rl.envs import make
-from k3rl.pipelines.configs import EnvConfig, EvalConfig
+from k3rl.pipelines.configs import EnvConfig, EvalConfig, RolloutStageConfig
 from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures, reward_of
+from k3rl.run import Accumulator
 from k3rl.types import Episode, SamplingParams, StopReason
 
 _FAILURE_LIMIT = 0.02  # an evaluation with more missing rewards than this measures the sandbox, not the policy
@@ -80,6 +81,14 @@ def held_out(env: EnvConfig, config: EvalConfig, *, required: bool = True) -> di
     return tasks
 
 
+def run_evaluations(config: RolloutStageConfig) -> RunEvaluations:
+    """Those of a stage. Raises ConfigError where `evaluation.every` is set and nothing is held out."""
+    chosen = config.evaluation
+    if chosen.every is None:
+        return RunEvaluations(chosen, 0)
+    return RunEvaluations(chosen, held_out(config.env, chosen.replace(n=chosen.every_n, n_family=0))["heldout"])
+
+
 def evaluate(rollouts: RolloutWorkers, checkpoint: str, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
     """Loads the checkpoint into the engines and measures it on `held_out` tasks. Raises TooManyFailures when rewards
     are missing."""
@@ -107,15 +116,70 @@ def measure(rollouts: RolloutWorkers, config: EvalConfig, tasks: Mapping[str, in
     )
 
 
-def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
-    if n == 0:
-        return []
+@dataclass
+class RunEvaluations:
+    """Evaluations of a run that goes on: when one is due, of what, and the best so far.
+
+    tasks: held-out tasks of each; 0 for a run without.
+    """
+
+    config: EvalConfig
+    tasks: int
+    best: tuple[int, float] | None = None  # (trained steps, mean reward)
+
+    def due(self, trained: int) -> bool:
+        """Whether the weights after so many steps are to be measured."""
+        return bool(self.tasks and self.config.every) and trained % (self.config.every or 1) == 0
+
+    def notes(self) -> dict[str, Any]:
+        """What a stage's result says of the best one."""
+        return {} if self.best is None else {"best_evaluation": {"step": self.best[0], "mean": self.best[1]}}
+
+    def state(self) -> list[float] | None:
+        return None if self.best is None else list(self.best)
+
+    def restore(self, state: Sequence[float] | None) -> None:
+        self.best = None if state is None else (int(state[0]), state[1])
+
+    def jobs(self, trained: int) -> list[EpisodeJob]:
+        """The same tasks and seeds each time, under names of their own."""
+        return [
+            replace(job, episode_id=f"{job.episode_id}-{trained}", group_id=f"{job.group_id}-{trained}")
+            for job in _jobs(self.config, "heldout", self.tasks, 1.0)
+        ]
+
+    def taken(self, env: str, trained: int, found: Sequence[float | None]) -> tuple[Accumulator, str]:
+        """Metrics of one that is done, and what a person should read of it. found: reward of each episode, if any."""
+        metrics, rewards = Accumulator(), [reward for reward in found if reward is not None]
+        metrics.add(f"eval/{env}/step", trained)
+        metrics.add(f"eval/{env}/missing", len(found) - len(rewards))
+        if not rewards:
+            return metrics, f"evaluation of step {trained}: no episode has a reward"
+        mean, (low, high) = _mean(rewards), interval(rewards)
+        metrics.add(f"eval/{env}/mean", sum(rewards), len(rewards))
+        metrics.add(f"eval/{env}/pass_rate", sum(reward >= 1 for reward in rewards), len(rewards))
+        metrics.add(f"eval/{env}/ci_low", low)
+        metrics.add(f"eval/{env}/ci_high", high)
+        if self.best is None or mean > self.best[1]:
+            self.best = trained, mean
+        metrics.add(f"eval/{env}/best_step", self.best[0])
+        said = f"evaluation of step {trained}: {mean:.3f} ({low:.3f} to {high:.3f}, {len(rewards)} tasks)"
+        return metrics, f"{said}; the best is that of step {self.best[0]}, {self.best[1]:.3f}"
+
+
+def _jobs(config: EvalConfig, split: str, n: int, temperature: float) -> list[EpisodeJob]:
     seeds = np.random.default_rng([config.seed, int(temperature > 0)]).integers(2**62, size=n)
     thinking = config.thinking, config.thinking_effort
-    jobs = [
+    return [
         EpisodeJob(name := f"eval-{split}-{i}", name, TaskRef(split, i, config.seed), int(seed), *thinking)
         for i, seed in enumerate(seeds)
     ]
+
+
+def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
+    if n == 0:
+        return []
+    jobs = _jobs(config, split, n, temperature)
     params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens)
     groups = rollouts.run(jobs, params)
     check_failures(groups, _FAILURE_LIMIT)

@@ -107,7 +107,7 @@ def evaluate(
         raise MissingResource(f"{checkpoint} {NO_CHECKPOINT}")
     chosen = EnvConfig(name=env, args=env_args or {})
     tasks = held_out(chosen, evaluation)
-    provider_named(chosen.sandbox).check()
+    provider_named(chosen.sandbox, **chosen.sandbox_args).check()
     actors = FleetConfig(cluster_config, chosen, evaluation.max_running, learner=False)
     with start_ray(cluster_config), start_fleet(actors) as members:
         measured = evaluate_on(members.rollouts, str(Path(checkpoint).resolve()), evaluation, tasks)

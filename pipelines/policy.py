@@ -12,6 +12,8 @@ from k3rl.parallel import Loss
 from k3rl.pipelines.configs import DistillConfig, RLConfig, RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.distill import Distillation
+from k3rl.pipelines.evaluation import RunEvaluations, run_evaluations
+from k3rl.pipelines.guard import Guard, drifted
 from k3rl.pipelines.rl import Reinforcement
 from k3rl.pipelines.rollout_buffer import RolloutBuffer
 from k3rl.pipelines.rollout_metrics import (
@@ -23,7 +25,7 @@ from k3rl.pipelines.rollout_metrics import (
 )
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
-from k3rl.pipelines.start import start_policy
+from k3rl.pipelines.start import start_policy, with_routes
 from k3rl.run import Accumulator
 from k3rl.types import Group
 
@@ -64,6 +66,7 @@ def algorithm_of(config: RLConfig | DistillConfig) -> Algorithm:
 
 def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
     """Runs the stage and returns its result; a finished stage of a resumed run is returned as it was."""
+    config = with_routes(config, session.cluster)
     algorithm = algorithm_of(config)
     stage = Stage(session, algorithm.name, config, config.steps)
     if (result := stage.finished()) is not None:
@@ -72,11 +75,14 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
     start_policy(session.fleet, config)
     algorithm.prepare(learner)
     curriculum = Curriculum(config.env, config.seed, make(config.env.name, **config.env.args).source)
+    guard, evaluations = Guard(config.guard), run_evaluations(config)
     if (state := stage.restore()) is not None:
         curriculum.restore(state)
+        guard.restore(state.get("guard", {}))
+        evaluations.restore(state.get("best_evaluation"))
         if curriculum.left_out:
             session.progress.note(f"{stage.name}: families left out before stay so: {', '.join(curriculum.left_out)}")
-    buffer = RolloutBuffer(stage, config, curriculum)
+    buffer = RolloutBuffer(stage, config, curriculum, evaluations)
     schedule, temperature = config.schedule.build(config.steps), config.sampling.temperature
 
     for step in stage.steps():
@@ -98,18 +104,40 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         with stage.clock("wait_for_policy"):
             started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
             metrics.merge(learner.trained(started))
+        if evaluations.due(step + 1):
+            buffer.evaluate(step + 1)
         if more and not config.max_staleness:
             buffer.fill(off_policy_steps=0)
         metrics.merge(buffer.take_metrics())
+        metrics.merge(_evaluated(stage, evaluations, buffer.take_evaluations(last=not more)))
+        drifts, found = guard.look(metrics.values(), groups)
+        metrics.merge(found)
         values = metrics.values()
         reward = values.get(f"reward/{workers.env}/mean")  # None: no episode of the step has one
-        trained = sum(batch.target_tokens for batch in batches)
-        state, shown = curriculum.state(), algorithm.shown(values)
+        trained, shown = sum(batch.target_tokens for batch in batches), algorithm.shown(values)
+        state = curriculum.state() | {"guard": guard.state(), "best_evaluation": evaluations.state()}
+        for note in guard.news(drifts):
+            session.progress.note(f"{stage.name}, step {step}: {note}")
         stage.done(metrics, state, trained_tokens=trained, rollouts=buffer, reward=reward, shown=shown)
+        if drifts and config.guard.at_limit == "stop":
+            stage.save(state, buffer)
+            stage.saved()
+            raise drifted(drifts, stage.name, stage.step)
         if not more:
             break
     buffer.close()
-    return stage.finish(curriculum.state(), algorithm.notes(curriculum))
+    return stage.finish(curriculum.state(), algorithm.notes(curriculum) | evaluations.notes())
+
+
+def _evaluated(
+    stage: Stage, evaluations: RunEvaluations, measured: Sequence[tuple[int, list[float | None]]]
+) -> Accumulator:
+    """Metrics of the newest of these evaluations; each is said."""
+    metrics = Accumulator()
+    for trained, rewards in measured:
+        metrics, said = evaluations.taken(stage.session.fleet.rollouts.env, trained, rewards)
+        stage.session.progress.note(f"{stage.name}: {said}")
+    return metrics
 
 
 def _trainable(

@@ -75,5 +75,5 @@ def policy_batches(groups: Sequence[Group], config: RLConfig) -> list[TrainBatch
         own = [*live[i::steps], *flat[i::steps]]
         share = {name: advantage for known in own for name, advantage in known.items()}
         chosen, mode = [episodes[name] for name in share], config.objective.token_weights
-        batches.append(from_episodes(chosen, share, mode=mode, routes=config.sampling.replay_routes))
+        batches.append(from_episodes(chosen, share, mode=mode, routes=bool(config.sampling.replay_routes)))
     return batches

@@ -16,7 +16,8 @@ from k3rl.actors import EpisodeJob, Mode, RolloutStream, Schedule, TaskRef
 from k3rl.data import ManifestEntry, TrajectoryWriter, read_groups
 from k3rl.pipelines.configs import RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
-from k3rl.pipelines.rollout_metrics import publication_metrics
+from k3rl.pipelines.evaluation import RunEvaluations
+from k3rl.pipelines.rollout_metrics import publication_metrics, reward_of
 from k3rl.pipelines.stage import Stage
 from k3rl.pipelines.start import policy_sampling
 from k3rl.run import Accumulator
@@ -51,7 +52,9 @@ def schedule_of(config: RolloutStageConfig) -> Schedule:
 class RolloutBuffer:
     """The batch of rollouts that the learner trains on next, and the stream of those after it."""
 
-    def __init__(self, stage: Stage, config: RolloutStageConfig, curriculum: Curriculum) -> None:
+    def __init__(
+        self, stage: Stage, config: RolloutStageConfig, curriculum: Curriculum, evaluations: RunEvaluations
+    ) -> None:
         self._stage = stage
         self._config = config
         self._curriculum = curriculum
@@ -64,6 +67,10 @@ class RolloutBuffer:
         self._groups: list[Group] | None = None  # taken from the stream, and not by the learner
         self._filled = False
         self._off_policy_steps = 0
+        self._evaluations = evaluations
+        self._due: int | None = None  # trained steps of the weights that are to be measured when they are published
+        self._measuring: int | None = None
+        self._measured: list[tuple[int, list[float | None]]] = []
         self._step_jobs: tuple[int, list[list[EpisodeJob]]] = (-1, [])
         self._resumed: tuple[int, list[tuple[int, list[EpisodeJob]]]] | None = None
         if stage.saved_rollouts is not None:
@@ -80,6 +87,7 @@ class RolloutBuffer:
 
         off_policy_steps: updates that come before the learner takes what is begun, of synchronous rollouts.
         """
+        self._finish_evaluation()
         with self._stage.clock("publish"):
             self._published = self._told = self._fleet.publish()
         self._off_policy_steps = off_policy_steps
@@ -87,10 +95,18 @@ class RolloutBuffer:
         version = int(self._published["version"])
         if self._stream is not None:
             self._stream.published(version)
-            return
+        else:
+            self._stream = self._opened(version)
+        if self._due is not None:
+            params = replace(policy_sampling(self._config), temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+            params = replace(params, max_tokens=self._config.evaluation.max_tokens, return_routes=False)
+            self._stream.evaluate(self._evaluations.jobs(self._due), params)
+            self._measuring, self._due = self._due, None
+
+    def _opened(self, version: int) -> RolloutStream:
         groups = self._schedule.groups
         next_group, drawn = self._resumed or (self._first_step * groups, [])
-        self._stream = self._fleet.rollouts.open(
+        return self._fleet.rollouts.open(
             self._schedule,
             self._jobs,
             policy_sampling(self._config),
@@ -106,6 +122,29 @@ class RolloutBuffer:
         self._groups = None
         self._filled = not self._synchronous
         return RolloutBatch(groups, self._published["version"], self._off_policy_steps)
+
+    def evaluate(self, trained: int) -> None:
+        """Measures the weights after `trained` steps, which are published next."""
+        self._due = trained
+
+    def take_evaluations(self, *, last: bool) -> list[tuple[int, list[float | None]]]:
+        """(trained steps, reward of each episode or None) of an evaluation that is done, one at a time: a step's
+        metrics have room for one. Of all that are left where this step is the `last`.
+        """
+        if last:
+            self._finish_evaluation()
+        count = len(self._measured) if last else 1
+        taken, self._measured = self._measured[:count], self._measured[count:]
+        return taken
+
+    def _finish_evaluation(self) -> None:
+        """Waits for an evaluation that is under way: weights must not change under it."""
+        if self._measuring is None or self._stream is None:
+            return
+        with self._stage.clock("wait_for_evaluation"):
+            episodes = [episode for group in self._stream.evaluation() for episode in group.episodes]
+        self._measured.append((self._measuring, [reward_of(episode) for episode in episodes]))
+        self._measuring = None
 
     def close(self) -> None:
         """Ends what still runs."""
@@ -139,7 +178,8 @@ class RolloutBuffer:
     # ------------------------------------------------------------------------------------------- training states
 
     def save(self, folder: Path, step: int, tokenizer_hash: str) -> dict[str, Any] | None:
-        """JSON that restores the buffer. Synchronous: waits for the groups and writes them into `folder`, durable.
+        """JSON that restores the buffer. Synchronous: waits for the groups and writes them into `folder`, durable; and
+        for an evaluation, whose weights a resumed run does not have any more.
 
         None from an empty buffer.
         """
@@ -149,14 +189,19 @@ class RolloutBuffer:
             if self._stream is None:
                 return None
             next_group, drawn = self._stream.drawn()
-            return {"next_group": next_group, "drawn": [[n, [asdict(job) for job in jobs]] for n, jobs in drawn]}
+            listed = [[n, [asdict(job) for job in jobs]] for n, jobs in drawn]
+            evaluating = self._due if self._measuring is None else self._measuring
+            return {"next_group": next_group, "drawn": listed, "due": evaluating, "measured": self._measured}
         writer = TrajectoryWriter(folder, actor="in-flight", tokenizer_hash=tokenizer_hash)
         entry = writer.write(self._waited_for(), generation=step)
         fields = {name: getattr(entry, name) for name in ManifestEntry.__slots__}
-        return {"folder": folder.name, "entry": fields, "published": self._published}
+        self._finish_evaluation()
+        evaluations = {"due": self._due, "measured": self._measured}
+        return {"folder": folder.name, "entry": fields, "published": self._published, **evaluations}
 
     def _load(self, parent: Path, saved: Mapping[str, Any]) -> None:
         """The inverse of `save`. Raises TrajectoryError for files that are not those that were written."""
+        self._due, self._measured = saved.get("due"), [(trained, got) for trained, got in saved.get("measured", ())]
         if "drawn" in saved:
             drawn = [(number, [_job(fields) for fields in jobs]) for number, jobs in saved["drawn"]]
             self._resumed = saved["next_group"], drawn

@@ -7,16 +7,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from k3rl.actors import ActorLost, Fleet, FleetConfig, start_fleet, start_ray
+from k3rl.actors import ActorLost, ClusterConfig, Fleet, FleetConfig, start_fleet, start_ray
 from k3rl.actors.weight_sync import Canary
 from k3rl.config import to_tree
 from k3rl.data import TrajectoryWriter
 from k3rl.envs import make
 from k3rl.envs.sandbox import provider_named
 from k3rl.parallel import PeerFailed
+from k3rl.pipelines.background import Background
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.start import tokenizer_of
@@ -40,20 +42,30 @@ class Session:
     interrupts: Interrupts
     fleet: Fleet
     memory: MemoryWatch
+    cluster: ClusterConfig
     tokenizer: Tokenizer
     trajectories: TrajectoryWriter
+    background: Background  # writes them
     resume: bool
     restarts: int = 0  # of all actors, in this process
 
     def record(self, groups: Sequence[Group], step: int) -> None:
-        """Queues every episode for the live stream and writes the step's trajectories, whole or not at all."""
+        """Queues every episode for the live stream and begins to write the step's trajectories, whole or not at all.
+
+        Raises what writing those of the step before raised.
+        """
         for group in groups:
             for episode in group.episodes:
                 self.recorder.episode(episode, step, self.tokenizer.pieces)
-        self.trajectories.write(groups, generation=step)
+        self.background.start(partial(self.trajectories.write, groups, generation=step))
+
+    def recorded(self) -> None:
+        """Returns when what was recorded is on the disk. Raises what writing it raised."""
+        self.background.wait()
 
     def restarted(self) -> Session:
         """The same run as its next attempt, with fresh actors, to go on from the last training state."""
+        self.recorded()
         self.fleet.restart()
         self.run.next_attempt()
         self.progress.log_to(self.run.logs_dir / LOG)
@@ -99,8 +111,11 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         writer = MetricsWriter(run.metrics_path, sinks=sinks, warn=progress.note, **about)
         metrics = stack.enter_context(writer)
         recorder = stack.enter_context(Recorder(run.traces_dir, config_hash=run.info.config_hash, **about))
+        beside = stack.enter_context(Background("trajectories"))
         interrupts = stack.enter_context(Interrupts())
-        provider_named(env.sandbox).check()  # before anything is started: what is missing is said at once
+        provider_named(
+            env.sandbox, **env.sandbox_args
+        ).check()  # before anything is started: what is missing is said at once
         if run.changed:
             more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
@@ -114,7 +129,20 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         max_running = config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
         kept = _trajectories(run, tokenizer)
-        yield Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, options.resume)
+        yield Session(
+            run,
+            metrics,
+            recorder,
+            progress,
+            interrupts,
+            members,
+            memory,
+            config.cluster,
+            tokenizer,
+            kept,
+            beside,
+            options.resume,
+        )
 
 
 def canary_prompt(env: EnvConfig, tokenizer: Tokenizer) -> list[int]:

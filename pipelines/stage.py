@@ -222,11 +222,12 @@ class Stage:
         if asked or self.step % self._config.save_every == 0:
             self.save(loop_state, rollouts)
         if asked:
-            self._saved()
+            self.saved()
             raise Interrupted(f"{self.name} ended after step {self.step}; --resume goes on from there")
 
     def save(self, loop_state: Mapping[str, Any], rollouts: RolloutBuffer | None = None) -> None:
         """Begins to write a training state of the steps so far; it is durable before the next one begins."""
+        self.session.recorded()  # no state is ahead of the record of what it was trained on
         name, held = f"step_{self.step}", None
         if rollouts is not None:
             folder = self._states / f"in_flight-{name}-{secrets.token_hex(4)}"
@@ -235,7 +236,7 @@ class Stage:
         self.session.fleet.learner.save_state(str(self._states / name), extra | {"in_flight": held})
         self._prune()
 
-    def _saved(self) -> None:
+    def saved(self) -> None:
         """Waits until the last state is on the disk."""
         self.session.fleet.learner.state_saved()
         self._prune()
@@ -251,7 +252,7 @@ class Stage:
     def finish(self, loop_state: Mapping[str, Any], notes: Mapping[str, Any]) -> StageResult:
         """Saves the last state, an official-layout checkpoint or the adapter, and the result that a resume reads."""
         self.save(loop_state)
-        self._saved()
+        self.saved()
         if self._memory:
             self.session.progress.note(f"{self.name}: {memory_note(self._memory)}")
         root, learner = self.session.run.root, self.session.fleet.learner

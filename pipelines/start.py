@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from k3rl.actors import ClusterConfig, Fleet, LearnerGroup
 from k3rl.actors.weight_sync import POLICY
@@ -23,6 +24,7 @@ def resolve_start(start: str) -> Path | None:
     return path if (path / "config.json").is_file() or is_adapter(path) else None
 
 
+Policy = TypeVar("Policy", bound=RolloutStageConfig)
 _FRESH = {"weights": "mxfp4", "activations": "mxfp8", "scale_rule": "ceil"}
 
 
@@ -174,6 +176,16 @@ def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
     fleet.rollouts.load(str(weights_of(start)) if config.trainer.lora else start, quantization)
 
 
+def with_routes(config: Policy, cluster: ClusterConfig) -> Policy:
+    """The configuration with `sampling.replay_routes` decided: on in bf16, where k3rl's engine records them."""
+    if config.sampling.replay_routes is not None:
+        return config
+    zero = config.learner.backend == "deepspeed" and config.learner.deepspeed.dtype == "bf16"
+    half = zero or "cuda" in (cluster.learner_device, cluster.rollout_device)
+    replays = half and cluster.rollout.backend == "k3rl"
+    return config.replace(sampling=config.sampling.replace(replay_routes=replays))
+
+
 def policy_sampling(config: RolloutStageConfig) -> SamplingParams:
     """How rollouts sample: with the adapter that the learner trains and publishes, where it trains one."""
     chosen = config.sampling
@@ -185,7 +197,7 @@ def policy_sampling(config: RolloutStageConfig) -> SamplingParams:
         min_p=chosen.min_p,
         max_tokens=chosen.max_tokens,
         adapter=adapter,
-        return_routes=chosen.replay_routes,
+        return_routes=bool(chosen.replay_routes),
     )
 
 

@@ -45,6 +45,7 @@ LONG = (
 TOGETHER = {
     "tests/structure/test_files.py": "syntax trees",
     "tests/structure/test_imports.py": "syntax trees",
+    **{f"tests/pipelines/test_{name}.py": "a Ray for commands" for name in ("restart", "rollout_modes", "submit")},
     **{
         f"tests/actors/test_{name}.py": "a Ray for actors"
         for name in ("broken_environment", "learner_ranks", "placement", "publish", "reward_places")

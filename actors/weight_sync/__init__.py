@@ -11,14 +11,12 @@ from k3rl.actors.weight_sync.buckets import (
     Bucket,
     BucketDamaged,
     BytesBucket,
-    FlatBucket,
     checksum,
     content_of,
     tensor_buckets,
     tensors_in,
 )
 from k3rl.actors.weight_sync.canary import Canary, CanaryMismatch
-from k3rl.actors.weight_sync.host_memory import HostBuffers
 from k3rl.actors.weight_sync.payload import POLICY, BaseVersion, Export, Payload, Publication
 from k3rl.actors.weight_sync.publisher import DeltaRefused, PublishError, WeightPublisher
 from k3rl.actors.weight_sync.sink import WeightSink, base_version
@@ -36,8 +34,6 @@ __all__ = [
     "CanaryMismatch",
     "DeltaRefused",
     "Export",
-    "FlatBucket",
-    "HostBuffers",
     "Link",
     "Location",
     "Payload",

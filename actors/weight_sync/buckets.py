@@ -54,7 +54,7 @@ class Bucket(Protocol):
 class TensorBucket:
     """Whole tensors, which may lie anywhere; they are copied once, by `write`."""
 
-    resident = None
+    resident: Tensor | None = None
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         ordered = sorted(tensors, key=lambda item: -item[1].element_size())  # so that each is aligned
@@ -90,7 +90,7 @@ class TensorBucket:
 class BytesBucket:
     """Bytes as they are, such as a bucket of a delta."""
 
-    resident = None
+    resident: Tensor | None = None
 
     def __init__(self, content: bytes) -> None:
         self._content, self.size = content, len(content)

@@ -47,7 +47,9 @@ class Canary:
         learner takes the experts that the engine recorded, as in training, because sums of another batch shape may
         choose others; the tolerance is then wider. Raises CanaryMismatch.
         """
-        params = SamplingParams(max_tokens=_TOKENS, seed=0, adapter=adapter, return_routes=replay_routes)
+        params = SamplingParams(
+            max_tokens=_TOKENS, seed=0, adapter=adapter, return_routes=replay_routes, priority=1
+        )  # thousands of requests may wait
         calls = [actor.generate.remote([(self.prompt, params)]) for actor in engines]
         scored: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
         worst = 0.0

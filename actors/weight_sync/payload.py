@@ -50,12 +50,14 @@ class Export:
     """What a learner rank has ready to be sent: its shard of a version in a flat buffer.
 
     version: the number of the version, 0 where an adapter is trained, which goes another way. shard: None of a rank
-    whose weights others send. bytes: of its buffer. gather_seconds: packing and copying; digest_seconds after that.
+    whose weights others send. bytes: of its buffer; stored_bytes: of the tensors in
+    it. half: as in `Publication`. gather_seconds: packing and copying; digest_seconds after that.
     """
 
     version: int
     shard: FlatShard | None = None
     bytes: int = 0
+    stored_bytes: int = 0
     tensors: int = 0
     half: bool = False
     gather_seconds: float = 0.0

@@ -138,7 +138,7 @@ class WeightPublisher:
             "tensors": float(sum(export.tensors for export in exports)),
             "canary": self._agree(number, exports[0].half),
             "bytes": size,
-            "bytes_full": size,
+            "bytes_full": float(sum(export.stored_bytes for export in exports)),
             "deltas": 0.0,
             "gather_seconds": max(export.gather_seconds for export in exports),
             "digest_seconds": max(export.digest_seconds for export in exports),
@@ -232,11 +232,11 @@ class WeightPublisher:
                 gone = isinstance(error, TransferBroken | RayActorError | GetTimeoutError)
                 for link in self._links if sending and gone else ():
                     abort_transfer(link, f"rollout actor {i} is gone")
-        for call in sending:
+        for sender, call in enumerate(sending):
             try:
                 ray.get(call, timeout=self._timeout_s)
             except Exception as error:  # as above
-                errors.append(f"the learner: {error}")
+                errors.append(f"rank {sender} of the learner's that send: {error}")
                 broken = error if isinstance(error, TransferBroken) else broken
         if errors and phase == "prepare":
             ray.wait(

@@ -83,10 +83,13 @@ class WeightSource:
             raise RuntimeError("this learner has no model to publish; create or load one first")
         return self._trainer
 
-    def set_version(self, number: int) -> None:
-        """Continues the numbering, after engines were loaded afresh with the weights that are held here."""
+    def set_version(self, number: int, keep_base: bool = True) -> None:
+        """Continues the numbering, after engines were loaded afresh with the weights that are held here.
+
+        keep_base: rank 0 keeps them on its host, so that the first version may go as a delta.
+        """
         self.version, self._published = number, None
-        if self.trainer.model.adapter is None and (tensors := self._stored()) is not None:
+        if keep_base and self.trainer.model.adapter is None and (tensors := self._stored()) is not None:
             self._published = _Published(number, manifest_of(tensors.items()), tensors)
 
     # ------------------------------------------------------------------------------------------------ flat buffers
@@ -119,7 +122,8 @@ class WeightSource:
         self.outgoing = f"{self.version}", lambda: iter([FlatBucket(buffer, stays=stays)])
         half = model.dtype == torch.bfloat16
         times = written - began, time.perf_counter() - written
-        return Export(self.version, shard, layout.size, layout.tensors, half, *times)
+        sizes = layout.size, layout.stored_bytes, layout.tensors
+        return Export(self.version, shard, *sizes, half, *times)
 
     def _flat_buffer(self, model: K3ForCausalLM) -> tuple[FlatLayout, Tensor]:
         if self._flat is None:

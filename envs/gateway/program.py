@@ -103,7 +103,9 @@ async def run_program(
     """One episode of a program: what `run_episode` is for an `Env`, with the same record and the same budgets.
 
     A program that ends with status 0 is COMPLETED. One that a budget refused, a cut turn ended or its deadline killed
-    has that reason, and what it left is its answer. One that fails by itself is INFRA_ERROR and gets no reward.
+    has that reason, and what it left is its answer. One that ends with an error is PROGRAM_FAILED and is graded by what
+    it left, as what the policy said may have brought it down; before the policy said anything it is INFRA_ERROR and
+    gets no reward.
     Raises EngineFailed when the policy gave no tokens, also where nothing that was asked fits its context.
     """
     context = context or EpisodeContext(seed=task.seed)
@@ -135,5 +137,7 @@ def _ended(session: GatewaySession, result: HarnessResult) -> tuple[StopReason, 
         return session.stop_reason, NOT_GRADED
     if result.returncode == 0:
         return StopReason.COMPLETED, NOT_GRADED
+    if session.acted:
+        return StopReason.PROGRAM_FAILED, NOT_GRADED
     how = "was killed" if result.returncode is None else f"ended with status {result.returncode}"
     return StopReason.INFRA_ERROR, Failed(f"program: it {how}: {result.complaint}", FailureKind.RAISED)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, EpisodeRecorder, Policy, Rendered, TurnSettings
+from k3rl.packed import Packed
 from k3rl.tokens import xtml
 from k3rl.tokens.openai import RequestError
 from k3rl.types import Budgets, EncodedImage, Episode, Message, Score, StopReason, Task, Turn
@@ -64,8 +65,8 @@ class _Exchange:
     whole: bool
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        return (*self.turn.prompt_ids, *self.turn.sampled_ids)
+    def ids(self) -> Packed:
+        return self.turn.ids
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class _Branch:
 class _Destination:
     """Where a request goes: its prompt, and the branch that it extends or the one that it leaves."""
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     images: tuple[EncodedImage, ...]
     extends: int | None
     parent: int | None
@@ -171,7 +172,7 @@ class GatewaySession:
         best = max((one for one in known if len(one.history) == longest), key=self._is_leaf)
         ids, images = self._after(request, longest, self._whole(best))
         extends = best.branch if self._is_leaf(best) else None
-        return _Destination((*best.ids, *ids), best.turn.images + images, extends, best.branch)
+        return _Destination(best.ids.extended(ids), best.turn.images + images, extends, best.branch)
 
     def _is_leaf(self, exchange: _Exchange) -> bool:
         branch = self._branches[exchange.branch]
@@ -208,7 +209,7 @@ class GatewaySession:
                 ids, images = (*ids, *between, *own), images + shown
                 following = place + 1
         last, shown = self._settings.continuation([said], messages[following:], request.tool_choice)
-        return ids + last, images + shown
+        return (*ids, *last), images + shown
 
     def _rendered(self, request: TurnRequest) -> Rendered:
         """The prompt of a conversation that extends none; what was sampled in it keeps its ids."""
@@ -222,7 +223,7 @@ class GatewaySession:
         after, shown = self._after(request, first, said)
         return (*ids, *own, *after), images + shown
 
-    def _sampled(self, message: Message) -> tuple[tuple[int, ...], Message]:
+    def _sampled(self, message: Message) -> tuple[Sequence[int], Message]:
         """(ids after the generation prefix, the message) of an assistant message in a rendered conversation.
 
         They are those of the newest turn that said it, else what a policy would sample for it.
@@ -267,6 +268,11 @@ class GatewaySession:
         async with self._changed:
             self._reserved -= limit
             self._changed.notify_all()
+
+    @property
+    def acted(self) -> bool:
+        """Whether the policy has said anything that the program may have heard."""
+        return bool(self._recorder.turns)
 
     @property
     def never_fitted(self) -> str | None:

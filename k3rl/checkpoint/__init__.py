@@ -23,7 +23,7 @@ from k3rl.checkpoint.delta import BUCKET_BYTES, DeltaDecoder, DeltaError, DeltaH
 from k3rl.checkpoint.export import copy_adapter, copy_checkpoint, export_state, merge_adapter
 from k3rl.checkpoint.fingerprint import weights_fingerprint
 from k3rl.checkpoint.flat_layout import FlatLayout, read_flat, shard_layout, write_flat
-from k3rl.checkpoint.flat_version import FlatError, FlatShard, empty_buffer, layouts_of, prove, shard_of, version_digest
+from k3rl.checkpoint.flat_version import FlatError, FlatShard, empty_buffer, layouts_of, prove, shard_of
 from k3rl.checkpoint.hf import StoredFiles, load_checkpoint, save_checkpoint
 from k3rl.checkpoint.inspect import inspect_model
 from k3rl.checkpoint.manifest import digest, manifest_digest, manifest_of
@@ -97,7 +97,6 @@ __all__ = [
     "second_model",
     "shard_layout",
     "shard_of",
-    "version_digest",
     "weights_fingerprint",
     "weights_of",
     "write_flat",

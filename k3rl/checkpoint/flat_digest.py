@@ -26,11 +26,10 @@ from torch import Tensor
 
 BLOCK_BYTES = 256
 LANES = 4
-DIGEST_BYTES = 8 * LANES
 _WORDS = BLOCK_BYTES // 4
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_CHUNK = {"cpu": 1 << 12, "cuda": 1 << 17}  # blocks hashed at a time: temporaries in a core's cache, or 64 MiB
+_CHUNK = {"cpu": 1 << 11, "cuda": 1 << 17}  # blocks hashed at a time: temporaries in a core's cache, or 64 MiB
 
 
 def _signed(value: int, bits: int = 64) -> int:

@@ -105,6 +105,11 @@ class FlatLayout:
         return self.entries[-1].stop
 
     @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of the tensors alone, without padding."""
+        return sum(e.copies * math.prod(e.shape) * _DTYPES[e.region].itemsize for e in self.entries)
+
+    @cached_property
     def tensors(self) -> int:
         """How many there are."""
         return sum(entry.copies for entry in self.entries)
@@ -167,10 +172,9 @@ def write_flat(model: K3ForCausalLM, layout: FlatLayout, buffer: Tensor) -> None
     Experts are packed anew from their values, a layer's matrices at a time; bytes that were loaded are not looked up,
     so that a block that did not change may have other bytes of equal values than its checkpoint.
     """
-    parameters = dict(model.named_parameters())
     into, given = [], []
-    for entry in layout.plain:
-        value = parameters[entry.name].detach()
+    for entry in layout.plain:  # by its name: to list all parameters takes longer than to copy them
+        value = model.get_parameter(entry.name).detach()
         view = entry.of(buffer)[0]
         into.append(view[: len(value)] if entry.name.endswith(".A_log") else view)
         given.append(value)
@@ -215,10 +219,9 @@ def read_flat(model: K3ForCausalLM, layout: FlatLayout, buffer: Tensor) -> None:
     Raises CheckpointError for numbers that are not finite and scale bytes 255, by the tensor's name.
     """
     _check_finite(layout, buffer)
-    parameters = dict(model.named_parameters())
     into, given = [], []
     for entry in layout.plain:
-        parameter, view = parameters[entry.name], entry.of(buffer)[0]
+        parameter, view = model.get_parameter(entry.name), entry.of(buffer)[0]
         into.append(parameter)
         given.append(view[: parameter.shape[0]] if entry.name.endswith(".A_log") else view)
     _copy_all(into, given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,14 +43,6 @@ def shard_of(rank: int, layout: FlatLayout, buffer: Tensor) -> FlatShard:
     """Describes a filled buffer; the host waits for its digests."""
     digests = layout.digests(buffer).cpu().numpy().tobytes()
     return FlatShard(rank, layout.experts.start, layout.experts.stop, layout.rest, layout.digest, digests)
-
-
-def version_digest(shards: Sequence[FlatShard]) -> str:
-    """SHA-256, in hex, of all tables and digests: equal for equal shards of equal weights."""
-    sha = hashlib.sha256()
-    for shard in sorted(shards, key=lambda one: (one.start, not one.rest)):
-        sha.update(f"{shard.layout}\n".encode() + shard.digests)
-    return sha.hexdigest()
 
 
 def layouts_of(config: K3Config, shards: Sequence[FlatShard]) -> list[FlatLayout]:

@@ -1,8 +1,8 @@
 """The `k3rl` command: finds the command, calls it, and turns errors into messages and exit codes.
 
-Exit codes: 0 fine, 1 crash, 2 bad configuration or command line, 3 something missing, 130 interrupted. Commands live
-in this folder and are imported only when called, so that `--help` stays quick. Each takes its words and returns
-an exit code.
+Exit codes: 0 fine, 1 crash, 2 bad configuration or command line, 3 something missing, 4 stopped at a limit of its own,
+130 interrupted. Commands live in this folder and are imported only when called, so that `--help` stays quick. Each
+takes its words and returns an exit code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except K3Error as error:
-        kind = {2: "configuration error", 3: "missing"}.get(error.exit_code, "error")
+        kind = {2: "configuration error", 3: "missing", 4: "stopped"}.get(error.exit_code, "error")
         # What an actor raised arrives wrapped by Ray, with a remote traceback in its text; the cause has the message.
         cause = getattr(error, "cause", error)
         print(f"k3rl: {kind}\n{cause if isinstance(cause, K3Error) else error}", file=sys.stderr)

@@ -15,7 +15,8 @@ import numpy as np
 from k3rl.config import K3Error
 from k3rl.data.images import ImagePatches, preprocess_files, rows_per_token
 from k3rl.data.packing import SequenceTooLong, balanced_fit, best_fit
-from k3rl.types import Branch, EncodedImage, Episode, Failed, SamplingMasks
+from k3rl.packed import SamplingMasks
+from k3rl.types import Branch, EncodedImage, Episode, Failed
 
 WeightMode: TypeAlias = Literal["token", "sequence"]
 
@@ -318,7 +319,7 @@ def from_episodes(
 
 
 def branch_routes(branch: Branch, images: Sequence[ImagePatches] = ()) -> np.ndarray:
-    """Recorded experts of a branch, int16 [R, M, k] in rows of the model, from each turn's [rows - 1, M, k].
+    """Recorded experts of a branch, int16 [R, M, k] in rows of the model, of the rows that each turn computed first.
 
     images: those of the branch, prepared; each counts as all its rows (R = T without any).
     A row belongs to the turn that first computed it, so tokens sampled in one turn keep the experts they were
@@ -330,10 +331,10 @@ def branch_routes(branch: Branch, images: Sequence[ImagePatches] = ()) -> np.nda
     for number, turn in enumerate(branch.turns):
         shown = sum(image.rows - 1 for image in images[: len(turn.images)])
         computed = len(turn.prompt_ids) + len(turn.sampled_ids) + shown - 1
-        if turn.routes is None or turn.routes.shape[0] != computed:
+        if turn.routes is None or turn.routes.shape[0] != computed - known:
             got = "none" if turn.routes is None else f"{turn.routes.shape[0]} rows"
-            raise BatchError(f"branch {branch.id}, turn {number}: routes are {got}, wanted {computed} rows")
-        rows.append(turn.routes[known:])
+            raise BatchError(f"branch {branch.id}, turn {number}: routes are {got}, wanted {computed - known} rows")
+        rows.append(turn.routes)
         known = computed
     last = np.broadcast_to(np.arange(rows[0].shape[2], dtype=np.int16), (1, *rows[0].shape[1:]))
     return np.concatenate([*rows, last]).astype(np.int16, copy=False)

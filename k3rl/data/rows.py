@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from k3rl.data.image_files import episode_images, referring, restored
+from k3rl.packed import Packed, SamplingMasks
+from k3rl.tokens import image_rows
 from k3rl.types import (
     Branch,
     EncodedImage,
@@ -23,7 +25,6 @@ from k3rl.types import (
     Group,
     Invalid,
     Message,
-    SamplingMasks,
     Score,
     Scored,
     StopReason,
@@ -293,20 +294,26 @@ def _branch(
     images: Mapping[str, EncodedImage],
 ) -> Branch:
     """Turns are cut out of the branch's tokens: each prompt is all that came before its sampled tokens."""
-    ids, logprobs = row["token_ids"], row["behaviour_logprobs"]
+    ids, logprobs = Packed.of(row["token_ids"], np.int32), Packed.of(row["behaviour_logprobs"], np.float32)
+    known = 0
     shown = tuple(images[name] for name in row["images"])
     turns, sampling_mask = [], _sampling_masks(row)
     for number, turn in enumerate(row["turns"]):
         start, stop = turn["prompt_tokens"], turn["prompt_tokens"] + turn["sampled_tokens"]
+        own = routes.get((row["episode_id"], row["branch_id"], number))
+        rows_computed = stop - 1 + sum(image_rows(i.width, i.height) - 1 for i in shown[: turn["images"]])
+        if own is not None and len(own) == rows_computed:  # of the whole prompt, as files of schema 3 may have them
+            own = own[known:]
+        known = rows_computed
         turns.append(
             Turn(
-                prompt_ids=tuple(ids[:start]),
-                sampled_ids=tuple(ids[start:stop]),
-                logprobs=tuple(logprobs[start:stop]),
+                prompt_ids=ids[:start],
+                sampled_ids=ids[start:stop],
+                logprobs=logprobs[start:stop],
                 stop_reason=StopReason(turn["stop_reason"]),
                 first_version=turn["first_version"],
                 last_version=turn["last_version"],
-                routes=routes.get((row["episode_id"], row["branch_id"], number)),
+                routes=own,
                 model_s=turn["model_s"],
                 env_s=turn["env_s"],
                 images=shown[: turn["images"]],

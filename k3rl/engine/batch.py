@@ -44,7 +44,7 @@ class Batch:
         if self.prefix is not None:
             self.prefix.saw(running)
         key = running.key, params.cache_salt, params.adapter
-        self.scheduler.submit(running.number, key, len(running.prompt))
+        self.scheduler.submit(running.number, key, len(running.prompt), urgent=running.params.priority > 0)
         return running.number
 
     def find(self, number: int) -> Running:

@@ -41,7 +41,6 @@ from k3rl.engine.running import Running
 from k3rl.engine.sampling import device_sampler
 from k3rl.engine.sampling.grammar import DeadEnd, Grammars
 from k3rl.engine.sampling.sample_rows import Sample, sample_rows
-from k3rl.engine.sampling.sampler import Draws
 from k3rl.engine.scheduler import Scheduler
 from k3rl.engine.weights import ServedWeights, WeightUpdate, as_served, check_names
 from k3rl.model import K3ForCausalLM
@@ -233,7 +232,11 @@ class Engine(BlockingCalls):
         if self._pause in (None, "wait") and self.batch.requests:
             began = time.perf_counter()
             with torch.inference_mode():
-                self._advance(admit=self._pause is None)
+                self.counters.preempted += self.batch.make_room()
+                plan = self.batch.plan(admit=self._pause is None)
+                parts = self._prefill.run(plan)
+                decoded = self._decoder.decode(plan.decode, alone=not parts)
+                self._sample([*parts, *decoded.parts], decoded.drawn)
             self.counters.steps += 1
             self.counters.step_s += time.perf_counter() - began
         return self.batch.ended.take()
@@ -242,38 +245,25 @@ class Engine(BlockingCalls):
         if self.is_paused:
             raise EngineError(f"the engine is paused ({self._pause}) and requests wait; call resume first")
 
-    def _advance(self, admit: bool) -> None:
-        self.counters.preempted += self.batch.make_room()
-        plan = self.batch.plan(admit)
-        parts = self._prefill.run(plan)
-        decoded = self._decoder.decode(plan.decode, alone=not parts)
-        self._sample([*parts, *decoded.parts], decoded.drawn)
-
     def _sample(self, parts: list[RowLogits], drawn: list[DrawnRows]) -> None:
         """Samples the rows of `parts` from their logits; they and those of `drawn` take what they drew."""
         table, ended = self.batch.table, list[tuple[Running, Outcome]]()
+        by_versions = [(rows, draws, np.full(len(rows), version)) for rows, draws, version in drawn]
         rows = np.concatenate([rows for rows, _ in parts]) if parts else np.empty(0, np.int64)
         if rows.size:
             logits = torch.cat([logits for _, logits in parts]) if len(parts) > 1 else parts[0][1]
             rows, draws, dead = sample_rows(table, rows, logits, self._sample_by)
-            self._append(rows, draws, self.weights.versions_in(rows, table.running), ended)
+            by_versions.insert(0, (rows, draws, self.weights.versions_in(rows, table.running)))
             ended += [(running, DeadEnd.of(running.number)) for running in table.running[dead]]
-        for rows, draws, version in drawn:
-            self._append(rows, draws, np.full(len(rows), version), ended)
+        for rows, draws, versions in by_versions:
+            complete = table.append(rows, draws, versions)
+            self.counters.sampled_tokens += int(draws.finite.sum())
+            ended += [(table.running[row], table.completion(row)) for row in complete]
+            if not draws.finite.all():
+                broken = rows[~draws.finite]
+                errors = diagnose.errors_of(self.weights, self.batch.pool, table, broken)
+                ended += zip(table.running[broken], errors, strict=True)
         self.batch.end(ended)
-
-    def _append(
-        self, rows: np.ndarray, draws: Draws, versions: np.ndarray, ended: list[tuple[Running, Outcome]]
-    ) -> None:
-        """Rows [R] take what these versions [R] drew for them; adds those that end by it."""
-        table = self.batch.table
-        complete = table.append(rows, draws, versions)
-        self.counters.sampled_tokens += int(draws.finite.sum())
-        ended += [(table.running[row], table.completion(row)) for row in complete]
-        if not draws.finite.all():
-            broken = rows[~draws.finite]
-            errors = diagnose.errors_of(self.weights, self.batch.pool, table, broken)
-            ended += zip(table.running[broken], errors, strict=True)
 
     # ---- weights
 

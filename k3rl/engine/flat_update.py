@@ -45,6 +45,7 @@ class FlatUpdate:
             self._spare = K3ForCausalLM(like.config, dtype=like.dtype, device=like.device, packed=like.packed)
         try:
             prove(shard, layout, buffer)
+            self._spare.stored_blocks.clear()  # of a version that it held before
             read_flat(self._spare, layout, buffer)
         except (FlatError, CheckpointError) as error:
             raise self._refused(str(error)) from error
@@ -76,6 +77,7 @@ class ValuesCopy:
     @torch.no_grad()
     def run(self) -> None:
         """Queues the copies; the host does not wait."""
+        self.into.stored_blocks.clear()
         torch._foreach_copy_(self._own, self._given)
         for layer, bank in self.into.packed_banks.items():
             bank.copy_(self.source.packed_banks[layer])

@@ -6,7 +6,8 @@ when one is released, the last rows move into the holes, so that a decode step r
 
 Order is first come, first served by group. A group takes as many free rows as it has members; when rows run
 out, its prompt state is parked in one row more and its other members are admitted from there, before any new
-group. A group closes to newcomers when it starts, so a stream of equal prompts starves nobody.
+group. A group closes to newcomers when it starts, so a stream of equal prompts starves nobody. An urgent request goes
+before all of them, and takes the row of the youngest where none is free.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class Scheduler:
     def clear(self) -> None:
         """Forgets every request."""
         self.waiting: OrderedDict[Hashable, PromptGroup] = OrderedDict()
+        self.urgent: OrderedDict[Hashable, PromptGroup] = OrderedDict()  # wait too, before those
         self.prefilling: list[PromptGroup] = []
         self._restarted: list[PromptGroup] = []  # of those, whose first tokens a cache may have
         self.parked: PromptGroup | None = None  # its prompt state is parked; its members have no row
@@ -135,11 +137,12 @@ class Scheduler:
         """Requests without a row."""
         return len(self.group_of) - sum(len(group.rows) for group in self.prefilling)
 
-    def submit(self, request: int, key: Hashable, length: int) -> None:
+    def submit(self, request: int, key: Hashable, length: int, urgent: bool = False) -> None:
         """Queues a request whose prompt of `length` tokens is identified by `key`."""
-        group = self.waiting.get(key)
+        waiting, key = (self.urgent, ("urgent", request)) if urgent else (self.waiting, key)
+        group = waiting.get(key)
         if group is None:
-            group = self.waiting[key] = PromptGroup(key, length, OrderedDict())
+            group = waiting[key] = PromptGroup(key, length, OrderedDict())
         self._join(request, group)
 
     def _join(self, request: int, group: PromptGroup) -> None:
@@ -182,6 +185,10 @@ class Scheduler:
         Call `preempt` with it.
         """
         excess = Excess([], [])
+        if self.urgent and self.tokens:
+            first = next(iter(self.urgent.values()))
+            if len(self.occupants) == self.rows or not self._room(first.length + 1):
+                return Excess([max(self.tokens)], [])
         if self.throttle is None or self.pages is None:
             return excess
         if self._committed() <= self.pages:
@@ -289,8 +296,17 @@ class Scheduler:
     # ---- rows
 
     def _admit(self, known: Callable[[Sequence[int]], int | None]) -> list[tuple[int, int]]:
-        """Gives out free rows: to members of the parked prompt, to started groups that lack rows, then to new ones."""
+        """Gives out free rows: to urgent requests, to members of the parked prompt, to started groups that lack rows,
+        then to new ones."""
         from_parked = []
+        while self.urgent and len(self.occupants) < self.rows:
+            group = next(iter(self.urgent.values()))
+            if not self._room(group.length + 1):
+                break
+            self.urgent.popitem(last=False)
+            group.done = known(tuple(group.members)) or 0
+            self.prefilling.append(group)
+            self._reserve(group)
         if self.parked is not None and not self.occupants and not self._room(self.parked.length + 1):
             self._requeue_parked()  # nobody runs who could make room beside it
         while self.parked is not None and len(self.occupants) < self.rows and self._room(self.parked.length + 1):
@@ -357,7 +373,7 @@ class Scheduler:
             elif group in self.prefilling:
                 self.prefilling.remove(group)
             else:
-                del self.waiting[group.key]
+                del (self.urgent if group.key in self.urgent else self.waiting)[group.key]
         return group.rows.pop() if len(group.rows) > len(group.members) else None
 
     def _compact(self, released: set[int]) -> list[tuple[int, int]]:

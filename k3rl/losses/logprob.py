@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from k3rl.kernels.sampling import RunningSoftmax, add_slice, slice_gradient
-from k3rl.types import SamplingMasks
+from k3rl.packed import SamplingMasks
 
 TABLE_ELEMENTS = 1 << 22  # a table up to this size is kept: computing it again costs more than its 16 MiB
 _SLICE_BYTES = 48 << 20  # of a slice on a GPU: products of fewer columns than this gives run below its speed

@@ -9,7 +9,7 @@ import torch
 
 from k3rl.data import ImagePatches, TrainBatch, stack
 from k3rl.model import K3ForCausalLM, exact_logprobs, fixed_arithmetic
-from k3rl.types import SamplingMasks
+from k3rl.packed import SamplingMasks
 
 
 class ValueOf(torch.autograd.Function):

@@ -9,7 +9,7 @@ Every producer appends lines to files; every viewer only reads them, so a finish
 one. Nothing here knows models, actors or environments beyond the dataclasses of `k3rl.types`.
 """
 
-from k3rl.run.directory import RunDirectory, RunInfo, package_versions
+from k3rl.run.directory import RunDirectory, RunInfo, RunStopped, package_versions
 from k3rl.run.files import read_lines, to_line, write_atomic
 from k3rl.run.metrics import Accumulator, MetricsWriter, read_metrics, series
 from k3rl.run.options import RunOptions
@@ -30,6 +30,7 @@ __all__ = [
     "RunDirectory",
     "RunInfo",
     "RunOptions",
+    "RunStopped",
     "StageSummary",
     "check_sinks",
     "follow_run",

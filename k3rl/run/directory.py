@@ -36,7 +36,7 @@ from typing import IO, Any, Self
 
 from pydantic import BaseModel
 
-from k3rl.config import ConfigError, MissingResource, config_hash, diff, to_tree
+from k3rl.config import ConfigError, K3Error, MissingResource, config_hash, diff, to_tree
 from k3rl.run.files import link_atomic, write_atomic
 from k3rl.run.options import RunOptions
 from k3rl.run.redact import redact, redact_words
@@ -47,6 +47,12 @@ _LARGEST_DIFF_BYTES = 1_000_000
 _LOCK_TRIES = 5
 
 
+class RunStopped(K3Error):
+    """A run ended itself at a limit that it was given; its last state is saved. The message says what to do."""
+
+    exit_code = 4
+
+
 @dataclass(frozen=True, slots=True)
 class RunInfo:
     """What run.json holds. Times are Unix seconds; `ended` is None while the run goes on."""
@@ -55,7 +61,7 @@ class RunInfo:
     id: str
     name: str
     pipeline: str
-    status: str  # running | finished | failed | interrupted
+    status: str  # running | finished | failed | interrupted | stopped
     attempt: int
     started: float
     ended: float | None
@@ -68,7 +74,8 @@ class RunInfo:
 class RunDirectory:
     """One run on disk. `create` starts an attempt and holds the lock; `open` only reads.
 
-    As a context manager it writes how the attempt ended: finished, failed (with the error), or interrupted.
+    As a context manager it writes how the attempt ended: finished, failed (with the error), interrupted, or stopped at
+    a limit of its own (with what was passed).
     """
 
     def __init__(self, root: Path, info: RunInfo, lock: IO[bytes] | None = None, changed: tuple[str, ...] = ()) -> None:
@@ -157,7 +164,8 @@ class RunDirectory:
         elif isinstance(error, KeyboardInterrupt | SystemExit):
             self.finish("interrupted")
         else:
-            self.finish("failed", f"{type(error).__name__}: {error}")
+            status = "stopped" if isinstance(error, RunStopped) else "failed"
+            self.finish(status, f"{type(error).__name__}: {error}")
 
     # ------------------------------------------------------------------------------------------------- reading
 

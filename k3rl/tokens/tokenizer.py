@@ -106,6 +106,14 @@ class Tokenizer:
         self._check(token_id)
         return self._special_names.get(token_id)
 
+    def text_end(self, ids: Sequence[int], start: int) -> int:
+        """Place of the first id from `start` on that is special or out of range, or the end."""
+        specials, size = self._special_names, len(self._bytes)
+        for place in range(start, len(ids)):
+            if ids[place] in specials or not 0 <= ids[place] < size:
+                return place
+        return len(ids)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of ordinary text; never a special id. Raises TokenizerError for text that is not Unicode.
 
@@ -146,13 +154,11 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of ordinary ids. Raises TokenizerError for a special id or one out of range."""
-        parts = []
-        for token_id in ids:
-            name = self.special_name(token_id)
-            if name is not None:
-                raise TokenizerError(f"id {token_id} is the special token {name!r}, which stands for no bytes")
-            parts.append(self._bytes[token_id])
-        return b"".join(parts)
+        given = list(ids)
+        if (place := self.text_end(given, 0)) < len(given):
+            name = self.special_name(given[place])
+            raise TokenizerError(f"id {given[place]} is the special token {name!r}, which stands for no bytes")
+        return b"".join([self._bytes[token_id] for token_id in given])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """One string per id, for viewers. A token that is only part of a character shows its bytes as \\xNN."""

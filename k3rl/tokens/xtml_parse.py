@@ -89,8 +89,8 @@ class _Reader:
     def text(self) -> str:
         """Ordinary text up to the next special token or the end; refuses bytes that are not UTF-8."""
         start = self.position
-        while self.peek() == "":
-            self.position += 1
+        self.position = self._tokenizer.text_end(self._ids, start)
+        self.peek()  # refuses an id out of range
         data = self._tokenizer.decode_bytes(self._ids[start : self.position])
         try:
             return data.decode("utf-8")

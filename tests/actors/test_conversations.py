@@ -94,6 +94,23 @@ def test_routes_cross_once_and_a_turn_has_those_of_its_whole_prompt(in_process):
     assert seen == [0, 84, 90, 96]
 
 
+def test_the_last_turn_that_a_task_allows_says_so(in_process):
+    from k3rl.actors.environment import _Seat
+
+    actor = Scripted()
+
+    async def converse() -> None:
+        client = EngineClient(in_process(actor), "worker")
+        seat = _Seat(client, None, 0, "episode")
+        seat.turns = 2
+        for prompt in ((1, 2), (3, 4)):
+            await seat.complete(prompt, PARAMS)
+        client.close()
+
+    asyncio.run(converse())
+    assert [params.ends_session for _, params, _ in actor.asked] == [False, True]
+
+
 def test_an_actor_that_has_lost_a_conversation_is_sent_it_whole(in_process):
     actor = Scripted()
 

@@ -277,6 +277,37 @@ def test_episodes_of_a_lost_worker_start_again_and_only_the_guilty_one_uses_up_i
     assert [header.episode_id for header in grade.headers] == ["0-1"]
 
 
+@pytest.mark.parametrize("compares", [False, True])
+def test_episodes_whose_records_are_gone_before_they_are_graded_are_played_again_at_no_cost(compares):
+    control = dispatcher(Mode.SYNCHRONOUS, groups=1, size=2, retries=0, compares=compares)
+    names = [start.job.episode_id for start in control.start({0: 2})]
+    grades = [grade for name in names for grade in control.ended(Header(name, 1, 0), 0)]
+    assert sum(len(grade.headers) for grade in grades) == 2
+    control.gone({names[0]: 0})
+    assert not control.ready
+    (again,) = control.start({0: 2})
+    assert (again.job.episode_id, again.attempt) == (names[0], 1)
+    (grade,) = control.ended(Header(names[0], 1, 0), 1)
+    assert [header.episode_id for header in grade.headers] == (names if compares else names[:1])
+    control.graded(dict.fromkeys(names, Scored(1.0)), {names[0]: 1, names[1]: 0})
+    assert [header.score for header in control.take()[0].headers] == [Scored(1.0)] * 2
+
+
+def test_the_driver_looks_at_no_worker_when_nothing_may_start():
+    class Counted(list):
+        looks = 0
+
+        def __iter__(self):
+            self.looks += 1
+            return super().__iter__()
+
+    control, workers = dispatcher(Mode.ASYNCHRONOUS, groups=1, max_off_policy_steps=1), Counted(range(3))
+    starts = control.start_on(workers)
+    assert [start.worker for start in starts] == [0, 0, 1, 1], "those that play fewest first, of equals the first"
+    assert control.start_on(workers) == []
+    assert workers.looks == 1
+
+
 def test_a_group_begins_on_the_worker_with_most_room_and_stays_there_while_it_fits():
     control = dispatcher(Mode.SYNCHRONOUS, groups=4, size=2)
     starts = control.start({0: 1, 1: 4, 2: 0, 3: 2})

@@ -15,7 +15,7 @@ from k3rl.pipelines import EnvConfig
 from k3rl.tokens import Tokenizer
 from k3rl.types import Constraint, SamplingParams
 
-TURNS = 5
+TURNS = 4
 MODULE = f"""
 from k3rl.envs import Env, Environment, Message, Observation, Rubric, StepResult, Task
 
@@ -55,7 +55,7 @@ class Speaking(RolloutActor):
     """Random weights say nothing that is a message; these are made to."""
 
     def begin(self, requests):
-        said = Constraint("regex", "[a-c]{1,5}", turn="response")
+        said = Constraint("regex", "[a-c]{1,3}", turn="response")
         return super().begin([(ids, replace(params, constraint=said), *rest) for ids, params, *rest in requests])
 
 
@@ -81,7 +81,8 @@ def played(folder, in_process, play):
         jobs = [EpisodeJob(f"e{n}", f"g{n // 2}", TaskRef("train", n // 2, 0), n) for n in range(4)]
         sampling = SamplingParams(max_tokens=30, return_routes=True)
         episodes = await play(worker, jobs, sampling)
-        await asyncio.sleep(0.05)
+        await actor.cancel("test")  # as when its worker is gone
+        await actor._between_steps(lambda engine: None)
         return episodes, await actor.take_counts(), sum(map(len, handle.sent)), actor
 
     return {kept: asyncio.run(run(kept)) for kept in (64, 0)} | {"again": asyncio.run(run(64))}
@@ -108,7 +109,7 @@ def test_turns_compute_their_new_tokens_unless_the_key_says_otherwise(played):
     whole = sum(len(t.prompt_ids) for e in plain[:1] + plain[2:3] for t in e.branches[0].turns)
     assert computed["prompt_tokens_computed"] > whole
     assert computed["prompt_tokens_cached"] == 0
-    assert counts["prompt_tokens_cached"] > 3 * counts["prompt_tokens_computed"] / 2
+    assert counts["prompt_tokens_cached"] > 2 * counts["prompt_tokens_computed"]
 
 
 def test_equal_seeds_give_equal_bits_with_sessions(played):
@@ -125,7 +126,7 @@ def test_turns_have_the_routes_of_all_their_tokens(played):
                 assert len(turn.routes) == len(turn.prompt_ids) + len(turn.sampled_ids) - 1
 
 
-def test_what_ended_episodes_had_is_let_go(played):
+def test_what_episodes_had_is_let_go_with_their_worker(played):
     actor = played[64][3]
     assert actor.engine.batch.prefix.num_sessions == 0
     cache = actor.engine.prefix_cache.tiers[0]

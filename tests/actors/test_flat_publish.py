@@ -18,11 +18,12 @@ from k3rl.actors.weight_sync import Export, Payload, TransferBroken, WeightSink,
 from k3rl.checkpoint import manifest_of, official_tensors, save_checkpoint
 from k3rl.engine import Engine, WeightUpdateError
 from k3rl.model import K3Config, K3ForCausalLM
+from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
 
 NANO = K3Config.named("k3-nano")
 CPU = torch.device("cpu")
-PROMPT = [5, 9, 2]
+PROMPT, SAMPLED = [5, 9, 2], 300
 
 
 def made(seed: int, experts: range | None = None) -> K3ForCausalLM:
@@ -162,35 +163,39 @@ class Handed(WeightSink):
         engine.verify_weight_update()
         return {}
 
+    def commit(self, engine, version):
+        self.switched = len(engine.sampled(next(iter(engine.batch.requests)))[0])
+        return super().commit(engine, version)
+
 
 def test_running_requests_go_on_with_the_states_that_the_configuration_names(tmp_path):
     """The reference: what each token's logprob is under each version, from one pass of the second model."""
-    save_checkpoint(made(0), tmp_path / "start")
+    save_checkpoint(made(0), tmp_path / "start", tokenizer=Tokenizer.builtin())
     rank = Rank(0, [range(16)])
     found = {}
 
     async def run(in_flight: str):
         actor = RolloutActor(ClusterConfig(rollout_threads=1, engine={"in_flight": in_flight}))
-        actor.weights = Handed("cpu")
+        actor.weights = sink = Handed("cpu")
         await actor.load(str(tmp_path / "start"))
-        params = SamplingParams(temperature=0.0, max_tokens=40)
+        params = SamplingParams(temperature=0.0, max_tokens=SAMPLED)
         asked = asyncio.create_task(actor.generate([(PROMPT, params)]))
         while actor.engine.counters.sampled_tokens < 10:
             await asyncio.sleep(0)
+        await actor.pause()
         export = rank.export(21)
         _, buffer = rank.source._flat
         await actor.prepare(export.version, {}, Payload("flat", b"", (buffer.clone(),), 0, "", (export.shard,)))
-        switched = len(actor.engine.sampled(0)[0])
         paused = await actor.commit(export.version)
         (answer,) = await asked
-        return answer, switched, paused, actor.engine.counters.recomputed_tokens
+        return answer, sink.switched, paused, actor.engine.counters.recomputed_tokens
 
     for number, mode in enumerate(("recompute", "carry")):
         rank.source.version = number
         answer, switched, paused, recomputed = asyncio.run(run(mode))
         assert (answer.first_version, answer.weight_version) == (0, number + 1)
-        assert len(answer.token_ids) == 40
-        assert 10 <= switched < 40
+        assert len(answer.token_ids) == SAMPLED
+        assert 10 <= switched < SAMPLED
         assert 0 < paused < 1
         found[mode] = answer, switched, recomputed
     assert found["recompute"][2] == len(PROMPT) + found["recompute"][1]
@@ -201,6 +206,6 @@ def test_running_requests_go_on_with_the_states_that_the_configuration_names(tmp
         ids = torch.tensor([[*PROMPT, *answer.token_ids]])
         with torch.no_grad():
             wanted = torch.log_softmax(new(ids).logits[0], -1)[len(PROMPT) - 1 : -1]
-        after = wanted[range(40), list(answer.token_ids)][switched:].numpy()
+        after = wanted[range(SAMPLED), list(answer.token_ids)][switched:].numpy()
         difference = np.abs(after - np.asarray(answer.logprobs[switched:]))
         assert (difference.max() < 1e-3) is close, f"{mode}: {difference.max()}"  # float32, another batch shape

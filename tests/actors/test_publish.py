@@ -275,7 +275,7 @@ def test_on_one_host_versions_go_whole_in_flat_buffers_and_a_damaged_one_is_refu
         ray.get(learner.train.remote([batch(number)], CrossEntropy()))
         done = publisher.publish()
         assert (done["version"], done["deltas"], done["fell_back"]) == (number, 0, 0)
-        assert done["bytes"] == done["bytes_full"]
+        assert done["bytes_full"] < done["bytes"] < 1.1 * done["bytes_full"], "padding"
         assert done["canary"] < 1e-4
         assert 0 < done["engine_paused"] < done["seconds"]
         assert min(done[f"{part}_seconds"] for part in ("gather", "digest", "receive", "verify", "transfer")) > 0

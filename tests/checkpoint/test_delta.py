@@ -180,10 +180,6 @@ def unreadable(spoil):
     return lambda base, header, buckets: (base, spoil(header), buckets)
 
 
-def another_base(base, header, buckets):
-    return {**base, "layer.0": base["layer.0"] + 1}, header, buckets
-
-
 DAMAGE = [  # (what becomes of base, header and buckets, what the error says)
     (lambda base, header, buckets: (base, header, buckets[1:]), r"layer\.\d is incomplete"),
     (lambda base, header, buckets: (base, header, buckets[:1] + buckets[2:]), r"layer\.\d is incomplete"),

@@ -16,7 +16,8 @@ from k3rl.data import (
     token_weights,
 )
 from k3rl.data.batch import branch_routes
-from k3rl.types import Branch, Episode, Failed, SamplingMasks, Scored, StopReason, Turn
+from k3rl.packed import SamplingMasks
+from k3rl.types import Branch, Episode, Failed, Scored, StopReason, Turn
 
 
 def turn(prompt, sampled, *, routes=None, version=0):
@@ -240,9 +241,9 @@ def test_a_sequence_longer_than_the_budget_is_refused():
 
 
 def test_routes_of_a_token_are_those_it_was_first_computed_with():
-    """Turn 2 reads the tokens of turn 1 again, with other experts; the experts of turn 1 stand."""
+    """Turn 2 has the experts of what it computed first: the last token of turn 1, and its own."""
     first = np.full((4, 2, 3), 5, np.int16)  # 3 prompt + 2 sampled - 1 rows
-    second = np.full((7, 2, 3), 9, np.int16)  # 7 prompt + 1 sampled - 1 rows
+    second = np.full((3, 2, 3), 9, np.int16)  # 7 prompt + 1 sampled - 1 rows, without the 4 of turn 1
     branch = Branch("a", (turn([1, 2, 3], [4, 5], routes=first), turn([1, 2, 3, 4, 5, 6, 7], [8], routes=second)))
     routes = branch_routes(branch)
     assert routes.dtype == np.int16

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from k3rl.data import trajectories
 from k3rl.data.trajectories import TrajectoryError, TrajectoryWriter
+from k3rl.packed import SamplingMasks
 from k3rl.tokens.images import data_url
 from k3rl.types import (
     Branch,
@@ -28,7 +29,6 @@ from k3rl.types import (
     Group,
     Invalid,
     Message,
-    SamplingMasks,
     Scored,
     StopReason,
     ToolCall,
@@ -115,6 +115,15 @@ def test_recorded_experts_are_in_a_file_of_their_own_until_it_is_deleted(tmp_pat
     assert trajectories.read_groups(tmp_path, entry) == without_routes(GROUPS)
     with pytest.raises(TrajectoryError, match="are deleted"):
         trajectories.read_groups(tmp_path, entry, routes=True)
+
+
+def test_experts_of_whole_prompts_are_read_as_those_of_the_new_rows(tmp_path):
+    again = np.concatenate([ROUTES + 1, ROUTES[:2] + 50])  # 4 rows of the turn before, 6 + 1 - 1 rows in all
+    turns = turn([1, 2, 3], [4, 5], 7, ROUTES), turn([1, 2, 3, 4, 5, 6], [7], 8, again)
+    entry = writer(tmp_path).write([Group("g", "t", (episode("e", branches=(Branch("0", turns),)),))], generation=0)
+    found = trajectories.read_groups(tmp_path, entry, routes=True)[0].episodes[0].branches[0].turns
+    np.testing.assert_array_equal(found[0].routes, ROUTES)
+    np.testing.assert_array_equal(found[1].routes, ROUTES[:2] + 50)
 
 
 def test_experts_that_were_not_recorded_are_not_invented(tmp_path):

@@ -16,9 +16,10 @@ from k3rl.engine.sampling import sampler
 from k3rl.losses import K3Policy
 from k3rl.model import AblationConfig, VisionConfig
 from k3rl.model.exact import ExactError, exact_hidden, exact_logits, exact_logprobs
+from k3rl.packed import SamplingMasks
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.parallel.exact import exact_target_logprobs
-from k3rl.types import Completion, SamplingMasks, SamplingParams
+from k3rl.types import Completion, SamplingParams
 
 PROMPTS = [[1], [7, 7, 7, 7, 3, 30, 11, 2, 18], list(range(1, 24)), [5, 9] * 16, [5, 9] * 16 + [4]]
 

@@ -100,6 +100,24 @@ def test_running_requests_that_outgrow_the_memory_are_preempted_and_go_on(model)
         np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
 
 
+def test_an_urgent_request_is_answered_before_those_that_wait_and_changes_none(model):
+    prompts = [[3 + number, 5, 7] for number in range(6)]
+    params = SamplingParams(max_tokens=40, seed=1)
+    wanted = Engine(model, max_running=2).generate(prompts, params)
+    engine = Engine(model, max_running=2)
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    outcomes = {}
+    for _ in range(5):
+        outcomes.update(engine.step())
+    asked = engine.submit([9, 9], SamplingParams(max_tokens=2, seed=0, priority=1))
+    for _ in range(4):
+        outcomes.update(engine.step())
+    assert asked in outcomes, "two running and four waiting requests have 40 tokens each to go"
+    while len(outcomes) < 7:
+        outcomes.update(engine.step())
+    assert [outcomes[request].token_ids for request in requests] == [one.token_ids for one in wanted]
+
+
 def test_a_preempted_request_keeps_its_tokens_when_it_is_aborted_or_asked_for_them(model):
     engine = bounded(model, rows=2, pages=CONTEXT // PAGE)
     first, second = (engine.submit([3] * 20, params(seed=seed, max_tokens=28)) for seed in range(2))

@@ -218,7 +218,7 @@ class Plain:
 
     @property
     def size(self):
-        return SourceSize(8 * 4 + 4 + 2 * 4, 8)
+        return SourceSize(8 * 8 + 4 + 2 * 4, 8)
 
     def tokens(self, start, stop):
         return TokenStates(torch.arange(start, stop).view(1, -1, 1) + 1000 * self.mark, None)
@@ -250,7 +250,7 @@ def test_what_is_worth_least_leaves_first_and_shared_blocks_stay_while_used():
 
 def test_a_state_that_is_not_used_becomes_worth_less_than_shorter_ones_that_are():
     tier = MemoryTier(2000)
-    long = Chain.of(np.arange(1000, 1030), b"root", 4)
+    long = Chain.of(np.arange(5000, 5030), b"root", 4)
     tier.put(long, Plain(0))
     for start in range(12):
         tier.put(Chain.of(np.arange(100 * start, 100 * start + 25), b"root", 4), Plain(start))

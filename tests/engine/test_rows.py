@@ -13,8 +13,8 @@ WINDOW = 64
 
 
 def test_one_long_row_among_many_takes_its_own_tokens_and_gives_them_back():
-    """K3 at 256 rows of which one has 128 Ki tokens: what 4 GB would hold for all rows of that length is 24 MB."""
-    rows, tokens, shape = 256, 131_072, (4, 2)
+    """Rows times the longest would be 256 times as much."""
+    rows, tokens, shape = 256, 16_384, (4, 2)
     column = TokenColumn(rows, shape, np.int16)
     row = np.array([7])
     value = np.ones((1, *shape), np.int16)

@@ -235,3 +235,25 @@ def test_portions_keep_the_order_and_hold_more_than_they_may_only_in_one_segment
     assert all(len(run) == 1 or sum(segment.stop for segment in run) <= tokens for run in runs)
     assert all(sum(s.stop for s in a) + b[0].stop > tokens for a, b in pairwise(runs))
     assert portions(segments, None) == ([segments] if segments else [])
+
+
+def test_an_urgent_request_goes_before_all_others_and_takes_the_row_of_the_youngest():
+    scheduler = Scheduler(rows=2, prefill_tokens=8)
+    for request, key in ((1, "a"), (2, "b"), (3, "c")):
+        scheduler.submit(request, key, 4)
+    scheduler.plan()
+    assert set(scheduler.row_of) == {1, 2}
+    scheduler.submit(9, "d", 2, urgent=True)
+    excess = scheduler.overcommitted()
+    assert excess.requests == [2]
+    scheduler.preempt([(2, 5)])
+    plan = scheduler.plan()
+    assert [segment.members for segment in plan.segments] == [(9,)]
+    assert set(scheduler.row_of) == {1, 9}
+    assert not scheduler.overcommitted(), "it waits no more"
+    scheduler.remove([9])
+    scheduler.plan()
+    assert set(scheduler.row_of) == {1, 2}, "who gave its row is next, before those that never ran"
+    scheduler.submit(10, "e", 2, urgent=True)
+    scheduler.remove([10])
+    assert scheduler.num_waiting == 1

@@ -250,6 +250,15 @@ def test_an_ended_session_leaves_nothing_behind(model, when):
     assert engine.batch.prefix.num_sessions == 0
 
 
+def test_behind_a_last_turn_nothing_is_kept(model):
+    engine = engine_of(model, in_flight="carry")
+    (first,) = engine.generate([FIRST], params())
+    engine.generate([[*FIRST, *first.token_ids, 7]], params(ends_session=True))
+    engine.generate([[9, *FIRST]], params("b", ends_session=True))
+    lengths = sorted(len(held.chain.ids) for held in engine.prefix_cache.tiers[0].states.values())
+    assert lengths == [len(FIRST), len(FIRST) + 1, len(FIRST) + 4], "two prompts, and the turn before the last one"
+
+
 def test_an_aborted_turn_leaves_the_state_of_the_turn_before(model):
     engine = engine_of(model)
     (first,) = engine.generate([FIRST], params())

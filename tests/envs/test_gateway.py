@@ -20,7 +20,7 @@ from k3rl.envs.faults import EngineFailed
 from k3rl.envs.gateway import Answer, GatewaySession, ProgramHarness, answer, run_program
 from k3rl.envs.harness import WorkspaceSpec, files_from
 from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, TurnSettings
-from k3rl.envs.rollout import run_episode
+from k3rl.envs.rollout import gradable, run_episode
 from k3rl.envs.sandbox import provider_named
 from k3rl.serve import Gateway, GatewayServer
 from k3rl.tokens import Tokenizer, xtml
@@ -384,9 +384,12 @@ def test_how_a_program_ends_is_typed() -> None:
     late = run(program(1, "import time; time.sleep(60)"), word, Budgets(wall_s=8.0))
     assert (late.stop_reason, files_from(late.answer)) == (StopReason.WALL_TIMEOUT, {"said.txt": "a\n"})
     crashed = run(program(1, "raise SystemExit('no idea')"), word)
-    assert crashed.stop_reason is StopReason.INFRA_ERROR
-    assert isinstance(crashed.score, Failed)
-    assert "status 1: no idea" in crashed.score.reason
+    assert (crashed.stop_reason, crashed.score) == (StopReason.PROGRAM_FAILED, NOT_GRADED)
+    assert (gradable(crashed), files_from(crashed.answer)) == (True, {"said.txt": "a\n"})
+    broken = run(program(0, "raise SystemExit('no idea')"), word)
+    assert broken.stop_reason is StopReason.INFRA_ERROR, "the policy had no part in it"
+    assert isinstance(broken.score, Failed)
+    assert "status 1: no idea" in broken.score.reason
 
     class Gone(Script):
         async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from k3rl.envs import Action, Env, EpisodeContext, Observation, StepResult, make
 from k3rl.envs.base import tighter
-from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, TurnSettings
+from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, PromptCache, TurnSettings
 from k3rl.envs.rollout import gradable, run_episode
 from k3rl.envs.sandbox import ProgramRunner
 from k3rl.tokens import Tokenizer, xtml
@@ -83,6 +83,20 @@ def play(
 def program(task: Task) -> str:
     assert task.hidden is not None
     return str(task.hidden["program"])
+
+
+def test_a_prompt_that_was_rendered_before_is_the_same_prompt_and_thinking_is_part_of_it(monkeypatch) -> None:
+    rendered, render = [], xtml.render
+    monkeypatch.setattr(xtml, "render", lambda *args, **more: rendered.append(1) or render(*args, **more))
+    cache, params = PromptCache(size=2), SamplingParams()
+    for thinking in (False, False, True, True):
+        known = TurnSettings(TOKENIZER, params, thinking, prompts=cache).prompt(LIST.messages)
+        assert known == TurnSettings(TOKENIZER, params, thinking).prompt(LIST.messages)
+    assert len(rendered) == 2 + 4
+    for word in "ab":  # two newer ones
+        TurnSettings(TOKENIZER, params, prompts=cache).prompt([Message("user", word)])
+    TurnSettings(TOKENIZER, params, prompts=cache).prompt(LIST.messages)
+    assert len(rendered) == 2 + 4 + 3, "the oldest is forgotten"
 
 
 def test_a_single_turn_is_recorded_as_it_was_sampled() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from k3rl.losses import logprob
 from k3rl.losses.logprob import target_logprobs
-from k3rl.types import SamplingMasks
+from k3rl.packed import SamplingMasks
 
 
 def case(targets: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

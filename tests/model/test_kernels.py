@@ -17,9 +17,9 @@ from k3rl.model import K3Config, K3ForCausalLM
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("cases", ["layer whole", "states engine"])
-def test_the_model_on_kernels_agrees_with_the_torch_path(cases):
-    interpret(HERE / "interpreted.py", *cases.split())
+@pytest.mark.parametrize("case", ["layer", "whole", "states", "engine"])
+def test_the_model_on_kernels_agrees_with_the_torch_path(case):
+    interpret(HERE / "interpreted.py", case)
 
 
 def test_the_way_of_a_gpu_mixes_no_devices_and_makes_no_host_wait():

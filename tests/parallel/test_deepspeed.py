@@ -48,7 +48,7 @@ from k3rl.parallel import (
 from k3rl.parallel.backends import extensions
 from k3rl.pipelines.configs import SFTConfig
 
-STEPS, SHORT = 20, 4
+STEPS, SHORT = 8, 3
 ADAMW = TrainerConfig(optimizer="adamw", adamw_lr=3e-4)
 DENSE = {f"zero{stage} fp32": DeepSpeedConfig(stage=stage, dtype="fp32") for stage in (1, 2, 3)}
 DENSE["zero2 fp32 offload"] = DeepSpeedConfig(stage=2, dtype="fp32", offload_optimizer=True)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ from k3rl.planner import expert_bytes
 from tests.parallel.unsteady import Unsteady
 
 pytestmark = pytest.mark.timeout(300)  # ten ranks start in one fixture: minutes on a busy machine
-TINY = K3Config.named("k3-nano").replace(num_experts=4)
-STEPS = 3
+NANO = K3Config.named("k3-nano")
+# A layer of each kind: KDA over a dense MLP, KDA and MLA over experts.
+LAYERS = replace(NANO.linear_attn_config, kda_layers=(1, 2), full_attn_layers=(3,))
+TINY = NANO.replace(num_experts=4, num_hidden_layers=3, linear_attn_config=LAYERS)
+ROUTED, STEPS = len(TINY.moe_layers), 3
 FLOAT64, FLOAT32 = torch.float64, torch.float32
 BOTH = ("attention", "mlp")
 # name -> (ranks, expert degree, dtype, more of the trainer's configuration)
@@ -76,7 +80,7 @@ def batch(step: int, lengths: tuple[int, ...] = (7, 19, 33, 12, 26), routes: boo
     for number, length in enumerate(lengths):
         mask = np.arange(length) >= length // 2
         nothing = np.zeros(length, np.float32)
-        chosen = rng.permuted(np.tile(np.arange(4), (length, 4, 1)), axis=2)[:, :, :2].astype(np.int16)
+        chosen = rng.permuted(np.tile(np.arange(4), (length, 4, 1)), axis=2)[:, :ROUTED, :2].astype(np.int16)
         ids = rng.integers(0, 400, length)
         sequences.append(
             TrainSequence(f"s{number}", ids, mask, nothing, mask.astype("f4"), routes=chosen if routes else None)
@@ -91,7 +95,7 @@ def trainer(
     made.init_weights(seed)
     # Small enough that clipping scales every gradient and QK-clip touches heads.
     degrees = {"expert_parallel": mesh.expert.size, "context_parallel": mesh.context.size}
-    return Trainer(made, TrainerConfig(**({"qk_clip": 0.05, "grad_clip": 0.5} | degrees | config)), mesh)
+    return Trainer(made, TrainerConfig(**({"qk_clip": 0.02, "grad_clip": 0.5} | degrees | config)), mesh)
 
 
 def share(whole: TrainBatch, mesh: Mesh) -> TrainBatch | None:
@@ -335,9 +339,7 @@ def rank_main(name: str, rank: int, address: str, folder: Path) -> None:
 def ask_from_outside(address: str, size: int, timeout_s: float, file: Path) -> None:
     """Leaves who is lost by what a process says that is none of the ranks, once they are there and somebody waits."""
     deadline, found = time.monotonic() + 2 * timeout_s, None
-    while time.monotonic() < deadline and (
-        found is None or found.rank == 0
-    ):  # before rank 0 is there it is the lost one
+    while time.monotonic() < deadline and (found is None or found.rank == 0):  # the lost one before rank 0 is there
         found = find_lost(address, size, timeout_s)
     file.write_text(json.dumps(None if found is None else [found.rank, str(found)]))
 
@@ -442,7 +444,7 @@ def test_packing_and_micro_batches_change_nothing(alone):
 def test_every_layout_has_the_loss_gradients_and_masters_of_one_process(folder, alone, name):
     ranks, _, dtype, _ = LAYOUTS[name]
     found = differences(alone[dtype], gathered(folder, name, ranks))
-    assert sum(key.startswith("gradient ") for key in found) > 100
+    assert sum(key.startswith("gradient ") for key in found) > 90
     # float64 sums in another order, quantization on; in float32 also an activation whose rounding falls differently
     assert max(found.values()) < (1e-8 if dtype is FLOAT64 else 1e-3)
 

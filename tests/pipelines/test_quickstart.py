@@ -33,7 +33,7 @@ def test_the_report_has_its_keys_and_the_checkpoints_are_there(finished):
     wanted = "reward_before reward_rl reward_after sft_checkpoint rl_checkpoint export env n seconds peak_rss_mb run"
     assert set(wanted.split()) <= report.keys()
     assert report["env"] == "coding-lists"
-    assert report["n"] == 16
+    assert report["n"] == 6
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     for key in ("sft_checkpoint", "rl_checkpoint", "export"):
         model = load_checkpoint(run.parent / report[key])
@@ -62,7 +62,7 @@ def test_the_page_on_runs_explains_every_metric_and_file_of_a_run(finished):
 def measured_again(finished, command):
     """What `k3rl eval` says of the RL policy."""
     report, _ = finished
-    return command.json("eval", report["rl_checkpoint"], report["env"], "--n", "16", "--n-family", "4", *ACTORS)
+    return command.json("eval", report["rl_checkpoint"], report["env"], "--n", "6", "--n-family", "2", *ACTORS)
 
 
 def test_the_same_checkpoint_gives_the_same_figure_again(finished, measured_again):
@@ -121,7 +121,7 @@ def stored_episodes(run: Path) -> list[Episode]:
 def test_every_rollout_is_in_the_trajectories_with_tokens_that_extend_each_other(finished):
     _, run = finished
     episodes = stored_episodes(run)
-    assert len(episodes) == 2 * 16 + 2 * 8  # two steps of RL and two of distillation
+    assert len(episodes) == 2 * 8 + 2 * 8  # two steps of RL and two of distillation
     assert len({episode.id for episode in episodes}) == len(episodes)
     for episode in episodes:
         assert reward_of(episode) is not None
@@ -134,7 +134,7 @@ def test_every_rollout_is_in_the_trajectories_with_tokens_that_extend_each_other
 def test_the_stream_shows_the_same_episodes_and_tail_prints_them(finished, command):
     _, run = finished
     rows = [json.loads(line) for line in (run / "traces" / "stream.jsonl").read_text().splitlines()]
-    assert sum(row["kind"] == "episode" for row in rows) == 48
+    assert sum(row["kind"] == "episode" for row in rows) == 32
     out, _ = command.run("tail", "quick", "--no-follow")
     assert "list:" in out
 

@@ -40,9 +40,10 @@ def words(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def straight(command, words) -> Path:
-    command.run(*words, "--out", "undisturbed")
-    return command.folder / "undisturbed"
+def straight(joined, words) -> Path:
+    run = joined.folder / "undisturbed"
+    joined.run(*words, "--out", str(run))
+    return run
 
 
 def _in_a_step(pids: set[int]) -> int | None:
@@ -57,17 +58,17 @@ def _in_a_step(pids: set[int]) -> int | None:
 
 
 @pytest.fixture(scope="module")
-def killed(command, words, descendants) -> tuple[Path, str]:
+def killed(head, joined, words) -> tuple[Path, str]:
     """(run directory, standard error) of the same run, one of whose ranks got SIGKILL after the second state."""
-    process = command.start(*words, "--out", "disturbed")
-    run = command.folder / "disturbed"
+    run = joined.folder / "disturbed"
+    process = joined.start(*words, "--out", str(run))
     latest, deadline = run / "checkpoints" / "distill" / "latest", time.monotonic() + 100
     try:
         while not latest.is_file() or latest.read_text() == "step_1":
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        while (learner := _in_a_step(descendants(process.pid))) is None:
+        while (learner := _in_a_step(head.processes())) is None:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
         os.kill(learner, signal.SIGKILL)

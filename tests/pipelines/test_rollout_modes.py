@@ -22,13 +22,14 @@ STEPS = 5
 WORDS = (
     *("--steps", str(STEPS), "--batch-size", "8", "--group-size", "2", "--save-every", "1"),
     *("--evaluation.n", "4", "--evaluation.n-family", "0", "--sampling.max-tokens", "12"),
+    *("--evaluation.every", "2", "--evaluation.every-n", "3", "--evaluation.max-tokens", "12"),
     *("--cluster.learner-actors", "1", "--cluster.rollout-actors", "1"),
     *("--cluster.environment-actors", "1", "--cluster.reward-actors", "1"),
 )
 MODES = {
     "asynchronous": (
         *("--rollouts.mode", "asynchronous", "--rollouts.max-off-policy-steps", "2"),
-        *("--sampling.replay-routes", "true"),
+        *("--sampling.replay-routes", "true", "--rollouts.in-flight", "3"),
     ),
     "partial": (
         *("--rollouts.mode", "partial", "--rollouts.fraction", "0.5", "--cluster.engine.in-flight", "carry"),
@@ -54,11 +55,11 @@ def _rows(run: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module", params=MODES)
-def stopped_and_resumed(command, words, request) -> tuple[str, int, list[dict]]:
+def stopped_and_resumed(joined, words, request) -> tuple[str, int, list[dict]]:
     """(mode, steps before it was stopped, rows of all steps) of a run that is stopped in the middle of episodes."""
     mode = request.param
-    process = command.start(*words, *MODES[mode], "--out", mode)
-    run = command.folder / mode
+    run = joined.folder / mode
+    process = joined.start(*words, *MODES[mode], "--out", str(run))
     latest, deadline = run / "checkpoints" / "distill" / "latest", time.monotonic() + 120
     try:
         while not latest.is_file():
@@ -70,7 +71,7 @@ def stopped_and_resumed(command, words, request) -> tuple[str, int, list[dict]]:
     finally:
         process.kill()
     before = len(_rows(run))
-    command.run(*words, *MODES[mode], "--out", mode, "--resume")
+    joined.run(*words, *MODES[mode], "--out", str(run), "--resume")
     return mode, before, _rows(run)
 
 
@@ -85,8 +86,21 @@ def test_a_run_that_is_stopped_in_the_middle_of_episodes_goes_on_and_keeps_its_b
     assert all("rollout/dropped_tokens" in row and "rollout/aborted_tokens" in row for row in rows)
     assert {row["routes/replayed"] for row in rows} == {float(mode == "asynchronous")}, "where it is asked for"
     assert all(row["engine/prompt_tokens_computed"] >= 0 and row["engine/decode_steps"] > 0 for row in rows[:before])
+    most = max(row["rollout/most_running"] for row in rows)
+    assert most == {"asynchronous": 3, "partial": 8}[mode], "bounded by rollouts.in_flight, or by the batch"
     if mode == "asynchronous":
         assert max(row["staleness/max"] for row in rows) >= 1, "episodes ran while the learner trained"
+
+
+def test_weights_are_measured_while_the_run_goes_on(stopped_and_resumed):
+    _, _, rows = stopped_and_resumed
+    found = [row for row in rows if "eval/coding-lists/mean" in row]
+    assert [row["eval/coding-lists/step"] for row in found] == [2, 4], "each once, whenever the run was stopped"
+    for row in found:
+        assert row["counts"]["eval/coding-lists/mean"] + row["eval/coding-lists/missing"] == 3
+        assert row["eval/coding-lists/ci_low"] <= row["eval/coding-lists/mean"] <= row["eval/coding-lists/ci_high"]
+        assert row["eval/coding-lists/best_step"] == 2, "random weights solve nothing, so no later one is better"
+        assert row["step"] + 1 >= row["eval/coding-lists/step"]
 
 
 def test_a_schedule_follows_from_the_configuration():

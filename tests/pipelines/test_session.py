@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import base64
 from contextlib import nullcontext
+from typing import get_args
 
 import pytest
 
-from k3rl.actors import ClusterConfig
+from k3rl.actors import ClusterConfig, EnvironmentWorker
+from k3rl.config import ConfigError
 from k3rl.envs import make
+from k3rl.envs.config import Sandbox
+from k3rl.envs.sandbox import SandboxUnavailable
+from k3rl.envs.sandbox.providers import NAMES
 from k3rl.pipelines import ModelConfig, RLConfig, session
+from k3rl.pipelines.configs import EnvConfig
 from k3rl.run import RunOptions
 from k3rl.tokens import Tokenizer, xtml
 
@@ -23,6 +29,34 @@ def checkpoint(tmp_path):
     ranks = b"\n".join(b"%s %d" % (base64.b64encode(bytes([value])), value) for value in range(256))
     (folder / "tiktoken.model").write_bytes(ranks)
     return folder
+
+
+def test_a_run_names_any_sandbox_with_its_options_and_one_that_is_missing_is_said_before_anything_starts(
+    tmp_path, monkeypatch
+):
+    assert set(get_args(Sandbox)) == set(NAMES)
+    monkeypatch.setattr(session, "start_ray", lambda cluster: pytest.fail("Ray was started"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = EnvConfig(sandbox="podman", sandbox_args={"image": "python:3.13"})
+    with (
+        pytest.raises(SandboxUnavailable, match="podman"),
+        session.open_session("rl", RLConfig(env=missing), RunOptions(out=tmp_path / "run")),
+    ):
+        pass
+    unknown = EnvConfig(sandbox="docker", sandbox_args={"picture": "x"})
+    with (
+        pytest.raises(ConfigError, match="picture"),
+        session.open_session("rl", RLConfig(env=unknown), RunOptions(out=tmp_path / "other")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("sandbox", "local"), [("docker", "bwrap"), ("subprocess", "subprocess")])
+@pytest.mark.filterwarnings("ignore:the `subprocess` sandbox")
+def test_episodes_get_the_sandbox_of_the_run_and_graders_one_of_their_machine(sandbox, local):
+    env = EnvConfig(sandbox=sandbox, sandbox_args={"image": "mine"} if sandbox == "docker" else {})
+    assert env.local_sandbox == local
+    assert EnvironmentWorker(env)._sandboxes.name == sandbox
 
 
 def test_tokens_of_a_run_are_those_of_the_checkpoint_that_it_starts_from(tmp_path, checkpoint, monkeypatch):

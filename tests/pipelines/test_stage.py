@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
+from k3rl.actors import ClusterConfig
 from k3rl.checkpoint.train_state import commit, write_shard
 from k3rl.config import ConfigError
 from k3rl.pipelines import DistillConfig, RLConfig, SFTConfig, policy, sft
@@ -26,8 +27,10 @@ def session_of(tmp_path):
     return SimpleNamespace(
         run=SimpleNamespace(root=tmp_path, checkpoints_dir=tmp_path / "checkpoints", info=info),
         interrupts=Interrupts(),
+        cluster=ClusterConfig(),
         progress=Progress(Console(file=io.StringIO())),
         resume=False,
+        recorded=lambda: None,
     )
 
 

@@ -1,21 +1,17 @@
 """A run ends the same whether it is a job on a cluster that is up or is stopped by Ctrl-C and continued.
 
 `k3rl submit` runs the same words as a Ray job, with token authentication; Ctrl-C leaves a run that can be read, and no
-Ray behind. All of it is in one file, so that the cluster ends with it: one that waits takes a twelfth of a core.
+Ray behind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,65 +24,13 @@ from k3rl.cli import main
 pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory, descendants):
-    """(dashboard address, environment with the cluster's token) of a cluster started with `ray start --head`."""
-    ray = Path(sys.executable).with_name("ray")
-    port, dashboard = _free_port(), _free_port()
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    environment |= {
-        "PYTHONSAFEPATH": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("RAY_ADDRESS", None)
-    words = (
-        f"start --head --block --port {port} --dashboard-port {dashboard} --num-cpus 4 --object-store-memory 209715200"
-    )
-    log = tmp_path_factory.mktemp("head") / "ray.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(ray), *words.split()], env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{dashboard}"
-    deadline = time.monotonic() + 60
-    while not _answers(address):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.3)
-    yield address, environment
-    # The daemons are in sessions of their own, and `ray stop` would end every Ray of this machine.
-    for pid in descendants(process.pid) | {process.pid}:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait(30)
-
-
-def _answers(address: str) -> bool:
-    try:
-        urllib.request.urlopen(f"{address}/api/version", timeout=2)
-    except urllib.error.HTTPError:
-        return True  # it refuses us without a token, so it is up
-    except OSError:
-        return False
-    return True
-
-
 @pytest.fixture(scope="module")
 def submit(head) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`k3rl submit` with words, in a folder, and with other environment variables."""
-    address, environment = head
 
     def run(folder: Path, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "k3rl", "submit", *words, "--address", address]
-        chosen = {"env": {**environment, **changes}, "cwd": folder, "timeout": 240}
+        command = [sys.executable, "-m", "k3rl", "submit", *words, "--address", head.dashboard]
+        chosen = {"env": {**head.environment, **changes}, "cwd": folder, "timeout": 240}
         deadline = time.monotonic() + 60
         while True:
             done = subprocess.run(command, capture_output=True, text=True, check=False, **chosen)
@@ -114,7 +58,7 @@ def test_the_job_runs_to_its_end_and_its_output_is_followed(submitted):
 
 def test_the_token_is_nowhere_in_the_run(submitted, head):
     _, run = submitted
-    token = head[1]["RAY_AUTH_TOKEN"].encode()
+    token = head.environment["RAY_AUTH_TOKEN"].encode()
     assert [path for path in run.rglob("*") if path.is_file() and token in path.read_bytes()] == []
 
 
@@ -123,7 +67,7 @@ def test_a_wrong_token_is_a_clear_refusal_and_bad_words_are_refused_before_they_
     assert done.returncode == 3, done.stderr
     assert "RAY_AUTH_TOKEN" in done.stderr
     assert "Traceback" not in done.stderr
-    assert main(["submit", "sft", "--max-stepz", "2", "--address", head[0]]) == 2
+    assert main(["submit", "sft", "--max-stepz", "2", "--address", head.dashboard]) == 2
     error = capsys.readouterr().err
     assert "max-steps" in error or "max_steps" in error
 
@@ -165,9 +109,9 @@ def test_no_process_of_ray_is_left(interrupted):
 
 
 @pytest.fixture(scope="module")
-def resumed(interrupted, command, small_sft):
+def resumed(interrupted, joined, small_sft):
     """The interrupted run, continued to its end."""
-    command.run(*small_sft, "--out", "stopped", "--resume")
+    joined.run(*small_sft, "--out", str(interrupted[0]), "--resume")
     return interrupted[0]
 
 

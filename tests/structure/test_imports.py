@@ -12,6 +12,7 @@ import pytest
 import structure_source as source
 
 FLOORS = {
+    "packed": 1,
     "types": 1,
     "config": 1,
     "numerics": 1,

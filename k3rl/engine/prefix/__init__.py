@@ -2,8 +2,8 @@
 that go on.
 
 `chain.py` names them, `parts.py` says what they are made of, `cache.py` finds them, `memory_tier.py` keeps them in
-memory, `disk_tier.py` in files; `states.py` is what an engine asks and gives. The states of running rows are in
-`engine/cache.py`.
+memory, `disk_tier.py` in files; `shared.py` knows what prompts have in common, `states.py` is what an engine asks and
+gives. The states of running rows are in `engine/cache.py`.
 """
 
 from k3rl.engine.prefix.cache import PrefixCache

@@ -105,6 +105,8 @@ class PrefixStates:
         goes_on: the request itself, for which a state that has read its last token is of no use: it must draw the next.
         """
         row, session = running.row, running.session
+        if running.params.ends_session and not goes_on:
+            return
         if row is None or (goes_on and self._pool.length(row) == len(self._read_ids(running, row))):
             return
         version = self._weights.version_for(running.params)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from k3rl.types import SamplingParams
 
+_RANKED = 1024  # logits of a row that are put in order at first
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, SplitMix64's increment
 
 
@@ -139,7 +140,7 @@ def sample(
     sampling_mask = np.empty((0, z.shape[-1]), bool)
     if cut_rows.size:
         rows = slice(None) if cut_rows.size == len(z) else torch.from_numpy(cut_rows)
-        keep = _keep(z[rows], *_limits(cut_rows, greedy, top_p, top_k, min_p))
+        keep = _keep(z[rows], mass[rows], *_limits(cut_rows, greedy, top_p, top_k, min_p))
         mass[rows] *= keep
         sampling_mask = keep.numpy()
 
@@ -166,28 +167,48 @@ def _limits(
     )
 
 
-def _keep(z: Tensor, top_p: Tensor, top_k: Tensor, least: Tensor) -> Tensor:
+def _keep(z: Tensor, mass: Tensor, top_p: Tensor, top_k: Tensor, least: Tensor) -> Tensor:
     """bool [C, V]: what min-p, then top-k, then top-p leave of z [C, V], logits less the largest, so that masses are
     exp(z). least [C]: the smallest z that min-p keeps; -inf where it is off. A z of -inf is never kept.
 
-    Sorts values and not indices, which is many times faster: a row's set is everything above its last kept value
-    and the lowest ids among those equal to it.
+    Only the largest logits of a row are put in order, more of them where they do not reach.
     """
     size = z.shape[-1]
-    ranked = torch.from_numpy(np.sort(z.numpy(), -1)).flip(-1)
-    mass = ranked.exp()
-    enough = (ranked >= least[:, None]) & (ranked > float("-inf"))
-    limit = torch.where(top_k > 0, top_k.clamp(max=size), size)[:, None]
-    limit = torch.minimum(limit, enough.sum(-1, keepdim=True))
-    if (limit < size).any():
-        mass = torch.where(torch.arange(size) < limit, mass, 0.0)
-    mass = torch.cumsum(mass, -1, out=mass)
-    reached = torch.searchsorted(mass, top_p[:, None] * mass[:, -1:]) + 1  # fewest ids whose mass is at least p
-    count = torch.where(top_p[:, None] < 1, torch.minimum(reached, limit), limit)
-    last = ranked.gather(-1, count - 1)
-    keep = z >= last
-    if (keep.sum(-1, keepdim=True) > count).any():
-        equal = z == last
-        above = (z > last).sum(-1, keepdim=True)
-        keep &= ~equal | (equal.cumsum(-1) <= count - above)
+    keep = (z >= least[:, None]) & (z > float("-inf"))
+    enough = keep.sum(-1)
+    limit = torch.where(top_k > 0, top_k.clamp(max=size), size).minimum(enough)
+    total = (mass * keep).sum(-1)
+    rows = torch.nonzero((top_p < 1) | (limit < enough))[:, 0]
+    count = _RANKED
+    while len(rows):
+        count = min(size, max(count, int(limit[rows][top_k[rows] > 0].amax()) if (top_k[rows] > 0).any() else 0))
+        kept, settled = _keep_ranked(z[rows], count, total[rows], top_p[rows], limit[rows], enough[rows])
+        keep[rows[settled]] &= kept[settled]
+        rows, count = rows[~settled], 16 * count
     return keep
+
+
+def _keep_ranked(
+    z: Tensor, count: int, total: Tensor, top_p: Tensor, limit: Tensor, enough: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(kept bool [C, V], whether that is settled bool [C]) by the `count` largest of z [C, V]. total [C]: the mass of
+    the `enough` that min-p leaves, `limit` of which may stay.
+
+    A row's set is everything above its last kept value and the lowest ids among those equal to it.
+    """
+    size = z.shape[-1]
+    found = z.numpy() if count == size else np.partition(z.numpy(), size - count, -1)[:, size - count :]
+    ranked = torch.from_numpy(np.sort(found, -1)).flip(-1)
+    mass = torch.where(torch.arange(count) < limit[:, None], ranked.exp(), 0.0)
+    mass = torch.cumsum(mass, -1, out=mass)
+    target = top_p * torch.where(limit < enough, mass[:, -1], total)
+    reached = torch.searchsorted(mass, target[:, None])[:, 0] + 1  # fewest ids whose mass is at least p
+    last = torch.where(top_p < 1, torch.minimum(reached, limit), limit)[:, None]
+    settled = (last[:, 0] <= count) & ((reached <= count) | (limit <= count))
+    value = ranked.gather(-1, (last - 1).clamp(max=count - 1))
+    keep = z >= value
+    if (keep.sum(-1, keepdim=True) > last).any():
+        equal = z == value
+        above = (z > value).sum(-1, keepdim=True)
+        keep &= ~equal | (equal.cumsum(-1) <= last - above)
+    return keep, settled
