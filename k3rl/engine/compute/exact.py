@@ -89,8 +89,8 @@ def sample(
             drawn = dataclasses.replace(drawn, logprobs=np.array([value]))
         draws.append(dataclasses.replace(drawn, cut_rows=drawn.cut_rows + row))
     names = ("ids", "logprobs", "finite", "cut_rows")
-    columns = (np.concatenate([getattr(drawn, name) for drawn in draws]) for name in names)
-    return Draws(*columns, Kept.join([drawn.kept for drawn in draws]))
+    columns = {name: np.concatenate([getattr(drawn, name) for drawn in draws]) for name in names}
+    return Draws(**columns, kept=Kept.join([drawn.kept for drawn in draws]))
 
 
 def _biases_of(biases: Biases, row: int) -> Biases | None:

@@ -53,7 +53,7 @@ def sample_cut(
     if logits.device.type == "cuda":
         reals = reals.pin_memory().to(logits.device, non_blocking=True)
         ranks = ranks.pin_memory().to(logits.device, non_blocking=True)
-    given = Cuts(*reals.unbind(), ranks)
+    given = Cuts(reals[0], reals[1], reals[2], reals[3], ranks)
     found = draw_cut(logits, given, by_rank=bool((top_k > 0).any()), by_mass=bool((top_p < 1).any()))
     drawn = unpacked(found.drawn.cpu().numpy())
     wanted = torch.zeros(len(logits), dtype=torch.bool)
