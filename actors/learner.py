@@ -27,7 +27,17 @@ from k3rl.checkpoint import (
 )
 from k3rl.data import TrainBatch
 from k3rl.model import DeviceName, K3Config, K3ForCausalLM, adapted, place_of
-from k3rl.parallel import LearnerConfig, Loss, Mesh, Trainer, TrainerConfig, World, make_trainer, pair_cost
+from k3rl.parallel import (
+    LearnerConfig,
+    Loss,
+    Mesh,
+    ScorerConfig,
+    Trainer,
+    TrainerConfig,
+    World,
+    make_trainer,
+    pair_cost,
+)
 from k3rl.run import Accumulator
 from k3rl.tokens import Tokenizer
 
@@ -128,9 +138,9 @@ class LearnerActor:
             self._frozen = weights_fingerprint(self._start, self._seed)
         return size
 
-    def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
+    def load_teachers(self, checkpoints: Mapping[str, str], scorer: ScorerConfig) -> None:
         """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
-        self._teachers.load(checkpoints, trainer)
+        self._teachers.load(checkpoints, scorer)
 
     def train(
         self, batches: Sequence[TrainBatch | None], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0

@@ -13,7 +13,7 @@ import ray
 from k3rl.actors.calls import ActorHung, ActorLost, no_answer, wait
 from k3rl.config import K3Error
 from k3rl.data import TrainBatch, sequence_costs
-from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, balanced_shares, find_lost
+from k3rl.parallel import LearnerConfig, Loss, PeerFailed, ScorerConfig, TrainerConfig, balanced_shares, find_lost
 from k3rl.run import Accumulator
 
 
@@ -46,8 +46,8 @@ class LearnerGroup:
             self._pair_cost = wait(self.actors[0].pair_cost.remote(), self._timeout_s, "learner.pair_cost")
         return sizes[0]
 
-    def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
-        self._every("load_teachers", [(checkpoints, trainer)] * len(self.actors))
+    def load_teachers(self, checkpoints: Mapping[str, str], scorer: ScorerConfig) -> None:
+        self._every("load_teachers", [(checkpoints, scorer)] * len(self.actors))
 
     def load_state(self, directory: str) -> dict[str, Any]:
         return self._every("load_state", [(directory,)] * len(self.actors))[0]

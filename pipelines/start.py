@@ -49,7 +49,7 @@ def check_start(config: StageConfig) -> None:
             got=config.model.start,
         )
     if isinstance(config, DistillConfig):
-        teachers_of(config)
+        check_teachers(config)
 
 
 def check_experts(config: StageConfig, *later: StageConfig) -> None:
@@ -148,6 +148,22 @@ def teachers_of(config: DistillConfig) -> dict[str, str]:
                 f"the teacher of {domain} is {directory!r}, which holds no checkpoint", key=f"teachers.{domain}"
             )
     return dict(config.teachers)
+
+
+def check_teachers(config: DistillConfig) -> None:
+    """Refuses teachers that cannot score what the student samples. Raises ConfigError."""
+    teachers = teachers_of(config)
+    wanted = K3Config.from_json(weights_of(config.model.start) / "config.json").vocab_size
+    for domain, directory in teachers.items():
+        found = K3Config.from_json(weights_of(directory) / "config.json").vocab_size
+        if found != wanted:
+            raise ConfigError(
+                f"the teacher of {domain}, {directory}, has a vocabulary of {found}, and the student one of {wanted}; "
+                "a teacher scores the student's own tokens: name one with the same vocabulary",
+                key=f"teachers.{domain}",
+                got=found,
+                wanted=wanted,
+            )
 
 
 def model_config(config: StageConfig) -> K3Config:

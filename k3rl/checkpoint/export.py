@@ -110,8 +110,8 @@ def _keep_stored_bytes(model: K3ForCausalLM, start: Path) -> None:
         return
     if not (start / "config.json").is_file():
         warnings.warn(
-            f"{start}, from which the weights came, is gone. Values are those of the run; blocks of experts that it did "
-            "not change may be stored by other scales than there",
+            f"{start}, from which the weights came, is gone. Values are those of the run; blocks of experts that it "
+            "did not change may be stored by other scales than there",
             stacklevel=3,
         )
         return

@@ -138,7 +138,9 @@ class GradientReduction:
         for owner, members in self._shards.by_owner(replicas):
             found += self._buckets_of_experts(owner, members, replicas)
             own = (params[name].grad for name in members if name in used and name not in views)
-            found += flat_buckets(((grad.view(-1), False) for grad in own if grad is not None), owner, replicas.axis.group)
+            found += flat_buckets(
+                ((grad.view(-1), False) for grad in own if grad is not None), owner, replicas.axis.group
+            )
         return found
 
     def _buckets_of_experts(self, owner: int | None, names: Sequence[str], replicas: Replicas) -> list[FlatBucket]:

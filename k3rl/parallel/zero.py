@@ -143,7 +143,9 @@ class Shards:
         """(owner, its names, those stored alike together); owner None when every rank keeps the masters."""
         key = replicas.names[0]
         if key not in self._ordered:
-            found: dict[int | None, list[str]] = {owner: [] for owner in (replicas.axis.ranks if self._sharded else [None])}
+            found: dict[int | None, list[str]] = {
+                owner: [] for owner in (replicas.axis.ranks if self._sharded else [None])
+            }
             for name in sorted(replicas.names, key=storage_kind):
                 found[self.owners[name] if self._sharded else None].append(name)
             self._ordered[key] = list(found.items())

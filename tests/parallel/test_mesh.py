@@ -289,7 +289,8 @@ def do_two(world: World, folder: Path) -> dict[str, Any]:
         save_file(moved, folder / "lora-moved-0.safetensors")
     save_file(starving_run(Mesh(world, expert=2)), folder / f"starving-{world.rank}.safetensors")
     long = {
-        name: outcome(job) | {"then": outcome(short)} for name, (job, short) in scoring_jobs(Mesh(world, expert=2)).items()
+        name: outcome(job) | {"then": outcome(short)}
+        for name, (job, short) in scoring_jobs(Mesh(world, expert=2)).items()
     }
     early = nan_behind_the_backward(world)
     lonely = gather_tensors(world, {"of rank 1": torch.arange(3)} if world.rank == 1 else {})
@@ -300,7 +301,12 @@ def do_two(world: World, folder: Path) -> dict[str, Any]:
         object.__setattr__(mine, "routes", mine.routes[:, :, :1])
     made = trainer(mesh)
     left = outcome(lambda: made.train(mine, CrossEntropy()))
-    return {"left": left, "early": early, "long": long, "gathered": {name: value.tolist() for name, value in lonely.items()}}
+    return {
+        "left": left,
+        "early": early,
+        "long": long,
+        "gathered": {name: value.tolist() for name, value in lonely.items()},
+    }
 
 
 def do_hanging(world: World, folder: Path) -> dict[str, Any]:

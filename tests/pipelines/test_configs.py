@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from k3rl.actors import ClusterConfig, EngineConfig, RolloutConfig
 from k3rl.config import ConfigError
+from k3rl.model import K3Config
 from k3rl.parallel import TrainerConfig
 from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
@@ -102,3 +105,14 @@ def test_distillation_without_a_teacher_names_the_family_that_lacks_one(tmp_path
     student = distill().replace(model=ModelConfig(start=str(tmp_path)))
     with pytest.raises(ConfigError, match="no teacher for list"):
         check_start(student)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(tmp_path):
+    for name, size in (("student", 512), ("teacher", 640)):
+        (tmp_path / name).mkdir()
+        about = K3Config.named("k3-nano").replace(vocab_size=size).to_dict()
+        (tmp_path / name / "config.json").write_text(json.dumps(about))
+    start = ModelConfig(start=str(tmp_path / "student"))
+    with pytest.raises(ConfigError, match="vocabulary of 640, and the student one of 512"):
+        check_start(distill().replace(model=start, teachers={"*": str(tmp_path / "teacher")}))
+    check_start(distill().replace(model=start, teachers={"*": str(tmp_path / "student")}))
