@@ -86,12 +86,25 @@ class Fleet:
             self.learner.notes += wait(self._publisher.notes.remote(), timeout_s, "publishing weights")
         return done
 
+    def slow_paths(self) -> list[str]:
+        """What of the GPUs runs without kernels: a sentence for each kind of actor and reason."""
+        found: list[str] = []
+        if self._config.learner and self._config.cluster.learner_device == "cuda":
+            found += [f"learner: {text}" for text in self.learner.slow_paths()]
+        if self._config.env is not None and self._config.cluster.rollout_device == "cuda":
+            found += [f"engines: {text}" for text in self.rollouts.slow_paths()]
+        return found
+
     def start(self) -> None:
         """Makes the actors, each in its part of the reservation."""
+        cluster = self._config.cluster
+        ranks: list[Any] = []
         if self._config.learner:
-            self._start_learner()
+            ranks = self._make_learner()
         if self._config.env is not None:
             self._start_rollouts(self._config.env)
+        if ranks:  # they wait for each other while the other actors come up
+            self.learner = LearnerGroup(ranks, cluster.call_timeout_s)
         if self._config.learner and self._config.env is not None and self._config.canary is not None:
             self._publisher = (
                 ray.remote(WeightPublisher)
@@ -100,14 +113,14 @@ class Fleet:
             )
             self._started.append(self._publisher)
 
-    def _start_learner(self) -> None:
+    def _make_learner(self) -> list[Any]:
         cluster = self._config.cluster
         ranks = [
             self._place(f"learner {i}", LearnerActor, cluster.learner_threads, cluster.learner_device)
             for i in range(cluster.learner_actors)
         ]
         self._started += ranks
-        self.learner = LearnerGroup(ranks, cluster.call_timeout_s)
+        return ranks
 
     def _start_rollouts(self, env: EnvConfig) -> None:
         config, cluster, made = self._config, self._config.cluster, make(env.name, **env.args)

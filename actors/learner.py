@@ -26,6 +26,7 @@ from k3rl.checkpoint import (
     weights_of,
 )
 from k3rl.data import TrainBatch
+from k3rl.kernels import slow_paths
 from k3rl.model import DeviceName, K3Config, K3ForCausalLM, adapted, place_of
 from k3rl.parallel import (
     LearnerConfig,
@@ -165,6 +166,10 @@ class LearnerActor:
     def pair_cost(self) -> float:
         """What a pair of tokens costs this model (`k3rl.parallel.pair_cost`)."""
         return pair_cost(self.trainer.model.config)
+
+    def slow_paths(self) -> list[str]:
+        """What of this rank's GPU runs without its kernels."""
+        return slow_paths(self._device)
 
     def notes(self) -> list[str]:
         """What a person should read about the last steps; each is given once."""

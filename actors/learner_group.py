@@ -52,6 +52,11 @@ class LearnerGroup:
     def load_state(self, directory: str) -> dict[str, Any]:
         return self._every("load_state", [(directory,)] * len(self.actors))[0]
 
+    def slow_paths(self) -> list[str]:
+        """What of the ranks' GPUs runs without kernels, each sentence once."""
+        every = self._every("slow_paths", [()] * len(self.actors))
+        return list(dict.fromkeys(text for texts in every for text in texts))
+
     def set_version(self, number: int) -> None:
         self._every("set_version", [(number,)] * len(self.actors))
 

@@ -67,6 +67,15 @@ class RolloutActor(AnswerStreams):
             self._engine = k3rl_engine(self._config, Path(checkpoint), **limits)
         return self._engine.version
 
+    async def slow_paths(self) -> list[str]:
+        """What of this actor's GPU runs without its kernels."""
+        from k3rl.kernels import slow_paths
+        from k3rl.model import place_of
+
+        if self._config.rollout.backend == "vllm":
+            return []
+        return slow_paths(place_of(self._config.rollout_device)[0])
+
     @property
     def engine(self) -> Engine | VLLMEngine:
         if self._engine is None:

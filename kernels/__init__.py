@@ -9,7 +9,7 @@ Not here: model code, quantizer definitions (`k3rl.numerics`), competitors.
 
 from k3rl.kernels import cuda_graph, dispatch, limits, ptxas
 from k3rl.kernels.cuda_graph import CapturedStep, GraphPool, KeyedStep, StagedInputs
-from k3rl.kernels.dispatch import HEAD_DIMS, UnsupportedKernel
+from k3rl.kernels.dispatch import HEAD_DIMS, UnsupportedKernel, slow_paths
 from k3rl.kernels.ptxas import doctor_checks
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "doctor_checks",
     "limits",
     "ptxas",
+    "slow_paths",
 ]

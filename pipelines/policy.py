@@ -63,6 +63,7 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
     learner, workers = session.fleet.learner, session.fleet.rollouts
     start_policy(session.fleet, config)
     algorithm.prepare(learner)
+    stage.note_slow_paths()
     curriculum = Curriculum(config.env, config.seed)
     if (state := stage.restore()) is not None:
         curriculum.restore(state)

@@ -85,6 +85,7 @@ class Stage:
         self.step = 0
         self.totals = {"trained_tokens": 0.0, "sampled_tokens": 0.0}
         self._clocks: dict[str, float] = {}
+        self._at_start = Accumulator()  # what the first step's metrics have besides
         self._memory: dict[str, float] = {}  # the most of each part
         self._loop_began = self._step_began = time.monotonic()
         self._first_step = 0
@@ -134,6 +135,17 @@ class Stage:
             self.saved_rollouts = self._states, extra["in_flight"]
         self.session.progress.note(f"{self.name}: going on after step {self.step}")
         return extra["loop"]
+
+    def note_slow_paths(self) -> None:
+        """Says which GPUs run without their kernels, and keeps it in run.json and in the first step's metrics."""
+        cluster = self._config.cluster
+        if "cuda" not in (cluster.learner_device, cluster.rollout_device):
+            return
+        found = self.session.fleet.slow_paths()
+        for text in found:
+            self.session.progress.note(f"{self.name}: {text}")
+            self.session.run.add_note(text)
+        self._at_start.add("kernels/refused", len(found))
 
     def steps(self) -> Iterator[int]:
         """The steps still to do. Ends early on `max_seconds`, but never before a step that `more` promised; raises
@@ -199,6 +211,10 @@ class Stage:
         """
         now = time.monotonic()
         self._clocks["step"], self._step_began = now - self._step_began, now
+        if self.step == self._first_step:
+            self._clocks["first_step"] = now - self._started
+        metrics.merge(self._at_start)
+        self._at_start = Accumulator()
         for clock, seconds in self._clocks.items():
             metrics.add(f"time/{clock}", seconds)
         self._clocks = {}

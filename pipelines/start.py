@@ -111,10 +111,12 @@ def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
 
 
 def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
-    """The checkpoint that a rollout stage starts from, in the learner and in every engine."""
+    """The checkpoint that a rollout stage starts from, in the learner and in every engine, which load side by side."""
+    served = str(weights_of(config.model.start)) if config.trainer.lora else config.model.start
+    loading = fleet.rollouts.start_loading(served)
     fleet.learner.load(config.model.start, config.trainer, config.learner)
     fleet.learner.set_version(0)
-    fleet.rollouts.load(str(weights_of(config.model.start)) if config.trainer.lora else config.model.start)
+    fleet.rollouts.loaded(loading)
 
 
 def policy_sampling(config: RolloutStageConfig) -> SamplingParams:

@@ -23,7 +23,7 @@ from k3rl.planner.inputs import Layout, Method
 from k3rl.planner.optimizer import newton_schulz_flops
 from k3rl.planner.shares import is_adapted
 
-_HALVINGS = 60
+_HALVINGS = 12  # of the search for a level within the cost of one matrix
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,10 @@ def _level(load: np.ndarray, cost: float, count: int) -> np.ndarray:
     def below(level: float) -> np.ndarray:
         return np.ceil(np.maximum(level - load, 0.0) / cost).astype(np.int64)
 
-    low, high = float(load.min()), float(load.max()) + cost * count
+    rising = np.sort(load)
+    poured = (count * cost + rising.cumsum()) / np.arange(1, len(load) + 1)  # the level if the first n ranks take all
+    high = float(poured[int((rising < poured).sum()) - 1])
+    low = high - cost  # matrices do not divide: by then each of those ranks has at most what pouring gives it
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if below(middle).sum() <= count else (low, middle)

@@ -55,7 +55,7 @@ def is_adapted(entry: TensorEntry) -> bool:
 
 @cache
 def lora_parameters(config: K3Config, rank: int) -> dict[bool, int]:
-    """Numbers of the adapters {True: of routed experts, each its own; False: of attention, shared experts and dense layers}."""
+    """Numbers of the adapters {True: of routed experts, each its own; False: of all else that is adapted}."""
     found = {True: 0, False: 0}
     for entry in tensor_table(config):
         if is_adapted(entry):
