@@ -22,6 +22,7 @@ def k3rl_engine(config: ClusterConfig, checkpoint: Path, *, max_running: int, se
         tokenizer=Tokenizer.load(checkpoint),
         in_flight=own.in_flight,
         memory_bytes="auto" if own.memory_mb is None else own.memory_mb << 20,
+        device_share=min(1.0, config.rollout_gpus) if config.rollout_device == "cuda" else 1.0,
         prefix_cache=_prefix_cache(own),
         exact=own.exact,
     )

@@ -108,7 +108,7 @@ class CapturedStep(Generic[T]):
         """Warms up on a side stream and records the graph in the pool's memory.
 
         around: a context to warm up and record in. Raises CaptureError when an operation cannot be captured; errors of
-        the step itself, which the warm-up meets first, are raised as they are.
+        the step itself, which the warm-up meets first, and torch.OutOfMemoryError are raised as they are.
         """
         context = contextlib.nullcontext if around is None else around
         side = torch.cuda.Stream()
@@ -124,6 +124,8 @@ class CapturedStep(Generic[T]):
             # Other threads of the process may use the device meanwhile.
             with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"), context():
                 self._outputs = self._run()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CaptureError(_said(error)) from error
         pool.held += reserved_bytes() - before

@@ -431,6 +431,16 @@ class DrawLimits:
         return logits.shape[1] <= self.tokens and dispatch.use_kernel("draw", logits)
 
 
+@dataclass(frozen=True)
+class LogitsSliceLimits:
+    """`sampling.logits_slice`."""
+
+    def takes(self, logits: Tensor) -> bool:
+        """Logits [P, w] in float32 with rows that lie end to end."""
+        fits = logits.dtype == torch.float32 and logits.is_contiguous()
+        return fits and dispatch.use_kernel("logits_slice", logits)
+
+
 KDA, SHORT_CONV = KDALimits(), ShortConvLimits()
 PAGED_LATENTS, MLA_DECODE_STEP = PagedLatentsLimits(), MLADecodeStepLimits()
 MLA_HEADS, MAX_LOGITS = MLAHeadsLimits(), MaxLogitsLimits()
@@ -441,4 +451,4 @@ ATTN_RES, RMS_NORM, GATED_NORM = AttnResLimits(), RMSNormLimits(), GatedNormLimi
 SKINNY, SPLIT_K = SkinnyLimits(), SplitKLimits()
 GROUPED_SKINNY, W4_GROUPED_SKINNY = GroupedSkinnyLimits(), W4GroupedSkinnyLimits()
 MUON, SYMMETRIC, ADD_MANY = MuonLimits(), SymmetricLimits(), AddManyLimits()
-DRAW = DrawLimits()
+DRAW, LOGITS_SLICE = DrawLimits(), LogitsSliceLimits()

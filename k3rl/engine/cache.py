@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3rl.engine.memory import states_budget
+from k3rl.engine.memory import SHARE, states_budget
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix.cache import FixedState, Hit, RoutePieces, TokenStates
 from k3rl.kernels.kda import CHUNK
@@ -52,17 +52,19 @@ class MemoryPlan:
         max_context: int,
         page: int,
         fixed: bool = False,
+        device_share: float = 1.0,
     ) -> MemoryPlan | None:
         """`of`, with "auto" a share of what is free; None when nothing is bounded or "auto" leaves room for all.
 
-        fixed: storage must not move, so that room for all is a plan, too; without a bound there is none.
+        fixed: storage must not move, so that room for all is a plan, too; without a bound there is none. device_share:
+        of the device, with which "auto" takes so much less.
         """
         if memory is None:
             return None
         deferred = fixed and defers(model, max_rows)
         if memory != "auto":
             return cls.of(model, memory, max_rows, max_context, page, deferred)
-        budget = states_budget(model)
+        budget = states_budget(model, SHARE * device_share)
         slot, token = state_bytes(model, deferred)
         whole = (max_rows + 1) * (slot + -(-max_context // page) * page * token)
         if whole <= budget or (max_rows + 1) * (slot + max_context * token) <= budget:

@@ -58,7 +58,8 @@ class Engine:
     many rows as leave room for one longest request, requests are admitted by the pages left, and the youngest are
     preempted (and go on with the same tokens) when running ones need them; how many are admitted follows from how
     often that happened (`throttle.py`). "auto": a share of what the machine has free, when `max_running` requests of
-    `max_context` tokens could take more than that. None: `max_running` is the only limit.
+    `max_context` tokens could take more than that; where others have their part of the device, `device_share` of it.
+    None: `max_running` is the only limit.
     in_flight: what running requests do when the weights change: recompute their states, or carry them on.
     exact: computes every row by itself, so that logprobs are the bits of `k3rl.model.exact`; many times slower.
     static_decode: decodes by the captured step of `decode_graph.py`, and computes few prompt tokens by that of
@@ -80,6 +81,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         prefix_cache: PrefixCache | None = None,
         memory_bytes: int | Literal["auto"] | None = "auto",
+        device_share: float = 1.0,
         page_tokens: int = 64,
         in_flight: InFlight = "recompute",
         exact: bool = False,
@@ -99,7 +101,7 @@ class Engine:
         self._admission = Admission(self.weights, max_context, tokenizer, grammars, exact=exact)
 
         fixed = not exact and (captures(model) if static_decode is None else static_decode)
-        plan = MemoryPlan.when_needed(model, memory_bytes, max_running, max_context, page_tokens, fixed)
+        plan = MemoryPlan.when_needed(model, memory_bytes, max_running, max_context, page_tokens, fixed, device_share)
         rows, pages = (max_running, None) if plan is None else (plan.rows, plan.pages)
         pool = StatePool(model, rows, poison, plan)
         table = RowTable(rows, (len(config.moe_layers), config.num_experts_per_token))

@@ -12,7 +12,7 @@ from k3rl.losses.advantage import group_advantages
 from k3rl.losses.base import LossError, LossInputs, LossOutput, Tallied
 from k3rl.losses.cross_entropy import CrossEntropy
 from k3rl.losses.distill import OnPolicyDistill
-from k3rl.losses.logprob import TABLE_ELEMENTS, target_logprobs
+from k3rl.losses.logprob import TABLE_ELEMENTS, target_logprobs, tile_elements
 from k3rl.losses.policy import GRPO, K3Policy
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "Tallied",
     "group_advantages",
     "target_logprobs",
+    "tile_elements",
 ]

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from k3rl.config import K3Error
 from k3rl.data import TrainBatch
 from k3rl.kernels import CapturedStep, GraphPool, StagedInputs
 from k3rl.kernels.cuda_graph import CaptureError
@@ -44,6 +45,19 @@ _STREAMS = ("sampler_logprobs", "advantages", "weights", "teacher_logprobs")  # 
 
 class _Refused(Exception):
     """The loss cannot be part of a captured step; the text says why."""
+
+
+class LearnerOutOfMemory(K3Error):
+    """A GPU has no room for a micro-batch."""
+
+    def __init__(self, device: torch.device, tokens: int) -> None:
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+        mine = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        super().__init__(
+            f"a micro-batch of {tokens} tokens does not fit on {device}: of {total >> 20} MiB this rank has "
+            f"{mine >> 20}, other processes {max(0, total - free - mine) >> 20}; use a smaller "
+            "trainer.micro_batch_tokens, or, where an engine shares the GPU, a smaller cluster.engine.memory_mb"
+        )
 
 
 def _power(number: int) -> int:
@@ -365,11 +379,24 @@ class CapturedForwardBackward:
             found.step()  # adds zeros, and shows which parameters get a gradient
             found.ready = True
             return
+        if not self._captured(found):
+            # A warm-up needs as much memory as all graphs hold. What others have of the GPU is theirs to keep.
+            self.forget()
+            torch.cuda.empty_cache()
+            self.steps[found.bucket.key] = found
+            if not self._captured(found):
+                raise LearnerOutOfMemory(self._model.device, found.bucket.tokens)
+        found.ready = True
+
+    def _captured(self, found: MicroBatchStep) -> bool:
+        """Captures a step; False where memory did not suffice. Raises _Refused."""
         try:
             found.step.capture(self._pool)
         except CaptureError as error:
             raise _Refused(f"the micro-batch could not be captured: {error}") from error
-        found.ready = True
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def compute(self, inputs: MicroBatchInputs) -> Tensor:
         """What a step does: adds gradients and statistics -> float64 [1 + tallied numbers], the loss first."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 
-from k3rl.losses import TABLE_ELEMENTS
+from k3rl.losses import TABLE_ELEMENTS, tile_elements
 from k3rl.model import K3Config, costs
 from k3rl.model.costs import ROUTED, WIDE, MicroBatch
 from k3rl.optim import BUCKET_ELEMENTS, SLOTS
@@ -150,8 +150,10 @@ def _rank_activation_memory(
 ) -> dict[str, float]:
     """`activation_memory` of one rank."""
     layers = _layer_activations(config, batch)
-    table = min(batch.targets * config.vocab_size, TABLE_ELEMENTS)
+    table = min(batch.targets * config.vocab_size, tile_elements(batch.kernels))
     head = head_activations(config, batch) + 2.0 * table * batch.wide_bytes  # the table's gradient and the logits'
+    if batch.kernels and batch.targets * config.vocab_size > TABLE_ELEMENTS:
+        head += batch.targets * config.hidden_size * batch.wide_bytes  # sums of the rows' gradients
     recomputed = method.recompute == "layer"
     layer = _largest_site(config, layers) if recomputed else sum(layers.values()) / model_counts(config).layers
     # What the last layer's gradients take besides what it kept.

@@ -130,6 +130,9 @@ def test_memory_follows_the_machine_and_leaves_room_for_the_next_version(model, 
     assert plan == MemoryPlan.of(model, 100_000, 64, 256, 64), "half of what the second model leaves"
     engine = Engine(model)
     assert engine.batch.scheduler.pages == plan.pages
+    monkeypatch.setattr(memory, "free_bytes", lambda _: second + 400_000)
+    assert MemoryPlan.when_needed(model, "auto", 64, 256, 64, device_share=0.5) == plan, "a learner has the other half"
+    assert Engine(model, device_share=0.5).batch.scheduler.pages == plan.pages
     monkeypatch.setattr(memory, "free_bytes", lambda _: 1 << 40)
     assert MemoryPlan.when_needed(model, "auto", 64, 256, 64) is None, "all rows fit at their longest"
     assert MemoryPlan.when_needed(model, None, 64, 256, 64) is None

@@ -41,7 +41,7 @@ from k3rl.kernels.moe import (
 )
 from k3rl.kernels.norm import attn_res_kernels, gated_norm_kernels, rms_norm_kernels
 from k3rl.kernels.optim import add_many_kernels, muon_kernels, symmetric_kernels
-from k3rl.kernels.sampling import draw_kernels
+from k3rl.kernels.sampling import draw_kernels, logits_slice_kernels
 
 INTEGERS = {
     "wanted",
@@ -106,6 +106,10 @@ OWN_TYPES |= {("load_counts_kernel", name): "*fp32" for name in ("scores", "cuto
 OWN_TYPES |= {("load_counts_kernel", name): "*u8" for name in ("valid", "seen", "changed", "nan")}
 OWN_TYPES |= {("symmetric_kernel", name): "i32" for name in ("r", "k", "p_n", "p_r", "p_k")}
 OWN_TYPES |= {("symmetric_kernel", "beta"): "fp32"}
+SLICES = ("add_slice_kernel", "slice_gradient_kernel")
+OWN_TYPES |= {(kernel, name): "*fp32" for kernel in SLICES for name in ("logits", "most", "weighted", "target", "grad")}
+OWN_TYPES |= {(kernel, "targets"): "*i64" for kernel in SLICES} | {(kernel, "start"): "i32" for kernel in SLICES}
+OWN_TYPES |= {(SLICES[1], "normalizer"): "*fp32", (SLICES[0], "stride"): "i32", (SLICES[1], "stride"): "i32"}
 OWN_TYPES |= {("gather_kernel", "index"): "*i64", ("gather_kernel", "rows"): "*bf16"}
 
 K, C = {"K": 128}, {"C": forward_kernels.CHUNK}
@@ -335,6 +339,10 @@ CONFIGURATIONS = {
     "mix-gradient-nine": (attn_res_kernels.mix_gradient_kernel, WIDE | GROWING | {"SOURCES": 9}, {}),
     "mix-gradient-7168": (
         attn_res_kernels.mix_gradient_kernel, WIDEST | GROWING | {"SOURCES": 9, "HOLD": False}, {"num_warps": 8},
+    ),
+    "logits-slice": (logits_slice_kernels.add_slice_kernel, {"COLUMNS": 1024}, {"num_warps": 4}),
+    "logits-slice-gradient": (
+        logits_slice_kernels.slice_gradient_kernel, {"COLUMNS": 1024, "BF16": True}, {"num_warps": 4},
     ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import GRPO, CrossEntropy, K3Policy, LossInputs, LossOutput, OnPolicyDistill
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.parallel.captured import CapturedForwardBackward, ShapeBucket
+from k3rl.parallel.captured import CapturedForwardBackward, LearnerOutOfMemory, ShapeBucket
 from tests.optim.test_captured import Recorded
 
 TINY = K3Config.named("k3-nano").replace(num_experts=8)
@@ -282,3 +282,24 @@ def test_what_cannot_be_captured_takes_the_eager_path_and_says_where(fake_gpu, m
     assert "could not be captured: test_forward_backward.py line" in note
     assert note.endswith("RuntimeError: operation not permitted when stream is capturing")
     assert captured([eager, refused]).graph_bytes == 0
+
+
+def test_a_step_without_room_beside_other_graphs_takes_their_memory(fake_gpu, monkeypatch):
+    eager, replayed = (trainer_with(capture) for capture in ("off", "on"))
+    steps, enter, full = captured([eager, replayed]), Recorded.__enter__, [0]
+
+    def scarce(self: Recorded) -> Recorded:
+        if full[0]:
+            full[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return enter(self)
+
+    monkeypatch.setattr(Recorded, "__enter__", scarce)
+    check_equal(*(sums(one, batch(0, [30, 50]), CrossEntropy()) for one in (eager, replayed)))
+    full[0] = 1
+    check_equal(*(sums(one, batch(1, [120]), CrossEntropy()) for one in (eager, replayed)))
+    assert steps.captured == 1, "the first graph gave its memory"
+    assert replayed.notes == []
+    full[0] = 2
+    with pytest.raises(LearnerOutOfMemory, match=r"a micro-batch of 64 tokens .* trainer\.micro_batch_tokens"):
+        sums(replayed, batch(2, [40]), CrossEntropy())
