@@ -26,7 +26,7 @@ from k3rl.checkpoint import (
     weights_of,
 )
 from k3rl.data import TrainBatch
-from k3rl.kernels import slow_paths
+from k3rl.kernels import compile_cache, slow_paths
 from k3rl.model import DeviceName, K3Config, K3ForCausalLM, adapted, place_of
 from k3rl.parallel import (
     LearnerConfig,
@@ -54,6 +54,8 @@ class LearnerActor:
 
     def __init__(self, threads: int, device: DeviceName = "cpu") -> None:
         """device: where models are, in float32 on the CPU and in bf16 on a GPU, masters in float32 either way."""
+        if device == "cuda":
+            compile_cache.use()
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
         torch.manual_seed(0)  # draws of k3rl have seeds of their own; this is for libraries, and part of a state
@@ -162,6 +164,10 @@ class LearnerActor:
                 self.trainer.train(batch, loss, lr_scale=lr_scale, temperature=temperature, last_of_batch=last)
             )
         return metrics
+
+    def warm_up(self, loss: Loss, temperature: float = 1.0, *, routes: bool = False, teacher: bool = False) -> None:
+        """See `Trainer.warm_up`."""
+        self.trainer.warm_up(loss, temperature=temperature, routes=routes, teacher=teacher)
 
     def pair_cost(self) -> float:
         """What a pair of tokens costs this model (`k3rl.parallel.pair_cost`)."""

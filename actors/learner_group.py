@@ -23,6 +23,7 @@ class LearnerGroup:
     def __init__(self, actors: list[Any], timeout_s: float) -> None:
         self.actors = actors
         self.notes: list[str] = []  # about steps, for a person; whoever shows them clears them
+        self._warming: list[Any] = []
         self._note_calls: list[Any] = []  # for the notes of a step that is under way
         self._timeout_s = timeout_s
         self._context = 1  # ranks that share each sequence
@@ -51,6 +52,14 @@ class LearnerGroup:
 
     def load_state(self, directory: str) -> dict[str, Any]:
         return self._every("load_state", [(directory,)] * len(self.actors))[0]
+
+    def start_warm_up(
+        self, loss: Loss, temperature: float = 1.0, *, routes: bool = False, teacher: bool = False
+    ) -> None:
+        """Has the ranks compile what the first step needs, before whatever they are asked next."""
+        self._warming = [
+            actor.warm_up.remote(loss, temperature, routes=routes, teacher=teacher) for actor in self.actors
+        ]
 
     def slow_paths(self) -> list[str]:
         """What of the ranks' GPUs runs without kernels, each sentence once."""
@@ -89,6 +98,8 @@ class LearnerGroup:
     def trained(self, started: list[Any]) -> Accumulator:
         """The metrics of `start_training`, added up over the ranks."""
         metrics = Accumulator()
+        warming, self._warming = self._warming, []
+        self._results("learner.warm_up", warming)
         for part in self._results("learner.train", started):
             metrics.merge(part)
         calls, self._note_calls = self._note_calls, []

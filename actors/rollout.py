@@ -39,6 +39,10 @@ class RolloutActor(AnswerStreams):
 
         from k3rl.actors.weight_sync import WeightSink
 
+        if config.rollout_device == "cuda" and config.rollout.backend == "k3rl":
+            from k3rl.kernels import compile_cache
+
+            compile_cache.use()
         torch.set_num_threads(config.rollout_threads)
         torch.set_flush_denormal(True)
         super().__init__()

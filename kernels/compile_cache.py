@@ -15,7 +15,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -48,8 +47,9 @@ class Specialization:
 
 
 def home() -> Path:
-    """The folder of k3rl's kernels in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "k3rl" / "kernels"
+    """The folder of k3rl's kernels in K3RL_CACHE_DIR, or in the user's cache."""
+    own = os.environ.get("K3RL_CACHE_DIR")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "k3rl") / "kernels"
 
 
 def directory() -> Path:
@@ -205,4 +205,4 @@ def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -67,6 +67,9 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
     curriculum = Curriculum(config.env, config.seed)
     if (state := stage.restore()) is not None:
         curriculum.restore(state)
+    if config.cluster.learner_device == "cuda":  # while the first episodes run
+        routes, teacher = config.sampling.replay_routes, isinstance(config, DistillConfig)
+        learner.start_warm_up(algorithm.loss, config.sampling.temperature, routes=routes, teacher=teacher)
     buffer = RolloutBuffer(stage, config, curriculum)
     schedule, temperature = config.schedule.build(config.steps), config.sampling.temperature
 

@@ -19,6 +19,7 @@ from k3rl.envs.sandbox import provider_named
 from k3rl.parallel import PeerFailed
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
+from k3rl.pipelines.kernel_watch import KernelWatch
 from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Group, Message
@@ -43,6 +44,7 @@ class Session:
     trajectories: TrajectoryWriter
     resume: bool
     restarts: int = 0  # of all actors, in this process
+    kernels: KernelWatch | None = None  # on GPUs
 
     def record(self, groups: Sequence[Group], step: int) -> None:
         """Queues every episode for the live stream and writes the step's trajectories, whole or not at all."""
@@ -104,13 +106,17 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
             more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
         progress.note("starting Ray and the actors")
+        watch: KernelWatch | None = None
+        if "cuda" in (config.cluster.learner_device, config.cluster.rollout_device):
+            watch = stack.enter_context(KernelWatch(progress.note))
         stack.enter_context(start_ray(config.cluster))
         memory = stack.enter_context(MemoryWatch())
         canary, max_running = Canary(canary_prompt(env)), config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
         tokenizer = Tokenizer.builtin()
         kept = _trajectories(run, tokenizer)
-        yield Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, options.resume)
+        opened = Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, options.resume)
+        yield replace(opened, kernels=watch)
 
 
 def canary_prompt(env: EnvConfig) -> list[int]:
