@@ -107,6 +107,12 @@ class ClusterConfig(Config):
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
 
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether an engine may be on the learner's GPU."""
+        on_gpus = self.learner_device == self.rollout_device == "cuda" and self.rollout.backend == "k3rl"
+        return on_gpus and self.learner_gpus < 1.0
+
     @model_validator(mode="after")
     def _a_server_for_each_actor(self) -> ClusterConfig:
         urls = self.rollout.url

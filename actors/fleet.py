@@ -163,7 +163,7 @@ class Fleet:
 
     def settle(self) -> None:
         """Waits for a training state that is being written; its error gives way to the one under way."""
-        if self._started and self._config.learner:
+        if self._started and "learner" in vars(self):  # its ranks may never have met
             with suppress(K3Error):
                 self.learner.state_saved()
 

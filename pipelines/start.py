@@ -111,12 +111,15 @@ def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
 
 
 def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
-    """The checkpoint that a rollout stage starts from, in the learner and in every engine, which load side by side."""
+    """The checkpoint that a rollout stage starts from, in the learner and in every engine.
+
+    They load side by side, but where they share a GPU: an engine takes a share of what it finds free there.
+    """
     served = str(weights_of(config.model.start)) if config.trainer.lora else config.model.start
-    loading = fleet.rollouts.start_loading(served)
+    loading = None if config.cluster.shares_gpu else fleet.rollouts.start_loading(served)
     fleet.learner.load(config.model.start, config.trainer, config.learner)
     fleet.learner.set_version(0)
-    fleet.rollouts.loaded(loading)
+    fleet.rollouts.loaded(fleet.rollouts.start_loading(served) if loading is None else loading)
 
 
 def policy_sampling(config: RolloutStageConfig) -> SamplingParams:

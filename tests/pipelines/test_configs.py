@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from k3rl.model import K3Config
 from k3rl.parallel import TrainerConfig
 from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
-from k3rl.pipelines.start import check_layout, check_start, model_config, policy_sampling
+from k3rl.pipelines.start import check_layout, check_start, model_config, policy_sampling, start_policy
 
 
 def test_a_group_size_that_does_not_divide_the_batch_names_the_sizes_that_would():
@@ -116,3 +117,20 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(tmp
     with pytest.raises(ConfigError, match="vocabulary of 640, and the student one of 512"):
         check_start(distill().replace(model=start, teachers={"*": str(tmp_path / "teacher")}))
     check_start(distill().replace(model=start, teachers={"*": str(tmp_path / "student")}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "order"), [(1.0, ["engines begin", "learner", "engines"]), (0.5, ["learner", "engines begin", "engines"])]
+)
+def test_learner_and_engines_load_side_by_side_unless_they_share_a_gpu(gpus, order):
+    """An engine takes a share of what it finds free, so the learner must be there first."""
+    called: list[str] = []
+    fleet = SimpleNamespace(
+        learner=SimpleNamespace(load=lambda *_: called.append("learner"), set_version=lambda _: None),
+        rollouts=SimpleNamespace(
+            start_loading=lambda _: called.append("engines begin") or [], loaded=lambda _: called.append("engines")
+        ),
+    )
+    both = ClusterConfig(learner_actors=1, learner_device="cuda", rollout_device="cuda", learner_gpus=gpus)
+    start_policy(fleet, rl().replace(cluster=both))
+    assert called == order
