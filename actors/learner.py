@@ -69,6 +69,7 @@ class LearnerActor:
         self.weights = WeightSource(self._device)
         self._tokenizer: Tokenizer | None = None
         self._start: str | None = None  # the checkpoint that the weights came from
+        self._told: list[str] = []  # of slow paths
         self._seed = 0  # what fresh weights came from
         self._frozen: str | None = None  # on rank 0: fingerprint of weights that stay
         self._computes = "float32"  # in what steps are computed, which masters are rounded to
@@ -173,14 +174,12 @@ class LearnerActor:
         """What a pair of tokens costs this model (`k3rl.parallel.pair_cost`)."""
         return pair_cost(self.trainer.model.config)
 
-    def slow_paths(self) -> list[str]:
-        """What of this rank's GPU runs without its kernels."""
-        return slow_paths(self._device)
-
     def notes(self) -> list[str]:
-        """What a person should read about the last steps; each is given once."""
+        """What a person should read about this rank's GPU and the last steps; each is given once."""
+        slow = [text for text in slow_paths(self._device) if text not in self._told]
+        self._told += slow
         notes, self.trainer.notes = self.trainer.notes, []
-        return notes
+        return [*slow, *notes]
 
     def evaluate(self, batch: TrainBatch | None, loss: Loss) -> Accumulator:
         """The loss's metrics on this rank's share."""

@@ -62,8 +62,8 @@ class LearnerGroup:
         ]
 
     def slow_paths(self) -> list[str]:
-        """What of the ranks' GPUs runs without kernels, each sentence once."""
-        every = self._every("slow_paths", [()] * len(self.actors))
+        """What of the ranks' GPUs runs without kernels, each sentence once, before a first step."""
+        every = self._every("notes", [()] * len(self.actors))
         return list(dict.fromkeys(text for texts in every for text in texts))
 
     def set_version(self, number: int) -> None:
