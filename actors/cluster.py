@@ -101,6 +101,9 @@ class ClusterConfig(Config):
     transfer_timeout_s: float = Field(60.0, gt=0, json_schema_extra=NOT_HASHED)
     """How long learner and engines wait for each other at each bucket of a broadcast or of `ipc`. A transport
     that broke is left for the object store."""
+    canary_tolerance: float = Field(0.05, gt=0)
+    """Nats by which learner and engines may differ on a fixed prompt after a switch of weights, in the median of its
+    tokens; ten times as many where engines record routes for it, on GPUs in bf16. Beyond, the run ends."""
     restarts: int = Field(2, ge=0)
     """How often a run may start its actors again, from its last training state, after one died or hung."""
     object_store_mb: int = Field(512, ge=100)

@@ -12,11 +12,13 @@ from k3rl.model import K3Config, place_of
 from k3rl.tokens import Tokenizer
 
 
-def k3rl_engine(config: ClusterConfig, checkpoint: Path, *, max_running: int, seed: int) -> Engine:
+def k3rl_engine(
+    config: ClusterConfig, checkpoint: Path, *, max_running: int, seed: int, activations: str | None = None
+) -> Engine:
     """A fresh engine over a checkpoint directory."""
     (device, dtype), own = place_of(config.rollout_device), config.engine
     return Engine(
-        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served"),
+        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served", activations=activations),
         max_running=max_running,
         seed=seed,
         tokenizer=Tokenizer.load(checkpoint),

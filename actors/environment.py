@@ -208,7 +208,8 @@ class EnvironmentWorker:
         """An ungraded episode. One whose environment fails says so."""
         try:
             task = self._tasks.get(job.task).public()
-            settings = TurnSettings(self._tokenizer, replace(sampling, seed=job.sampling_seed))
+            seeded = replace(sampling, seed=job.sampling_seed)
+            settings = TurnSettings(self._tokenizer, seeded, job.thinking, job.thinking_effort)
             context = EpisodeContext(
                 seed=job.sampling_seed, group=job.group_id, programs=self._programs, sandboxes=self._sandboxes
             )

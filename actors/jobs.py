@@ -36,12 +36,17 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeJob:
-    """One episode to run: which task, under which ids, with which sampling seed."""
+    """One episode to run: which task, under which ids, with which sampling seed.
+
+    thinking: assistant turns have a think channel; thinking_effort: low, high or max.
+    """
 
     episode_id: str
     group_id: str
     task: TaskRef
     sampling_seed: int
+    thinking: bool = False
+    thinking_effort: str | None = None
 
     def failed(self, env: str, score: Failed) -> Episode:
         """The episode of this job that the infrastructure broke, or that was not run."""

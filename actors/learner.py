@@ -115,13 +115,20 @@ class LearnerActor:
             model.init_weights(seed)
         return self._adopt(model, trainer, mesh, learner)
 
-    def load(self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig = _NATIVE) -> int:
-        """A model from an official-layout directory, with fresh optimizer state."""
+    def load(
+        self,
+        checkpoint: str,
+        trainer: TrainerConfig,
+        learner: LearnerConfig = _NATIVE,
+        activations: str | None = None,
+    ) -> int:
+        """A model from an official-layout directory, with fresh optimizer state. activations: see `load_checkpoint`."""
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = self._mesh(trainer)
         packed = _packs(trainer, learner)
+        device = self._model_device(trainer)
         with self._world.together("loading a checkpoint"):
-            model = load_checkpoint(checkpoint, self._dtype, self._model_device(trainer), mesh=mesh, packed=packed)
+            model = load_checkpoint(checkpoint, self._dtype, device, mesh=mesh, packed=packed, activations=activations)
         return self._adopt(model, trainer, mesh, learner)
 
     def _model_device(self, trainer: TrainerConfig) -> torch.device:
@@ -249,6 +256,7 @@ class LearnerActor:
                     tensors,
                     adapter.config,
                     directory,
+                    activations=trainer.model.config.quantization.activations,
                     base=self._start or base,
                     fingerprint=None
                     if self._start is None

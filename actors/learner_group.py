@@ -37,8 +37,11 @@ class LearnerGroup:
     def create(self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int, learner: LearnerConfig) -> int:
         return self._with_model(trainer, self._every("create", [(config, trainer, seed, learner)] * len(self.actors)))
 
-    def load(self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig) -> int:
-        return self._with_model(trainer, self._every("load", [(checkpoint, trainer, learner)] * len(self.actors)))
+    def load(
+        self, checkpoint: str, trainer: TrainerConfig, learner: LearnerConfig, activations: str | None = None
+    ) -> int:
+        arguments = (checkpoint, trainer, learner, activations)
+        return self._with_model(trainer, self._every("load", [arguments] * len(self.actors)))
 
     def _with_model(self, trainer: TrainerConfig, sizes: list[int]) -> int:
         """Asks what balancing sequences over the ranks needs to know of the model that they have just made."""

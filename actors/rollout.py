@@ -1,4 +1,4 @@
-"""The rollout actor: one engine, stepped while any caller waits for tokens.
+"""The rollout actor: one engine, which steps on a thread of its own while any caller waits for tokens.
 
 Every process that is given the actor imports this file. Environment workers are, and they have no torch: what needs it
 is imported where it is used.
@@ -7,30 +7,35 @@ is imported where it is used.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from k3rl.actors.answers import AnswerStreams, Request
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.config import K3Error
 from k3rl.data import ImageError, ImagePatches, preprocess_files
 from k3rl.envs import ContextOutgrown, EngineFailed
-from k3rl.types import Completion, EncodedImage, SamplingParams
+from k3rl.types import Completion, EncodedImage
 
 if TYPE_CHECKING:
     from k3rl.actors.weight_sync import BaseVersion, Link, Location, Payload
-    from k3rl.engine import Engine, VLLMEngine
+    from k3rl.engine import Engine, EngineThread, News, Submission, VLLMEngine
 
-_REST_S = 0.01  # between two looks at an engine that rests
+    _Shown = tuple[Submission, Sequence[EncodedImage]]
+
+T = TypeVar("T")
 _FAILED_STEPS = 3  # in a row, after which an engine does not mend by itself
+_CLOSE_S = 10.0  # for the step in progress when the process ends
 
 
 class RolloutActor(AnswerStreams):
     """An asyncio Ray actor. Calls overlap; their requests share the engine's batch.
 
-    An engine that raises in a step fails the requests that it had then, and leaves none behind.
+    The engine steps on a thread of its own (`k3rl.engine.EngineThread`), so that calls are answered while it computes.
+    A step that raises fails the requests that the engine had then, and leaves none behind.
     """
 
     def __init__(self, config: ClusterConfig, number: int = 0, max_running: int = 64, seed: int = 0) -> None:
@@ -50,26 +55,37 @@ class RolloutActor(AnswerStreams):
         self._number = number
         self._max_running = max_running
         self._seed = seed
-        self._engine: Engine | VLLMEngine | None = None
-        self._futures: dict[Any, asyncio.Future[Completion]] = {}  # of each live request
-        self._failed_steps = 0
         self._resting = False
-        self._pump: asyncio.Task[None] | None = None
+        self._preparing: set[asyncio.Task[None]] = set()  # of images
+        self._thread = self._new_thread()
         self.weights = WeightSink(config.rollout_device, direct=config.rollout.backend == "k3rl")
 
-    async def load(self, checkpoint: str) -> int:
-        """A fresh engine over a checkpoint directory; returns its weight version (0)."""
+    def _new_thread(self) -> EngineThread[Engine | VLLMEngine]:
+        from k3rl.engine import EngineThread
+
+        thread: EngineThread[Engine | VLLMEngine] = EngineThread(_answer, patience=_FAILED_STEPS)
+        weakref.finalize(self, thread.close, _CLOSE_S)
+        return thread
+
+    async def load(self, checkpoint: str, activations: str | None = None) -> int:
+        """A fresh engine over a checkpoint directory; returns its weight version (0).
+
+        activations: see `load_checkpoint`; a vLLM server computes what it was started with.
+        """
         from k3rl.actors.engines import k3rl_engine, vllm_engine
 
-        if self._futures:
-            raise RuntimeError(f"{len(self._futures)} requests are in flight; load a checkpoint when none is")
-        self._wake()
         limits = {"max_running": self._max_running, "seed": self._seed}
-        if self._config.rollout.backend == "vllm":
-            self._engine = vllm_engine(self._config, self._number, Path(checkpoint), self._engine, **limits)
-        else:
-            self._engine = k3rl_engine(self._config, Path(checkpoint), **limits)
-        return self._engine.version
+
+        def make(before: Engine | VLLMEngine | None) -> Engine | VLLMEngine:
+            if self._config.rollout.backend == "vllm":
+                return vllm_engine(self._config, self._number, Path(checkpoint), before, **limits)
+            return k3rl_engine(self._config, Path(checkpoint), activations=activations, **limits)
+
+        if self._thread.error is not None:
+            self._thread = self._new_thread()
+        elif self._resting:
+            await self._between_steps(self._wake)
+        return (await asyncio.wrap_future(self._thread.load(make))).version
 
     async def slow_paths(self) -> list[str]:
         """What of this actor's GPU runs without its kernels."""
@@ -82,9 +98,16 @@ class RolloutActor(AnswerStreams):
 
     @property
     def engine(self) -> Engine | VLLMEngine:
-        if self._engine is None:
-            raise RuntimeError("this rollout actor has no weights yet; call load(checkpoint) first")
-        return self._engine
+        """The engine, which only its thread may touch while it has requests."""
+        return self._thread.engine
+
+    async def _between_steps(self, function: Callable[[Engine | VLLMEngine], T]) -> T:
+        """What a function of the engine returns, called on its thread."""
+        return await asyncio.wrap_future(self._thread.run(function))
+
+    async def close(self) -> None:
+        """Ends what is in flight, and the engine's thread after the step in progress."""
+        await asyncio.to_thread(self._thread.close, _CLOSE_S)
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion | Exception]:
         """One completion for each request, in order; a refused request gives its typed error instead, one that exceeds
@@ -100,83 +123,69 @@ class RolloutActor(AnswerStreams):
 
     def begin(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
         """See `AnswerStreams`."""
-        made: dict[EncodedImage, ImagePatches] = {}
-        return [self._submit(made, *each) for each in requests]
+        from k3rl.engine import Submission
+
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Completion]] = []
+        ready: list[Submission] = []
+        shown: list[_Shown] = []
+        for request in requests:
+            future = _Asked(loop=loop)
+            future.submission = Submission(future, request[0], request[1])
+            futures.append(future)
+            if len(request) > 2 and request[2]:
+                shown.append((future.submission, request[2]))
+            else:
+                ready.append(future.submission)
+        self._submit(ready)
+        if shown:
+            task = loop.create_task(self._submit_shown(shown))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+        return futures
+
+    def _submit(self, submissions: Sequence[Submission]) -> None:
+        from k3rl.engine import EngineStopped
+
+        if submissions:
+            try:
+                self._thread.submit(submissions)
+            except EngineStopped as error:
+                _settle([(submission, error) for submission in submissions])
+
+    async def _submit_shown(self, shown: Sequence[_Shown]) -> None:
+        """Submits requests with images once these are prepared, which may take long."""
+        refused = await asyncio.to_thread(_prepare, shown)
+        for submission, error in refused:
+            submission.ticket.set_exception(error)
+        self._submit([submission for submission, _ in shown if not submission.ticket.done()])
 
     def take_back(self, futures: Sequence[asyncio.Future[Completion]]) -> None:
         """See `AnswerStreams`."""
-        unwanted = set(futures)
-        for request in [request for request, future in self._futures.items() if future in unwanted]:
-            del self._futures[request]
-            with suppress(K3Error):  # it has ended by itself
-                self.engine.abort(request)
+        from k3rl.engine import EngineStopped
+
+        left = [future.submission for future in futures if isinstance(future, _Asked) and not future.done()]
+        with suppress(EngineStopped):  # which ended them
+            self._thread.abort(left)
         super().take_back(futures)
 
     async def check(self) -> None:
         """See `AnswerStreams`."""
-        if self._failed_steps >= _FAILED_STEPS:
-            raise EngineFailed(f"the last {self._failed_steps} steps of the engine failed")
+        if self._thread.error is not None:
+            raise EngineFailed(str(self._thread.stopped))
 
     async def pause(self) -> None:
         """Requests rest until the next version of the weights."""
-        self.engine.pause("keep")
+        await self._between_steps(self._rest)
+
+    def _rest(self, engine: Engine | VLLMEngine) -> None:
+        engine.pause("keep")
         self._resting = True
 
-    def _submit(
-        self,
-        made: dict[EncodedImage, ImagePatches],
-        ids: Sequence[int],
-        params: SamplingParams,
-        images: Sequence[EncodedImage] = (),
-    ) -> asyncio.Future[Completion]:
-        from k3rl.engine import ContextExceeded
-
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        try:
-            self._futures[self.engine.submit(ids, params, preprocess_files(images, made))] = future
-        except ContextExceeded as error:
-            future.set_exception(ContextOutgrown(str(error)))  # which environments, without torch, know
-            return future
-        except (K3Error, ImageError) as error:
-            future.set_exception(error)
-            return future
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run())
-        return future
-
-    async def _run(self) -> None:
-        """Steps the engine until nothing waits. Between steps other calls get their turn."""
-        while self._futures:
-            try:
-                outcomes = self.engine.step()
-            except Exception as error:  # whatever it is, it is the answer of everyone who waits for this engine
-                self._fail_all(EngineFailed(f"{type(error).__name__}: {error}"))
-                continue
-            self._failed_steps = 0
-            for request, outcome in outcomes:
-                future = self._futures.pop(request, None)
-                if future is None or future.done():  # nobody waits for it any more
-                    continue
-                if isinstance(outcome, Exception):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome)
-            await asyncio.sleep(_REST_S if self._resting else 0)
-
-    def _wake(self) -> None:
+    def _wake(self, engine: Engine | VLLMEngine) -> None:
         if self._resting:
-            self.engine.resume()
+            engine.resume()
             self._resting = False
-
-    def _fail_all(self, error: EngineFailed) -> None:
-        """A step failed: every request ends, in the engine too, which the next ones then find empty."""
-        self._failed_steps += 1
-        failed, self._futures = self._futures, {}
-        for request, future in failed.items():
-            with suppress(Exception):  # a request that cannot even be ended is found by the next step
-                self.engine.abort(request)
-            if not future.done():
-                future.set_exception(error)
 
     # --------------------------------------------------------------------------------------------------- weights
 
@@ -184,7 +193,7 @@ class RolloutActor(AnswerStreams):
         """The version that samples the next token."""
         from k3rl.actors.weight_sync import base_version
 
-        return base_version(self.engine)
+        return await self._between_steps(base_version)
 
     async def location(self) -> Location:
         """Where this engine's weights are."""
@@ -198,15 +207,61 @@ class RolloutActor(AnswerStreams):
         self.weights.close()
 
     async def prepare(self, version: int, manifest: Mapping[str, str], payload: Payload) -> None:
-        """First phase: builds and verifies version `version` beside the one that serves."""
+        """First phase: builds and verifies version `version` beside the one that serves, while that is stepped."""
         await self.weights.prepare(self.engine, version, manifest, payload)
 
     async def commit(self, version: int) -> int:
         """Second phase: switches to the prepared version, with which requests that rested go on."""
-        self.engine.finish_weight_update(version)
-        self._wake()
-        return self.engine.version
+
+        def switch(engine: Engine | VLLMEngine) -> int:
+            engine.finish_weight_update(version)
+            self._wake(engine)
+            return engine.version
+
+        return await self._between_steps(switch)
 
     async def rollback(self) -> None:
         """Drops a prepared version; the old one goes on serving."""
-        self.engine.abort_weight_update()
+        await self._between_steps(lambda engine: engine.abort_weight_update())
+
+
+class _Asked(asyncio.Future[Completion]):
+    """The answer to a request, which the engine's thread knows by its submission."""
+
+    submission: Submission
+
+
+def _prepare(shown: Sequence[_Shown]) -> list[tuple[Submission, ImageError]]:
+    """Gives submissions their images, each prepared once -> those whose images cannot be read."""
+    made: dict[EncodedImage, ImagePatches] = {}
+    refused = []
+    for submission, images in shown:
+        try:
+            submission.images = preprocess_files(images, made)
+        except ImageError as error:
+            refused.append((submission, error))
+    return refused
+
+
+def _answer(news: News) -> None:
+    """Hands what ended, on the engine's thread, to whoever waits for it: one call for each event loop."""
+    for loop, own in groupby(news, lambda one: one[0].ticket.get_loop()):
+        with suppress(RuntimeError):  # the loop is closed, and nobody is left to be told
+            loop.call_soon_threadsafe(_settle, list(own))
+
+
+def _settle(news: News) -> None:
+    from k3rl.engine import ContextExceeded, EngineStopped
+
+    for submission, outcome in news:
+        future = submission.ticket
+        if future.done():  # nobody waits for it any more
+            continue
+        if isinstance(outcome, Completion):
+            future.set_result(outcome)
+        elif isinstance(outcome, ContextExceeded):
+            future.set_exception(ContextOutgrown(str(outcome)))  # which environments, without torch, know
+        elif isinstance(outcome, EngineStopped):
+            future.set_exception(EngineFailed(str(outcome)))
+        else:
+            future.set_exception(outcome)

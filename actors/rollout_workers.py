@@ -49,15 +49,18 @@ class RolloutWorkers:
         self._counts: Counter[str] = Counter()
         self._stream: RolloutStream | None = None
 
-    def load(self, checkpoint: str) -> None:
-        """Every engine serves this checkpoint, and environments use its tokenizer."""
-        self.loaded(self.start_loading(checkpoint))
+    def load(self, checkpoint: str, activations: str | None = None) -> None:
+        """Every engine serves this checkpoint, and environments use its tokenizer.
 
-    def start_loading(self, checkpoint: str) -> list[Any]:
+        activations: what experts' inputs are rounded to instead of what the checkpoint says (`load_checkpoint`).
+        """
+        self.loaded(self.start_loading(checkpoint, activations))
+
+    def start_loading(self, checkpoint: str, activations: str | None = None) -> list[Any]:
         """Begins `load`; `loaded` waits for it."""
         self.close()
         self._checkpoint = checkpoint
-        return [actor.load.remote(checkpoint) for actor in self.engines]
+        return [actor.load.remote(checkpoint, activations) for actor in self.engines]
 
     def loaded(self, started: list[Any]) -> None:
         wait(started, self._timeout_s, "loading a checkpoint into the engines")

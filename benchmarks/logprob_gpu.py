@@ -13,14 +13,20 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import MATRIX_RATE, Report, wall
 
 from k3rl.losses import target_logprobs
+
+_spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
+assert _spec is not None
+assert _spec.loader is not None
+gpu = sys.modules.setdefault("gpu", importlib.util.module_from_spec(_spec))
+_spec.loader.exec_module(gpu)
 
 
 def made(rows: int, width: int, vocabulary: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -43,7 +49,7 @@ def beside(call: Callable[[], Any]) -> float:
     return round((peak - left) / 1e6, 1)
 
 
-def check(report: Report, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
+def check(report: gpu.Report, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
     """Against float64 over the whole vocabulary."""
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     logprobs, entropy = target_logprobs(h, w, targets)
@@ -74,7 +80,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def measure(report: Report, rows: int, width: int, vocabulary: int) -> None:
+def measure(report: gpu.Report, rows: int, width: int, vocabulary: int) -> None:
     hidden, weight, targets = made(rows, width, vocabulary, report.device)
     peer = None
     if importlib.util.find_spec("liger_kernel") is not None:
@@ -98,7 +104,7 @@ def measure(report: Report, rows: int, width: int, vocabulary: int) -> None:
     def theirs_both() -> Any:
         return torch.autograd.grad(peer[1](leaves[1], leaves[0], targets), leaves)
 
-    product = 2.0 * rows * width * vocabulary / MATRIX_RATE
+    product = 2.0 * rows * width * vocabulary / gpu.MATRIX_RATE
     pairs = (("forward", ours, theirs, 1), ("forward and backward", ours_both, theirs_both, 4))
     for name, mine, other, products in pairs:
         shape = f"{rows} x {width}, {vocabulary} ids"
@@ -106,9 +112,9 @@ def measure(report: Report, rows: int, width: int, vocabulary: int) -> None:
             return
         times: list[list[float]] = [[], []]
         for _ in range(3):  # turn by turn
-            times[0].append(wall(mine, report.device, repeats=3, warm=1))
+            times[0].append(gpu.wall(mine, report.device, repeats=3, warm=1))
             if peer is not None:
-                times[1].append(wall(other, report.device, repeats=3, warm=1))
+                times[1].append(gpu.wall(other, report.device, repeats=3, warm=1))
         report.row(
             name, shape, min(times[0]), peer="liger-kernel, fused linear cross-entropy" if peer else "none",
             peer_s=min(times[1], default=None), floor_s=products * product, mb_beside=beside(mine),
@@ -126,7 +132,7 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
-    report = Report(torch.device("cuda"), given.out, given.budget)
+    report = gpu.Report(torch.device("cuda"), given.out, given.budget)
     check(report, *made(512, given.widths[0], given.vocabulary, report.device))
     for width in given.widths:
         measure(report, given.rows, width, given.vocabulary)

@@ -43,7 +43,7 @@ from k3rl.envs.faults import (
     grade,
     honest,
 )
-from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, EpisodeRecorder, Policy, TurnSettings
+from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, EpisodeRecorder, Policy, TurnSettings, prompt_rows
 from k3rl.envs.registry import BrokenEnvironment, UnknownEnvironment, builtin_names, make, names, register
 from k3rl.envs.rollout import gradable, run_episode
 from k3rl.envs.rubric import RewardFunction, reward
@@ -101,6 +101,7 @@ __all__ = [
     "make",
     "names",
     "play",
+    "prompt_rows",
     "register",
     "reward",
     "run_episode",

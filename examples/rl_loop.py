@@ -91,21 +91,20 @@ def graded(env: Environment, tasks: dict[str, Task], episodes: Sequence[Episode]
 
 
 def policy_batch(groups: Sequence[Sequence[Episode]]) -> TrainBatch | None:
-    """Every sampled token of groups whose rewards differ, weighted by its episode's advantage.
+    """Every sampled token, weighted by its episode's advantage; None where no group has rewards that differ.
 
     An episode without a reward leaves the batch and the baseline: missing is not zero.
     """
-    live: list[Episode] = []
+    trained: list[Episode] = []
     advantages: dict[str, float] = {}
     for group in groups:
         rewards = [e.score.reward if isinstance(e.score, Scored) else None for e in group]
         known = [
             (e, a) for e, a in zip(group, group_advantages(rewards, normalise="none"), strict=True) if a is not None
         ]
-        if any(advantage for _, advantage in known):
-            live += [episode for episode, _ in known]
-            advantages |= {episode.id: advantage for episode, advantage in known}
-    return from_episodes(live, advantages, mode="token") if live else None
+        trained += [episode for episode, _ in known]
+        advantages |= {episode.id: advantage for episode, advantage in known}
+    return from_episodes(trained, advantages, mode="token") if any(advantages.values()) else None
 
 
 def publish(model: K3ForCausalLM, engine: Engine) -> None:

@@ -164,7 +164,7 @@ class SamplingParams:
     is that of the renormalized sampling mask; `min_p` keeps what has at least this share of the largest probability.
     logit_bias: (token id, number added to its logit before the temperature) pairs; -inf forbids the token, and the
     logprob is that of the biased distribution. A stop id is part of the completion. stop: texts that end it; it then
-    ends with the token that completes the text, and special tokens are never part of a match. `seed` fixes this
+    ends with the token that completes the text. Special tokens, tags and tool calls are no text. `seed` fixes this
     request's draws whatever else the engine runs; None derives it from the engine's seed and the request's number.
     cache_salt: prefix-cache entries are shared only between requests of one salt (a tenant).
     adapter: the name of a published adapter to compute with; empty for the weights as they are.

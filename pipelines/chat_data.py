@@ -10,11 +10,11 @@ import datasets
 import numpy as np
 
 from k3rl.config import ConfigError, MissingResource
-from k3rl.data import ChatDataset, TrainBatch, TrainSequence, chat_sequence, load_chat_dataset
+from k3rl.data import ChatDataset, ChatExample, TrainBatch, TrainSequence, chat_sequence, load_chat_dataset
 from k3rl.envs import make
 from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
-from k3rl.pipelines.start import resolve_start
+from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import write_atomic
 from k3rl.tokens import Tokenizer
 
@@ -22,11 +22,13 @@ from k3rl.tokens import Tokenizer
 class ChatBatches:
     """Batches of encoded examples, a new order each epoch. Batch `step` depends on the seed and the step only."""
 
-    def __init__(self, rows: ChatDataset, tokenizer: Tokenizer, batch_size: int, seed: int) -> None:
+    def __init__(self, rows: ChatDataset, tokenizer: Tokenizer, batch_size: int, config: SFTConfig) -> None:
+        """config: for the seed, and for what is thought."""
         self._rows = rows
+        self._thinking, self._effort = config.thinking, config.thinking_effort
         self._tokenizer = tokenizer
         self._size = min(batch_size, len(rows))
-        self._seed = seed
+        self._seed = config.seed
         self._encoded: dict[int, TrainSequence] = {}
 
     @property
@@ -69,11 +71,23 @@ class ChatBatches:
     def _encode(self, index: int) -> TrainSequence:
         if index not in self._encoded:
             row = self._rows[index]
-            folder = self._rows.path.parent
+            thinking = self._thinking == "on" or (self._thinking == "auto" and thinks(row))
             self._encoded[index] = chat_sequence(
-                f"row-{index}", row.messages, row.tools, self._tokenizer, False, folder=folder
+                f"row-{index}",
+                row.messages,
+                row.tools,
+                self._tokenizer,
+                thinking,
+                thinking_effort=(row.meta.get("thinking_effort") or self._effort) if thinking else None,
+                folder=self._rows.path.parent,
             )
         return self._encoded[index]
+
+
+def thinks(row: ChatExample) -> bool:
+    """Whether an assistant turn of the conversation has reasoning."""
+    said = [message for message in row.messages if isinstance(message, Mapping)]
+    return any(message.get("reasoning_content") or message.get("reasoning") for message in said)
 
 
 def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatches, TrainBatch]:
@@ -88,12 +102,11 @@ def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatch
             session.progress.note(f"{name}: demonstrations stay those of the first attempt; a new run may have others")
         train_file = _demonstrations(folder / f"{name}.jsonl", config, config.demonstrations, "train")
         heldout_file = _demonstrations(folder / "heldout.jsonl", config, config.heldout_examples, "heldout")
-    start = resolve_start(config.model.start)
-    tokenizer = Tokenizer.builtin() if start is None else Tokenizer.load(str(start))
+    tokenizer = tokenizer_of(config.model.start)
     train = load_chat_dataset(train_file, cache_dir=cache)
     heldout = load_chat_dataset(heldout_file, cache_dir=cache)
-    kept = ChatBatches(heldout, tokenizer, len(heldout), config.seed)
-    return ChatBatches(train, tokenizer, config.batch_size, config.seed), kept.pack(np.arange(len(heldout)))
+    kept = ChatBatches(heldout, tokenizer, len(heldout), config)
+    return ChatBatches(train, tokenizer, config.batch_size, config), kept.pack(np.arange(len(heldout)))
 
 
 def check_data(config: SFTConfig) -> None:

@@ -9,20 +9,26 @@ from pydantic import Field, model_validator
 from k3rl.actors import ClusterConfig
 from k3rl.config import NOT_HASHED, Config, ConfigError
 from k3rl.envs import EnvConfig
-from k3rl.losses import GRPO, CrossEntropy, K3Policy, OnPolicyDistill
+from k3rl.losses import GRPO, Correction, CrossEntropy, K3Policy, OnPolicyDistill
 from k3rl.optim import Schedule
 from k3rl.parallel import LearnerConfig, ScorerConfig, TrainerConfig, check_backend
 from k3rl.run import MetricsConfig
 
 
 class QuantizationConfig(Config):
-    """What the model computes with; written into the checkpoint and obeyed on load."""
+    """What the model computes with; written into the checkpoint and obeyed on load.
 
-    weights: Literal["mxfp4", "post_hoc", "none"] = "mxfp4"
-    """Routed experts hold MXFP4 values in every stage; or full precision until a checkpoint is saved; or always."""
-    activations: Literal["mxfp8", "none"] = "mxfp8"
-    """Inputs of routed experts are rounded to MXFP8, or read as they are."""
-    scale_rule: Literal["ceil", "floor", "even"] = "ceil"
+    A key that is not set is that of the checkpoint, or for fresh weights mxfp4, mxfp8 and ceil.
+    """
+
+    weights: Literal["mxfp4", "post_hoc", "none"] | None = None
+    """Routed experts hold MXFP4 values in every stage; or full precision until a checkpoint is saved; or always. A
+    checkpoint is what it is: another value than its own is refused."""
+    activations: Literal["mxfp8", "none"] | None = None
+    """Inputs of routed experts are rounded to MXFP8, or read as they are. Not set, it is mxfp8 also for a checkpoint
+    with MXFP4 experts that does not say, such as the official one."""
+    scale_rule: Literal["ceil", "floor", "even"] | None = None
+    """How a block's scale is chosen. Another than a checkpoint's own is refused."""
 
 
 class AblationChoices(Config):
@@ -40,9 +46,17 @@ class ModelConfig(Config):
     start: str = "k3-nano"
     """A named size (fresh weights), or the directory of a checkpoint in the official layout."""
     quantization: QuantizationConfig = QuantizationConfig()
-    """Used for fresh weights; a checkpoint brings its own."""
     ablation: AblationChoices = AblationChoices()
     """Used for fresh weights; a checkpoint brings its own."""
+
+
+Effort = Literal["low", "high", "max"]
+
+
+def _check_effort(where: str, thinking: bool, effort: Effort | None) -> None:
+    """Raises ValueError for an effort that nothing thinks with."""
+    if effort is not None and not thinking:
+        raise ValueError(f"{where}.thinking_effort is {effort} and {where}.thinking is false; set both, or neither")
 
 
 class SamplingConfig(Config):
@@ -61,6 +75,16 @@ class SamplingConfig(Config):
     replay_routes: bool = False
     """Training sends each token to the experts that computed it in the rollout, which are recorded beside it. In bf16
     the learner may otherwise choose others where scores nearly tie; in float32 both choose alike."""
+    thinking: bool = False
+    """Assistant turns begin in the think channel. What is thought there is sampled and trained; answers are what comes
+    behind it."""
+    thinking_effort: Effort | None = None
+    """With `thinking`: what the prompt says of how much to think."""
+
+    @model_validator(mode="after")
+    def _effort_needs_thinking(self) -> SamplingConfig:
+        _check_effort("sampling", self.thinking, self.thinking_effort)
+        return self
 
 
 class EvalConfig(Config):
@@ -75,6 +99,14 @@ class EvalConfig(Config):
     max_tokens: int = Field(96, ge=1)
     max_running: int = Field(256, ge=1)
     """Sequences that one engine decodes at a time, in training and in the measurement."""
+    thinking: bool = False
+    """As `sampling.thinking`, for the measurement; a policy that is trained to think is measured so."""
+    thinking_effort: Effort | None = None
+
+    @model_validator(mode="after")
+    def _effort_needs_thinking(self) -> EvalConfig:
+        _check_effort("evaluation", self.thinking, self.thinking_effort)
+        return self
 
 
 class ScheduleConfig(Config):
@@ -124,6 +156,11 @@ class SFTConfig(StageConfig):
     data: str | None = None
     """JSONL or Parquet chat data (`messages`); None writes the environment's own demonstrations."""
     heldout_data: str | None = None
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """Whether assistant turns have a think channel, in which their `reasoning_content` is trained: in conversations
+    that have any, in all, or in none."""
+    thinking_effort: Effort | None = None
+    """What conversations with a think channel say of how much to think; a row's own `thinking_effort` comes first."""
     demonstrations: int = Field(16_000, ge=1)
     """How many demonstrations to write when `data` is None."""
     heldout_examples: int = Field(256, ge=1)
@@ -159,8 +196,8 @@ class K3Objective(Config):
     normalise: Literal["none"] = "none"
     token_weights: Literal["token"] = "token"
 
-    def loss(self) -> K3Policy:
-        return K3Policy(self.ratio_low, self.ratio_high, self.tau)
+    def loss(self, correction: Correction) -> K3Policy:
+        return K3Policy(self.ratio_low, self.ratio_high, self.tau, correction)
 
 
 class GRPOObjective(Config):
@@ -173,11 +210,35 @@ class GRPOObjective(Config):
     normalise: Literal["std"] = "std"
     token_weights: Literal["sequence"] = "sequence"
 
-    def loss(self) -> GRPO:
-        return GRPO(self.clip_low, self.clip_high)
+    def loss(self, correction: Correction) -> GRPO:
+        return GRPO(self.clip_low, self.clip_high, correction)
 
 
 Objective = Annotated[K3Objective | GRPOObjective, Field(discriminator="type")]
+
+
+class CorrectionConfig(Config):
+    """Importance correction, token by token, in place of the objective's own band or clip (docs/algorithms.md)."""
+
+    type: Literal["none", "truncated", "masked"] = "none"
+    """none: the objective's own. truncated: the ratio of learner to sampler weighs a token, up to `high` (TIS). masked:
+    tokens whose ratio is outside [low, high] have no policy gradient (MIS, IcePop)."""
+    low: float = Field(0.5, ge=0, lt=1)
+    """masked: the smallest ratio that counts."""
+    high: float | None = Field(None, gt=1)
+    """The largest; None is 2 for truncated and 5 for masked."""
+
+    @model_validator(mode="after")
+    def _bounds_bound_something(self) -> CorrectionConfig:
+        if self.type == "none" and self.high is not None:
+            raise ValueError(f"correction.high is {self.high} and correction.type none; set type, or leave high out")
+        if self.type != "masked" and self.low != type(self).model_fields["low"].default:
+            raise ValueError(f"correction.low is of type masked, and correction.type is {self.type}")
+        return self
+
+    def build(self) -> Correction:
+        high = self.high if self.high is not None else {"truncated": 2.0, "masked": 5.0}.get(self.type, 2.0)
+        return Correction(self.type, self.low, high)
 
 
 class RolloutsConfig(Config):
@@ -222,6 +283,7 @@ class RolloutStageConfig(StageConfig):
     """Of synchronous rollouts. 0: learner and rollouts alternate. 1: the next batch is sampled while the learner trains
     on this one."""
     rollouts: RolloutsConfig = RolloutsConfig()
+    correction: CorrectionConfig = CorrectionConfig()
     failure_limit: float = Field(0.25, ge=0, le=1)
     """Share of episodes without a reward above which the run stops."""
 
@@ -279,7 +341,7 @@ class DistillConfig(RolloutStageConfig):
     group_size: int = Field(1, ge=1)
 
     def loss(self) -> OnPolicyDistill:
-        return OnPolicyDistill(self.reward_max, self.ratio_low, self.ratio_high, self.tau)
+        return OnPolicyDistill(self.reward_max, self.ratio_low, self.ratio_high, self.tau, self.correction.build())
 
 
 class QuickstartConfig(Config):

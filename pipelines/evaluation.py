@@ -13,7 +13,7 @@ from k3rl.actors import EpisodeJob, RolloutWorkers, TaskRef
 from k3rl.config import ConfigError
 from k3rl.envs import make
 from k3rl.pipelines.configs import EnvConfig, EvalConfig
-from k3rl.pipelines.rollout_metrics import check_failures, reward_of
+from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures, reward_of
 from k3rl.types import Episode, SamplingParams, StopReason
 
 _FAILURE_LIMIT = 0.02  # an evaluation with more missing rewards than this measures the sandbox, not the policy
@@ -24,9 +24,9 @@ class Evaluation:
     """One checkpoint on the held-out tasks.
 
     splits: how many tasks of each split were run; a split that the environment does not have is not there.
-    pass_at_1: mean reward at temperature 1 over the n tasks of the families that are trained; ci95: its Wilson
-    interval; greedy: mean reward at temperature 0; by_family: temperature 1, the kept-out family included;
-    by_level: "family/level"; parsed: share of answers that are valid messages.
+    pass_at_1: mean reward at temperature 1 over the n rewards of the families that are trained; ci95: its interval
+    (`interval`); greedy: mean reward at temperature 0; by_family: temperature 1, the kept-out family included;
+    by_level: "family/level"; parsed: share of answers that are valid messages; missing: episodes without a reward.
     """
 
     pass_at_1: float
@@ -88,16 +88,16 @@ def evaluate(rollouts: RolloutWorkers, checkpoint: str, config: EvalConfig, task
 
 
 def measure(rollouts: RolloutWorkers, config: EvalConfig, tasks: Mapping[str, int]) -> Evaluation:
-    """Measures whatever the engines serve now."""
+    """Measures whatever the engines serve now. Raises TooManyFailures, also when no episode has a reward."""
     sampled, greedy = (_run(rollouts, config, "heldout", tasks["heldout"], heat) for heat in (1.0, 0.0))
     few = tasks.get("heldout_family", 0)
     family, family_greedy = (_run(rollouts, config, "heldout_family", few, heat) for heat in (1.0, 0.0))
     rewards = _rewards(sampled)
     return Evaluation(
         pass_at_1=_mean(rewards),
-        ci95=wilson(sum(rewards), len(rewards)),
+        ci95=interval(rewards),
         greedy=_mean(_rewards(greedy)),
-        n=tasks["heldout"],
+        n=len(rewards),
         by_family=_split(sampled + family, lambda e: e.family),
         greedy_by_family=_split(greedy + family_greedy, lambda e: e.family),
         by_level=_split(sampled + family, lambda e: f"{e.family}/{e.level}"),
@@ -111,14 +111,18 @@ def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, tempe
     if n == 0:
         return []
     seeds = np.random.default_rng([config.seed, int(temperature > 0)]).integers(2**62, size=n)
+    thinking = config.thinking, config.thinking_effort
     jobs = [
-        EpisodeJob(f"eval-{split}-{i}", f"eval-{split}-{i}", TaskRef(split, i, config.seed), int(seed))
+        EpisodeJob(name := f"eval-{split}-{i}", name, TaskRef(split, i, config.seed), int(seed), *thinking)
         for i, seed in enumerate(seeds)
     ]
     params = SamplingParams(temperature=temperature, max_tokens=config.max_tokens)
     groups = rollouts.run(jobs, params)
     check_failures(groups, _FAILURE_LIMIT)
-    return [episode for group in groups for episode in group.episodes]
+    episodes = [episode for group in groups for episode in group.episodes]
+    if split == "heldout" and not _rewards(episodes):
+        raise TooManyFailures(f"none of {n} episodes of {split} has a reward, so there is nothing to measure")
+    return episodes
 
 
 def _rewards(episodes: Sequence[Episode]) -> list[float]:
@@ -136,6 +140,25 @@ def _split(episodes: Sequence[Episode], key: Any) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return float(sum(values) / len(values)) if values else math.nan
+
+
+def interval(rewards: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of a mean reward: Wilson's where all are shares from 0 to 1, else from the bootstrap."""
+    if all(0 <= reward <= 1 for reward in rewards):
+        return wilson(sum(rewards), len(rewards))
+    return bootstrap(rewards)
+
+
+def bootstrap(rewards: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """The percentile interval, 95 %, of the means of as many rewards drawn from these; equal rewards give equal ends.
+
+    The same rewards give the same interval.
+    """
+    values = np.asarray(rewards, np.float64)
+    rng = np.random.default_rng(0)
+    means = [float(values[rng.integers(len(values), size=len(values))].mean()) for _ in range(draws)]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
 
 
 def wilson(passed: float, n: int, z: float = 1.959964) -> tuple[float, float]:

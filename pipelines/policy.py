@@ -7,16 +7,24 @@ from typing import Any, Protocol
 
 from k3rl.actors import LearnerGroup
 from k3rl.data import TrainBatch
+from k3rl.envs import make
 from k3rl.parallel import Loss
-from k3rl.pipelines.configs import DistillConfig, RLConfig
+from k3rl.pipelines.configs import DistillConfig, RLConfig, RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.distill import Distillation
 from k3rl.pipelines.rl import Reinforcement
 from k3rl.pipelines.rollout_buffer import RolloutBuffer
-from k3rl.pipelines.rollout_metrics import check_failures, replay_metrics, rollout_metrics
+from k3rl.pipelines.rollout_metrics import (
+    check_failures,
+    fitting,
+    replay_metrics,
+    rollout_metrics,
+    too_long_metrics,
+)
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
 from k3rl.pipelines.start import start_policy
+from k3rl.run import Accumulator
 from k3rl.types import Group
 
 
@@ -64,9 +72,11 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
     start_policy(session.fleet, config)
     algorithm.prepare(learner)
     stage.note_slow_paths()
-    curriculum = Curriculum(config.env, config.seed)
+    curriculum = Curriculum(config.env, config.seed, make(config.env.name, **config.env.args).source)
     if (state := stage.restore()) is not None:
         curriculum.restore(state)
+        if curriculum.left_out:
+            session.progress.note(f"{stage.name}: families left out before stay so: {', '.join(curriculum.left_out)}")
     if config.cluster.learner_device == "cuda":  # while the first episodes run
         routes, teacher = config.sampling.replay_routes, isinstance(config, DistillConfig)
         learner.start_warm_up(algorithm.loss, config.sampling.temperature, routes=routes, teacher=teacher)
@@ -87,7 +97,7 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         session.record(groups, step)
         if more and config.max_staleness:  # sampled while the learner trains on this batch
             buffer.fill(off_policy_steps=config.max_staleness)
-        batches = algorithm.batches(groups, stage)
+        batches = algorithm.batches(_trainable(groups, stage, config, metrics), stage)
         metrics.merge(replay_metrics(batches))
         with stage.clock("wait_for_policy"):
             started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
@@ -96,9 +106,26 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
             buffer.fill(off_policy_steps=0)
         metrics.merge(buffer.take_metrics())
         values = metrics.values()
-        reward = values[f"reward/{workers.env}/mean"]
-        stage.done(metrics, curriculum.state(), rollouts=buffer, reward=reward, shown=algorithm.shown(values))
+        reward = values.get(f"reward/{workers.env}/mean")  # None: no episode of the step has one
+        trained = sum(batch.target_tokens for batch in batches)
+        state, shown = curriculum.state(), algorithm.shown(values)
+        stage.done(metrics, state, trained_tokens=trained, rollouts=buffer, reward=reward, shown=shown)
         if not more:
             break
     buffer.close()
     return stage.finish(curriculum.state(), algorithm.notes(curriculum))
+
+
+def _trainable(
+    groups: Sequence[Group], stage: Stage, config: RolloutStageConfig, metrics: Accumulator
+) -> Sequence[Group]:
+    """The groups without what no micro-batch holds, which is counted and said."""
+    budget = config.trainer.micro_batch_tokens * config.trainer.context_parallel
+    kept, long = fitting(groups, budget)
+    metrics.merge(too_long_metrics(long))
+    if long:
+        stage.session.progress.note(
+            f"{stage.name}, step {stage.step}: {len(long)} episodes have more than {budget} tokens in a sequence and "
+            "are not trained on; raise --trainer.micro-batch-tokens or context_parallel, or lower what may be sampled"
+        )
+    return kept

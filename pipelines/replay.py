@@ -17,6 +17,7 @@ from k3rl.data import ManifestEntry, TrajectoryError, from_episodes, read_groups
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.pipelines.start import resolve_start
 from k3rl.run import RunDirectory, read_lines
+from k3rl.tokens import Tokenizer
 from k3rl.types import Branch, Episode, Scored, Turn
 
 TOLERANCE = 5e-4  # nats, of any token: what engine and learner keep to in float32 on a trained model
@@ -25,13 +26,15 @@ KL_BOUND = 1e-4  # nats a token: what they keep to in any dtype, and where singl
 
 @dataclass(frozen=True)
 class Stored:
-    """An episode as the run wrote it. temperature: at which it was sampled; routes: whether its experts are there."""
+    """An episode as the run wrote it. temperature: at which it was sampled; routes: whether its experts are there;
+    tokenizer: of the run."""
 
     episode: Episode
     step: int
     attempt: int
     temperature: float
     routes: bool
+    tokenizer: Tokenizer = field(repr=False)
 
     def turns(self) -> Iterator[tuple[Branch, int, Turn]]:
         """Every turn with its branch and its number in it."""
@@ -102,7 +105,8 @@ def _stored(run: RunDirectory, folder: Path, entry: ManifestEntry, episode: Epis
         episode = next(one for group in groups for one in group.episodes if one.id == episode.id)
     tree = run.resolved(_attempt(entry))
     stage = tree.get(episode.id.rsplit("-", 3)[0], tree)  # STAGE-STEP-GROUP-MEMBER; a run of one stage has no sections
-    return Stored(episode, entry.generation, _attempt(entry), stage["sampling"]["temperature"], routes)
+    tokenizer = Tokenizer.load(run.tokenizer_dir) if run.tokenizer_dir.is_dir() else Tokenizer.builtin()
+    return Stored(episode, entry.generation, _attempt(entry), stage["sampling"]["temperature"], routes, tokenizer)
 
 
 def rescore(stored: Stored, checkpoint: Path, tolerance: float = TOLERANCE) -> Rescored:

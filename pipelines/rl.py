@@ -28,7 +28,7 @@ class Reinforcement:
 
     def __init__(self, config: RLConfig) -> None:
         self._config = config
-        self.loss: Loss = config.objective.loss()
+        self.loss: Loss = config.objective.loss(config.correction.build())
 
     def prepare(self, learner: LearnerGroup) -> None:
         """The learner needs nothing but the policy."""
@@ -54,22 +54,26 @@ def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
 
 
 def policy_batches(groups: Sequence[Group], config: RLConfig) -> list[TrainBatch]:
-    """One batch for each optimizer step, groups in turn; groups whose rewards are all equal carry no signal.
+    """One batch for each optimizer step, of whole groups in turn, of every episode that has a reward.
 
-    Masking comes first, then baselines, then weights over the whole batch. Fewer batches than asked for, or none, when
-    too few groups have a signal.
+    Masking comes first, then baselines, then weights over all sampled tokens of the batch (k3.md 12.2): a group whose
+    rewards are all equal has advantages of 0, counts in the weights, and is moved by the regularizer alone. Such groups
+    are spread over the steps as those with a signal are. A step has at least one with a signal, because Muon would
+    make a whole step of whatever small gradient the rest has; so there are fewer batches than asked for, or none, when
+    too few groups have one.
     """
     live: list[dict[str, float]] = []
+    flat: list[dict[str, float]] = []
     episodes = {episode.id: episode for group in groups for episode in group.episodes}
     for group in groups:
         advantages = group_advantages([reward_of(e) for e in group.episodes], normalise=config.objective.normalise)
         known = {e.id: a for e, a in zip(group.episodes, advantages, strict=True) if a is not None and e.branches}
-        if any(known.values()):
-            live.append(known)
+        (live if any(known.values()) else flat).append(known)
+    steps = min(config.optimizer_steps, len(live))
     batches = []
-    for i in range(config.optimizer_steps):
-        share = {name: advantage for known in live[i :: config.optimizer_steps] for name, advantage in known.items()}
-        if share:
-            own, mode = [episodes[name] for name in share], config.objective.token_weights
-            batches.append(from_episodes(own, share, mode=mode, routes=config.sampling.replay_routes))
+    for i in range(steps):
+        own = [*live[i::steps], *flat[i::steps]]
+        share = {name: advantage for known in own for name, advantage in known.items()}
+        chosen, mode = [episodes[name] for name in share], config.objective.token_weights
+        batches.append(from_episodes(chosen, share, mode=mode, routes=config.sampling.replay_routes))
     return batches

@@ -8,7 +8,7 @@ episode is run twice; otherwise a state has the jobs of all groups that were beg
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,9 @@ class RolloutBuffer:
         step, place = divmod(number, self._schedule.groups)
         if self._step_jobs[0] != step:
             self._curriculum.skip(self._fleet.rollouts.skipped_families)
-            jobs = self._curriculum.jobs(step, self._schedule.groups, self._config.group_size, self._stage.name)
-            size = self._config.group_size
+            size, sampling = self._config.group_size, self._config.sampling
+            drawn = self._curriculum.jobs(step, self._schedule.groups, size, self._stage.name)
+            jobs = [replace(j, thinking=sampling.thinking, thinking_effort=sampling.thinking_effort) for j in drawn]
             self._step_jobs = step, [jobs[at : at + size] for at in range(0, len(jobs), size)]
         return self._step_jobs[1][place]
 

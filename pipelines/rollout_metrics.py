@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from k3rl.config import K3Error
 from k3rl.data import TrainBatch
+from k3rl.envs import prompt_rows
 from k3rl.run import Accumulator
-from k3rl.types import Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason
+from k3rl.types import Branch, Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason
 
 
 class TooManyFailures(K3Error):
@@ -62,6 +64,34 @@ def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumu
     return metrics
 
 
+def fitting(groups: Sequence[Group], budget: int) -> tuple[list[Group], list[Episode]]:
+    """The groups as they can be trained on, and the episodes that cannot be: those with a branch of more rows than
+    `budget`, which is what one micro-batch holds. They keep their reward, for the baseline, and lose their branches."""
+    long = [e for group in groups for e in group.episodes if any(_rows(branch) > budget for branch in e.branches)]
+    names = {episode.id for episode in long}
+    kept = [
+        replace(g, episodes=tuple(replace(e, branches=()) if e.id in names else e for e in g.episodes)) for g in groups
+    ]
+    return kept, long
+
+
+def too_long_metrics(long: Sequence[Episode]) -> Accumulator:
+    """How much `fitting` left out, by episodes and by sampled tokens."""
+    metrics = Accumulator()
+    metrics.add("rollout/too_long_episodes", len(long))
+    metrics.add("rollout/too_long_tokens", sum(map(_sampled, long)))
+    return metrics
+
+
+def _rows(branch: Branch) -> int:
+    """Rows of the model that a branch takes."""
+    return prompt_rows(branch.turns[-1]) + len(branch.turns[-1].sampled_ids) if branch.turns else 0
+
+
+def _sampled(episode: Episode) -> int:
+    return sum(len(turn.sampled_ids) for branch in episode.branches for turn in branch.turns)
+
+
 def replay_metrics(batches: Sequence[TrainBatch]) -> Accumulator:
     """Share of trained tokens that go to the experts that computed them when they were sampled."""
     metrics = Accumulator()
@@ -82,7 +112,7 @@ def publication_metrics(published: Mapping[str, float]) -> Accumulator:
 
 def sampled_tokens(groups: Sequence[Group]) -> int:
     """Tokens that the policy sampled, all turns of all episodes."""
-    return sum(len(t.sampled_ids) for g in groups for e in g.episodes for b in e.branches for t in b.turns)
+    return sum(_sampled(episode) for group in groups for episode in group.episodes)
 
 
 def _episode_metrics(metrics: Accumulator, episode: Episode, env: str, version: float) -> None:

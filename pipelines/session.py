@@ -20,6 +20,7 @@ from k3rl.parallel import PeerFailed
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.kernel_watch import KernelWatch
+from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
 from k3rl.types import Group, Message
@@ -111,18 +112,21 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
             watch = stack.enter_context(KernelWatch(progress.note))
         stack.enter_context(start_ray(config.cluster))
         memory = stack.enter_context(MemoryWatch())
-        canary, max_running = Canary(canary_prompt(env)), config.evaluation.max_running
+        first = config.sft if isinstance(config, QuickstartConfig) else config
+        tokenizer = tokenizer_of(first.model.start)
+        tokenizer.save(run.tokenizer_dir)
+        canary = Canary(canary_prompt(env, tokenizer), config.cluster.canary_tolerance)
+        max_running = config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
-        tokenizer = Tokenizer.builtin()
         kept = _trajectories(run, tokenizer)
         opened = Session(run, metrics, recorder, progress, interrupts, members, memory, tokenizer, kept, options.resume)
         yield replace(opened, kernels=watch)
 
 
-def canary_prompt(env: EnvConfig) -> list[int]:
+def canary_prompt(env: EnvConfig, tokenizer: Tokenizer) -> list[int]:
     """A fixed prompt of the environment, scored by learner and engine after each switch of weights."""
     task = make(env.name, **env.args).source.get("train", 0, 0)
-    return prompt_ids(list(task.messages), Tokenizer.builtin())
+    return prompt_ids(list(task.messages), tokenizer)
 
 
 def prompt_ids(messages: list[Message], tokenizer: Tokenizer) -> list[int]:

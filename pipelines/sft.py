@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from k3rl.actors import LearnerGroup
 from k3rl.data import TrainBatch
@@ -30,6 +31,57 @@ class Plateau:
         return self.stale >= self.patience
 
 
+@dataclass
+class Course:
+    """Which rate each step of the stage has, and which step is its last.
+
+    A constant schedule ends by a linear decay of `decay_steps`, which begins at `flat_at`: where the held-out loss is
+    flat, or where the steps, the time or the compute leave just enough for it. A linear or cosine one goes over
+    `total` steps, whatever the held-out loss.
+    """
+
+    config: SFTConfig
+    compute: float | None
+    flat_at: int | None = None
+    total: int | None = None
+
+    @property
+    def waits_for_plateau(self) -> bool:
+        """Whether a flat held-out loss ends the stage."""
+        return self.config.schedule.kind == "constant" and self.compute is None and self.flat_at is None
+
+    def plan(self, step: int, stage: Stage, data: ChatBatches) -> None:
+        """Decides before `step` what can be decided: the last steps, once they are near, or all of them."""
+        left = self.config.max_steps - step
+        if self.compute is not None:
+            spent = 3 * stage.totals["trained_tokens"]
+            left = min(left, round((self.compute - spent) / (3 * data.tokens_per_batch)))
+        if self.config.schedule.kind != "constant":
+            self.total = step + max(1, left) if self.total is None else self.total
+            return
+        if (in_time := stage.steps_in_time()) is not None:
+            left = min(left, in_time)
+        if self.flat_at is None and left <= self.config.decay_steps:
+            self.flat_at = step
+
+    def ended(self, step: int) -> bool:
+        """Whether no step comes after the first `step` ones."""
+        if self.total is not None:
+            return step >= self.total
+        return self.flat_at is not None and step >= self.flat_at + self.config.decay_steps
+
+    def lr_scale(self, step: int) -> float:
+        """Warm-up, then what the schedule says."""
+        chosen = self.config.schedule
+        if self.total is not None:
+            return chosen.build(self.total).at(step)
+        warm = min(1.0, (step + 1) / max(1, chosen.warmup_steps))
+        if self.flat_at is None:
+            return warm
+        done = min(1.0, (step - self.flat_at + 1) / max(1, self.config.decay_steps))
+        return warm * (1 - done * (1 - chosen.final_fraction))
+
+
 def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: float | None = None) -> StageResult:
     """Runs the stage and returns its result; a finished stage of a resumed run is returned as it was.
 
@@ -43,57 +95,38 @@ def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: fl
     start_learner(learner, config)
     stage.note_slow_paths()
     data, heldout = chat_data(session, config, name)
-    plateau, flat_at = Plateau(config.patience, config.min_gain), None
+    plateau, course = Plateau(config.patience, config.min_gain), Course(config, compute)
     losses: list[tuple[int, float]] = []
     if (state := stage.restore()) is not None:
-        plateau, flat_at, losses = Plateau(**state["plateau"]), state["flat_at"], state["losses"]
+        plateau, losses = Plateau(**state["plateau"]), state["losses"]
+        course.flat_at, course.total = state["flat_at"], state.get("total")
         data.check(state["data"], stage.step)
+
+    def loop_state(step: int) -> dict[str, Any]:
+        decided = {"flat_at": course.flat_at, "total": course.total}
+        return {"plateau": vars(plateau), **decided, "losses": losses, "data": data.cursor(step)}
 
     batch = data.batch(stage.step)
     for step in stage.steps():
-        flat_at = _flat_at(flat_at, step, stage, data, config, compute)
-        pending = learner.start_training([batch], loss, lr_scale(step, flat_at, config))
-        batch = data.batch(step + 1)  # encoded while the learner works
+        if course.ended(step):  # resumed after its last step
+            break
+        course.plan(step, stage, data)
+        pending = learner.start_training([batch], loss, course.lr_scale(step))
+        trained, batch = batch.target_tokens, data.batch(step + 1)  # encoded while the learner works
         with stage.clock("wait_for_policy"):
             metrics = learner.trained(pending)
-        last = flat_at is not None and step + 1 >= flat_at + config.decay_steps
-        if last or (step + 1) % config.check_every == 0:
+        if course.ended(step + 1) or (step + 1) % config.check_every == 0:
             heldout_loss = _heldout_loss(learner, heldout, loss)
             metrics.add("val/loss", heldout_loss)
             losses.append((step + 1, heldout_loss))
-            if plateau.update(heldout_loss) and flat_at is None and compute is None:
-                flat_at = step + 1
+            if plateau.update(heldout_loss) and course.waits_for_plateau:
+                course.flat_at = step + 1
         known = {"loss": metrics.values().get("loss/mean"), "held-out": losses[-1][1] if losses else None}
         shown = {label: value for label, value in known.items() if value is not None}
-        state = {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses, "data": data.cursor(step + 1)}
-        stage.done(metrics, state, shown=shown)
-        if last:
+        stage.done(metrics, loop_state(step + 1), trained_tokens=trained, shown=shown)
+        if course.ended(step + 1):
             break
-    state = {"plateau": vars(plateau), "flat_at": flat_at, "losses": losses, "data": data.cursor(stage.step)}
-    return stage.finish(state, {"heldout_losses": losses, "flat_at": flat_at})
-
-
-def _flat_at(
-    known: int | None, step: int, stage: Stage, data: ChatBatches, config: SFTConfig, compute: float | None
-) -> int | None:
-    """The step at which the decay starts, once it is decided: by the plateau, the compute, or the last steps left."""
-    if known is not None:
-        return known
-    left = config.max_steps - step
-    if (in_time := stage.steps_in_time()) is not None:
-        left = min(left, in_time)
-    if compute is not None:
-        left = min(left, round((compute - 3 * stage.totals["trained_tokens"]) / (3 * data.tokens_per_batch)))
-    return step if left <= config.decay_steps else None
-
-
-def lr_scale(step: int, flat_at: int | None, config: SFTConfig) -> float:
-    """Warm-up, constant until the loss is flat, then linear to the final fraction."""
-    warm = min(1.0, (step + 1) / max(1, config.schedule.warmup_steps))
-    if flat_at is None:
-        return warm
-    done = min(1.0, (step - flat_at + 1) / max(1, config.decay_steps))
-    return warm * (1 - done * (1 - config.schedule.final_fraction))
+    return stage.finish(loop_state(stage.step), {"heldout_losses": losses, "flat_at": course.flat_at})
 
 
 def _heldout_loss(learner: LearnerGroup, heldout: TrainBatch, loss: Loss) -> float:

@@ -129,11 +129,12 @@ class Stage:
         if (chosen := chosen_train_state(self._states, wanted)) is None:
             return None
         extra = self.session.fleet.learner.load_state(str(chosen))
-        go_back_to(chosen)
+        left = go_back_to(chosen)
         self.step, self._spent_s, self.totals = extra["step"], extra["seconds"], extra["totals"]
         if extra["in_flight"] is not None:
             self.saved_rollouts = self._states, extra["in_flight"]
-        self.session.progress.note(f"{self.name}: going on after step {self.step}")
+        aside = f"; {', '.join(left)} are set aside in {self._states / 'abandoned'}" if left else ""
+        self.session.progress.note(f"{self.name}: going on after step {self.step}{aside}")
         return extra["loop"]
 
     def note_slow_paths(self) -> None:
@@ -209,17 +210,19 @@ class Stage:
         metrics: Accumulator,
         loop_state: Mapping[str, Any],
         *,
+        trained_tokens: int,
         rollouts: RolloutBuffer | None = None,
         reward: float | None = None,
         shown: Mapping[str, float] | None = None,
     ) -> None:
         """Ends the current step: writes its metrics, saves a state when due or asked to end, moves the bar.
 
-        rollouts: those of the next step may be in it; a state waits for them and holds them. `reward` and `shown` are
-        what the bar says. Raises Interrupted once the state is durable.
+        trained_tokens: targets of the step's losses. rollouts: those of the next step may be in it; a state waits for
+        them and holds them. `reward` and `shown` are what the bar says. Raises Interrupted once the state is durable.
         """
         now = time.monotonic()
         self._clocks["step"], self._step_began = now - self._step_began, now
+        metrics.add("perf/goodput", trained_tokens, self._clocks["step"])
         if self.step == self._first_step:
             self._clocks["first_step"] = now - self._started
             self._end_start(metrics)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from k3rl.actors import ClusterConfig, Fleet, LearnerGroup
@@ -11,6 +12,7 @@ from k3rl.config import ConfigError
 from k3rl.model import K3Config
 from k3rl.parallel import check_slices, data_degree, expert_run
 from k3rl.pipelines.configs import DistillConfig, RolloutStageConfig, StageConfig
+from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
 
 
@@ -20,11 +22,51 @@ def resolve_start(start: str) -> Path | None:
     return path if (path / "config.json").is_file() or is_adapter(path) else None
 
 
+_FRESH = {"weights": "mxfp4", "activations": "mxfp8", "scale_rule": "ceil"}
+
+
+def _chosen(config: StageConfig) -> dict[str, str]:
+    """The keys of `model.quantization` that are set."""
+    return config.model.quantization.model_dump(exclude_none=True)
+
+
+def activations_of(config: StageConfig) -> str | None:
+    """What the experts' inputs are rounded to instead of what the checkpoint says, None where it is to be obeyed.
+
+    A checkpoint with MXFP4 experts that says nothing of its own is trained with MXFP8 inputs. Raises ConfigError where
+    the configuration asks for weights or scales that the checkpoint does not have.
+    """
+    start = resolve_start(config.model.start)
+    if start is None:
+        return None
+    file = weights_of(start) / "config.json"
+    found, chosen = K3Config.from_json(file).quantization, _chosen(config)
+    for key in ("weights", "scale_rule"):
+        if chosen.get(key, getattr(found, key)) != getattr(found, key):
+            raise ConfigError(
+                f"model.quantization.{key} is {chosen[key]}, and {config.model.start} was made with "
+                f"{getattr(found, key)}; leave the key out, or train fresh weights",
+                key=f"model.quantization.{key}",
+                got=chosen[key],
+                wanted=getattr(found, key),
+            )
+    if "activations" in chosen:
+        return chosen["activations"]
+    says = "k3rl_quantization" in json.loads(file.read_text(encoding="utf-8"))
+    return None if says or found.weights != "mxfp4" else _FRESH["activations"]
+
+
+def tokenizer_of(start: str) -> Tokenizer:
+    """That of the checkpoint which `model.start` names; the one of the small sizes for fresh weights."""
+    directory = resolve_start(start)
+    return Tokenizer.builtin() if directory is None else Tokenizer.load(str(directory))
+
+
 def start_learner(learner: LearnerGroup, config: StageConfig) -> None:
     """Fresh weights of a named size, or a checkpoint's, with fresh optimizer state."""
     directory = resolve_start(config.model.start)
     if directory is not None:
-        learner.load(str(directory), config.trainer, config.learner)
+        learner.load(str(directory), config.trainer, config.learner, activations_of(config))
         return
     learner.create(model_config(config).to_dict(), config.trainer, config.seed, config.learner)
 
@@ -40,6 +82,7 @@ def check_start(config: StageConfig) -> None:
     if not isinstance(config, RolloutStageConfig):
         if resolve_start(config.model.start) is None:
             model_config(config)
+        activations_of(config)
         return
     if resolve_start(config.model.start) is None:
         raise ConfigError(
@@ -50,6 +93,7 @@ def check_start(config: StageConfig) -> None:
         )
     if isinstance(config, DistillConfig):
         check_teachers(config)
+    activations_of(config)
 
 
 def check_experts(config: StageConfig, *later: StageConfig) -> None:
@@ -115,11 +159,12 @@ def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
 
     They load side by side, but where they share a GPU: an engine takes a share of what it finds free there.
     """
-    served = str(weights_of(config.model.start)) if config.trainer.lora else config.model.start
-    loading = None if config.cluster.shares_gpu else fleet.rollouts.start_loading(served)
-    fleet.learner.load(config.model.start, config.trainer, config.learner)
+    start, activations = config.model.start, activations_of(config)
+    served = str(weights_of(start)) if config.trainer.lora else start
+    loading = None if config.cluster.shares_gpu else fleet.rollouts.start_loading(served, activations)
+    fleet.learner.load(start, config.trainer, config.learner, activations)
     fleet.learner.set_version(0)
-    fleet.rollouts.loaded(fleet.rollouts.start_loading(served) if loading is None else loading)
+    fleet.rollouts.loaded(fleet.rollouts.start_loading(served, activations) if loading is None else loading)
 
 
 def policy_sampling(config: RolloutStageConfig) -> SamplingParams:
@@ -183,6 +228,6 @@ def model_config(config: StageConfig) -> K3Config:
         ) from error
     chosen = config.model
     return named.replace(
-        quantization=type(named.quantization)(**chosen.quantization.model_dump()),
+        quantization=type(named.quantization)(**_FRESH | _chosen(config)),
         ablation=type(named.ablation)(**chosen.ablation.model_dump()),
     )

@@ -1,6 +1,6 @@
 """Checkpoints: what a model's stored tensors are, the official layout in and out, and training state for resuming.
 
-official.py  a model's official tensors        hf.py       directories of them: load, save
+official.py  a model's official tensors        hf.py  shards.py    directories of them: load, save
 adapter.py   adapters in PEFT's format         card.py     facts about a checkpoint
 inspect.py   parameters and bytes of a model   export.py   copies, merged adapters, exported training states
 train_state.py  state_writer.py    training state: on disk, saved and restored

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE = "k3rl_base"  # of the metadata of the weights' file
+_ACTIVATIONS = "k3rl_activations"
 _PREFIX = "base_model.model."
 _OURS = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, CARD, *TOKENIZER_FILES}
 # What other values of these keys would change in the computation; an absent key has its value here.
@@ -67,13 +68,15 @@ def save_adapter(
     *,
     base: str | Path,
     fingerprint: str | None = None,
+    activations: str | None = None,
     tokenizer: SavesItself | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes an adapter, whole or not at all; an older one in `directory` is replaced.
 
     tensors: by name, as `Adapter.stored_tensors` gives them, those of all ranks. base: the checkpoint directory that
-    the adapter belongs to; fingerprint: of its weights, where they are not to be read from there. Raises
+    the adapter belongs to; fingerprint: of its weights, where they are not to be read from there; activations: what the
+    inputs of routed experts were rounded to in its training. Raises
     CheckpointError when `directory` holds anything else, or when what was written does not read back equal, and
     BusyDirectory when another process writes there.
     """
@@ -81,7 +84,8 @@ def save_adapter(
     known = fingerprint or (weights_fingerprint(str(weights), 0) if weights.is_dir() else "")
     with locked(path):
         try:
-            _write(path, tensors, config, weights, {_BASE: known} if known else {}, tokenizer, card or {})
+            about = {key: value for key, value in ((_BASE, known), (_ACTIVATIONS, activations)) if value}
+            _write(path, tensors, config, weights, about, tokenizer, card or {})
         finally:
             shutil.rmtree(scratch_name(path), ignore_errors=True)  # a full disk has no room for it
 
@@ -176,14 +180,24 @@ def read_adapter_config(directory: str | Path) -> tuple[LoraConfig, Path]:
     return config, base if base.is_dir() or not beside.is_dir() else beside
 
 
-def check_base(directory: str | Path, base: Path) -> None:
-    """Raises CheckpointError where the weights in `base` are not those that the adapter was trained beside."""
+def trained_activations(directory: str | Path) -> str | None:
+    """What the inputs of routed experts were rounded to when the adapter was trained; None where it does not say."""
+    return _metadata(directory).get(_ACTIVATIONS)
+
+
+def _metadata(directory: str | Path) -> dict[str, str]:
+    """What an adapter's tensors are stored with. Raises CheckpointError."""
     file = Path(directory) / ADAPTER_WEIGHTS
     try:
         with safe_open(file, framework="pt") as stored:
-            known = (stored.metadata() or {}).get(_BASE)
+            return dict(stored.metadata() or {})
     except (FileNotFoundError, SafetensorError) as error:
         raise CheckpointError(f"{file} is missing or no whole safetensors file ({error})") from error
+
+
+def check_base(directory: str | Path, base: Path) -> None:
+    """Raises CheckpointError where the weights in `base` are not those that the adapter was trained beside."""
+    known = _metadata(directory).get(_BASE)
     if known and known != weights_fingerprint(str(base), 0):
         raise CheckpointError(
             f"the adapter {directory} was trained beside other weights than {base} holds now, so together they are no "

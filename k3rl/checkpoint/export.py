@@ -73,7 +73,8 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
     built = K3Config.from_dict(config)
     if start is not None and (settings.lora is not None or built.vision_config is not None):
         refuse_foreign(state, built, settings.lora, (start, weights_fingerprint(start, seed)))
-        model = load_checkpoint(start)  # whatever is not trained is there alone
+        # whatever is not trained is there alone
+        model = load_checkpoint(start, activations=built.quantization.activations)
     else:
         model = K3ForCausalLM(built)
         if start is None:
@@ -97,7 +98,10 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
         with adapted(model, None):
             save_checkpoint(model, start, tokenizer=tokenizer)
     tensors = dict(model.adapter.stored_tensors())
-    save_adapter(tensors, model.adapter.config, target, base=start, tokenizer=tokenizer, card=card)
+    activations = built.quantization.activations
+    save_adapter(
+        tensors, model.adapter.config, target, base=start, activations=activations, tokenizer=tokenizer, card=card
+    )
     return len(tensors), _size(target)
 
 

@@ -1,7 +1,6 @@
-"""A model as a directory in the official checkpoint layout: read, and written whole or not at all (k3.md 1.3).
+"""A model as a directory in its official checkpoint layout: read, and written whole or not at all (k3.md 1.3).
 
-What its tensors are is a matter of `k3rl.checkpoint.official`. Files that several ranks write together come out byte
-for byte as one process writes them.
+What its tensors are is a matter of `k3rl.checkpoint.official`, which file has which one of `shards`.
 """
 
 from __future__ import annotations
@@ -13,30 +12,34 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
-from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_adapter_config
+from k3rl.checkpoint.adapter import check_base, is_adapter, load_adapter, read_adapter_config, trained_activations
 from k3rl.checkpoint.card import CARD, card_text
-from k3rl.checkpoint.official import CheckpointError, collected_tensors, fill, official_tensors
+from k3rl.checkpoint.official import CheckpointError, fill
 from k3rl.checkpoint.replace import flush, locked, put_in_place, recover, scratch_beside, scratch_name
+from k3rl.checkpoint.shards import ELEMENT_BYTES, INDEX, SHARD, SINGLE, Shards, open_shard, weight_map
 from k3rl.data import ImageConfig
-from k3rl.model import K3Config, K3ForCausalLM, QuantizationConfig, VisionConfig, serves_packed
+from k3rl.model import K3Config, K3ForCausalLM, Origin, QuantizationConfig, VisionConfig, serves_packed
+from k3rl.numerics import stored_dtype
 from k3rl.parallel import Mesh
 from k3rl.tokens import TOKENIZER_FILES
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-GENERATION, PREPROCESSOR = "generation_config.json", "preprocessor_config.json"
-_ELEMENT_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
 
 _OURS = {CONFIG, INDEX, SINGLE, GENERATION, CARD, PREPROCESSOR, *TOKENIZER_FILES}
-_SHARD = re.compile(r"model-\d{5}-of-\d{6}\.safetensors")
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+# What is carried over from a checkpoint of the flat dialect, beside its tensors: configurations, tokenizer, chat
+# template, remote code, licences. Its model card is replaced by ours.
+_CARRIED = re.compile(r"[^/]*\.(json|jinja|py|model|txt)|(LICENSE|NOTICE|THIRD).*")
+_CARRIED_BYTES = 64 << 20  # of one file, at most
+# How `save_pretrained` of transformers writes the MLP of a dense layer: as if it had experts.
+_DENSE = re.compile(r"(model\.layers\.(\d+)\.)block_sparse_moe(\.(?:gate|up|down)_proj\.weight)")
 
 
 class SavesItself(Protocol):
@@ -49,77 +52,62 @@ class SavesItself(Protocol):
 
 
 class StoredFiles(Mapping[str, Tensor]):
-    """The tensors of a checkpoint directory, read one at a time.
+    """The tensors of a checkpoint directory by official name, read one at a time.
 
+    dense: that many first layers have no experts, so that their MLP is found under either of its spellings.
     has_weights: False for an index without any of its files, whose names can be listed but not read. total_size: what
     the index says of all bytes, None without an index.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dense: int = 0) -> None:
         self._directory = directory
-        self._where, self.total_size, self.has_weights = _weight_map(directory)
+        found, self.total_size, self.has_weights = weight_map(directory)
+        self._inside = {_official(name, dense): name for name in found}
+        if len(self._inside) < len(found):
+            twice = min(name for name in found if _official(name, dense) != name and _official(name, dense) in found)
+            raise CheckpointError(f"{directory / found[twice]}: {twice} is stored under {_official(twice, dense)} too")
+        self.shards = {official: found[name] for official, name in self._inside.items()}
+        """The file of each tensor."""
         self._open: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         shard = self._shard(name)
         try:
-            return shard.get_tensor(name)
+            return shard.get_tensor(self._inside[name])
         except SafetensorError as error:
-            raise CheckpointError(f"{self._directory / self._where[name]}: {name} cannot be read ({error})") from error
+            raise CheckpointError(f"{self._directory / self.shards[name]}: {name} cannot be read ({error})") from error
 
     def _shard(self, name: str) -> Any:
-        file = self._where[name]
+        file = self.shards[name]
         if file not in self._open:
-            self._open[file] = _open_shard(self._directory / file)
+            self._open[file] = open_shard(self._directory / file)
         return self._open[file]
+
+    def place(self, name: str) -> Path:
+        """The file that holds a tensor, or the one that would name it."""
+        if name in self.shards:
+            return self._directory / self.shards[name]
+        return self._directory / (SINGLE if self.total_size is None and SINGLE in self.shards.values() else INDEX)
+
+    def kind(self, name: str) -> str:
+        """The dtype of a tensor in safetensors' words ("BF16", "F32", ...), without reading it."""
+        return str(self._shard(name).get_slice(self._inside[name]).get_dtype())
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of one tensor, without reading it."""
-        piece = self._shard(name).get_slice(name)
-        return math.prod(piece.get_shape()) * _ELEMENT_BYTES[piece.get_dtype()]
+        piece = self._shard(name).get_slice(self._inside[name])
+        return math.prod(piece.get_shape()) * ELEMENT_BYTES[piece.get_dtype()]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return iter(self._inside)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._inside)
 
 
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; the index names it") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
-
-
-def _weight_map(directory: Path) -> tuple[dict[str, str], int | None, bool]:
-    """Tensor name -> file name, from the index or from the single file; the index's total size; whether files exist."""
-    index = directory / INDEX
-    if not index.is_file():
-        if not (directory / SINGLE).is_file():
-            raise CheckpointError(f"{directory} holds neither {INDEX} nor {SINGLE}; it is no checkpoint")
-        return dict.fromkeys(_open_shard(directory / SINGLE).keys(), SINGLE), None, True
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        given: dict[str, str] = content["weight_map"]
-        total: int | None = content.get("metadata", {}).get("total_size")
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} has no readable weight_map ({error})") from error
-    names_in: dict[str, set[str]] = {}
-    for name, file in given.items():
-        names_in.setdefault(file, set()).add(name)
-    for file in sorted(names_in):
-        if Path(file).name != file:
-            raise CheckpointError(f"{index} names {file!r}, which is not a file name in this directory")
-    if not any((directory / file).exists() for file in names_in):
-        return given, total, False
-    for file, indexed in sorted(names_in.items()):
-        inside = set(_open_shard(directory / file).keys())
-        if inside != indexed:
-            raise CheckpointError(f"{directory / file} and {INDEX} disagree about {min(inside ^ indexed)}")
-    return given, total, True
+def _official(name: str, dense: int) -> str:
+    found = _DENSE.fullmatch(name)
+    return f"{found[1]}mlp{found[3]}" if found is not None and int(found[2]) < dense else name
 
 
 def load_checkpoint(
@@ -129,15 +117,20 @@ def load_checkpoint(
     *,
     mesh: Mesh | None = None,
     packed: bool | Literal["served"] = False,
+    activations: str | None = None,
+    quantization: QuantizationConfig | None = None,
 ) -> K3ForCausalLM:
-    """The model of a checkpoint directory in the official layout; on a mesh with this rank's run of experts only.
+    """The model of a checkpoint directory in its official layout; on a mesh with this rank's run of experts only.
 
     Whether experts are quantized is read off what is stored, not off the configuration. dtype: of the parameters that
     are stored as bf16 or MXFP4 (others are float32 or wider). packed: MXFP4 experts stay the stored bytes, frozen;
-    "served": where a kernel multiplies with them, which is what an engine wants.
+    "served": where a kernel multiplies with them, which is what an engine wants. activations: what the inputs of routed
+    experts are rounded to ("mxfp8" or "none") instead of what the configuration says.
+    quantization: what becomes of experts that are stored plain, where it asks for MXFP4; they are quantized as they are
+    read, and the model's `quantization_loss` says what that took. Experts that are stored as MXFP4 stay what they are.
     A directory with an adapter gives the model that it belongs to, with the adapter attached.
     Raises CheckpointError, also where images are to be prepared another way than k3rl does it, or ModelConfigError for
-    a configuration that is not a K3.
+    a configuration of neither dialect.
     """
     path = Path(directory)
     if mesh is None or mesh.world.rank == 0:
@@ -145,28 +138,41 @@ def load_checkpoint(
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; give the directory that holds {CONFIG}")
     if is_adapter(path):
-        return _load_adapted(path, dtype, device, mesh, packed)
+        return _load_adapted(path, dtype, device, mesh, packed, activations, quantization)
     if not (path / CONFIG).is_file():
         raise CheckpointError(f"{path} holds no {CONFIG}; it is no checkpoint")
     begun = path.stat()
     config = K3Config.from_json(path / CONFIG)
     _check_preprocessor(path / PREPROCESSOR, config)
-    files = StoredFiles(path)
+    files = stored_files(path, config)
     experts = None if mesh is None else mesh.experts(config.num_experts)
-    config = as_stored(config, files.keys())
+    config = quantized(as_stored(config, files), quantization)
+    if activations is not None:
+        config = config.replace(quantization=replace(config.quantization, activations=activations))
     packs = bool(packed) and config.quantization.weights == "mxfp4"
     if packed == "served":
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
         packs = packs and serves_packed(latent, width, torch.device(device), dtype)
     model = K3ForCausalLM(config, dtype=dtype, device=device, experts=experts, packed=packs)
-    fill(model, files)
+    try:
+        fill(model, files, quantizes=quantization is not None)
+    except CheckpointError as error:
+        raise CheckpointError(f"{files.place(error.tensor)}: {error}") from error
+    if config.flat:
+        model.origin = Origin(carried_files(path), files.shards)
     if not (path.is_dir() and os.path.samestat(begun, path.stat())):
         raise CheckpointError(f"{path} was replaced while it was read, so what was read is of two; load it again")
     return model
 
 
 def _load_adapted(
-    path: Path, dtype: torch.dtype, device: torch.device | str, mesh: Mesh | None, packed: bool | Literal["served"]
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    mesh: Mesh | None,
+    packed: bool | Literal["served"],
+    activations: str | None,
+    quantization: QuantizationConfig | None,
 ) -> K3ForCausalLM:
     _, base = read_adapter_config(path)
     if not (base / CONFIG).is_file():
@@ -174,7 +180,10 @@ def _load_adapted(
             f"the adapter {path} belongs to {base}, which holds no checkpoint; put that in place, or beside the adapter"
         )
     check_base(path, base)
-    model = load_checkpoint(base, dtype, device, mesh=mesh, packed=packed)
+    chosen = activations or trained_activations(path)
+    model = load_checkpoint(
+        base, dtype, device, mesh=mesh, packed=packed, activations=chosen, quantization=quantization
+    )
     load_adapter(path, model).attach(model)
     return model
 
@@ -197,17 +206,51 @@ def _check_preprocessor(file: Path, config: K3Config) -> None:
         raise CheckpointError(f"{file} wants {found}; k3rl prepares images by {wanted}. Store those numbers")
 
 
-def as_stored(config: K3Config, names: Any) -> K3Config:
-    """The configuration with `quantization.weights` as the stored expert names say. Raises CheckpointError."""
+def stored_files(directory: Path, config: K3Config) -> StoredFiles:
+    """The tensors of the checkpoint that has this configuration."""
+    return StoredFiles(directory, config.first_k_dense_replace if config.flat else 0)
+
+
+def carried_files(directory: Path) -> dict[str, bytes]:
+    """What an export of a model of the flat dialect has from the checkpoint it came from, by name (`Origin.files`)."""
+    found = sorted(p for p in directory.iterdir() if p.is_file() and _CARRIED.fullmatch(p.name) and p.name != INDEX)
+    return {path.name: path.read_bytes() for path in found if path.stat().st_size <= _CARRIED_BYTES}
+
+
+def as_stored(config: K3Config, files: StoredFiles) -> K3Config:
+    """The configuration with the formats of what is stored. Raises CheckpointError.
+
+    `quantization.weights` as the names of experts say; in the flat dialect also which tensors are float32.
+    """
     expert = re.compile(r"\.experts\.\d+\.w[123]\.weight(_packed)?$")
-    packed = {match.group(1) is not None for match in map(expert.search, names) if match}
+    packed = {match.group(1) is not None for match in map(expert.search, files) if match}
     if len(packed) == 2:
         raise CheckpointError("some routed experts are packed and some are plain; store all of them one way")
     weights = "mxfp4" if packed == {True} else "none"
     old = config.quantization
-    if old.weights == weights:
+    if old.weights != weights:
+        config = config.replace(quantization=QuantizationConfig(weights, old.scale_rule, old.activations))
+    if config.flat and files.has_weights:
+        config = config.replace(stored_float32=_float32_names(files, weights))
+    return config
+
+
+def _float32_names(files: StoredFiles, weights: str) -> frozenset[str] | None:
+    """Of the tensors that are stored in float32; None where they are those of the rule for fresh models."""
+    kinds = {name: files.kind(name) for name in files}
+    for name, kind in kinds.items():
+        wanted = ("U8",) if name.endswith(("_packed", "_scale")) else ("BF16", "F32")
+        if kind not in wanted:
+            raise CheckpointError(f"{files.place(name)}: {name} is {kind}; wanted {' or '.join(wanted)}")
+    found = frozenset(name for name, kind in kinds.items() if kind == "F32")
+    return None if found == {name for name in kinds if stored_dtype(name, weights) == "fp32"} else found
+
+
+def quantized(config: K3Config, wanted: QuantizationConfig | None) -> K3Config:
+    """The configuration of a checkpoint whose plain experts are quantized as `wanted` says; None: left as they are."""
+    if wanted is None or config.quantization.weights == "mxfp4":
         return config
-    return config.replace(quantization=QuantizationConfig(weights, old.scale_rule, old.activations))
+    return config.replace(quantization=wanted)
 
 
 # -------------------------------------------------------------------------------------------------- writing
@@ -246,12 +289,12 @@ def save_checkpoint(
         with mesh.world.together("preparing a checkpoint"):
             if first:
                 stack.enter_context(locked(path))
-                _refuse_foreign_files(path)
+                _refuse_foreign_files(path, model.origin)
                 stack.callback(
                     shutil.rmtree, scratch_beside(path), ignore_errors=True
                 )  # a full disk has no room for it
         with mesh.world.together("writing a checkpoint"):
-            _write_shards(model, mesh, scratch)
+            Shards(model).write(model, mesh, scratch)
         with mesh.world.together("completing a checkpoint"):
             if first:
                 _complete(model, scratch, path.name, tokenizer, card or {})
@@ -262,10 +305,11 @@ def _complete(
     model: K3ForCausalLM, scratch: Path, name: str, tokenizer: SavesItself | None, card: Mapping[str, Any]
 ) -> None:
     """Everything beside the shards; the index says what is on the disk."""
-    total, weight_map = _written(scratch, model.config)
-    config = model.config.replace(quantization=model.config.quantization.shipped())
-    _write_json(scratch / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(scratch / CONFIG, config.to_dict())
+    shards = Shards(model)
+    total, found = shards.written(scratch)
+    config = model.config.replace(quantization=model.config.quantization.shipped(), stored_float32=None)
+    if not shards.single:
+        _write_json(scratch / INDEX, {"metadata": {"total_size": total}, "weight_map": found})
     _write_json(
         scratch / GENERATION,
         {
@@ -281,17 +325,32 @@ def _complete(
         _write_json(scratch / PREPROCESSOR, _image_config(config.vision_config).to_dict())
     if tokenizer is not None:
         tokenizer.save(scratch)
+    _carry_over(scratch, config, model.origin)
     (scratch / CARD).write_text(card_text(name, config, model.parameter_count(), total, card), encoding="utf-8")
     for file in scratch.iterdir():
         flush(file)
 
 
-def _refuse_foreign_files(path: Path) -> None:
+def _carry_over(scratch: Path, config: K3Config, origin: Origin | None) -> None:
+    """The configuration, and what the checkpoint that the model came from had beside it, byte for byte."""
+    content = config.to_dict()
+    files = {} if origin is None else dict(origin.files)
+    was = files.pop(CONFIG, None)
+    for name, data in files.items():
+        (scratch / name).write_bytes(data)
+    if was is not None and json.loads(was) == content:
+        (scratch / CONFIG).write_bytes(was)
+    else:
+        _write_json(scratch / CONFIG, content)
+
+
+def _refuse_foreign_files(path: Path, origin: Origin | None) -> None:
     if not path.exists():
         return
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; give a directory for the checkpoint")
-    foreign = sorted(p.name for p in path.iterdir() if p.name not in _OURS and not _SHARD.fullmatch(p.name))
+    own = _OURS if origin is None else _OURS | origin.files.keys() | set(origin.shards.values())
+    foreign = sorted(p.name for p in path.iterdir() if p.name not in own and not SHARD.fullmatch(p.name))
     if foreign:
         raise CheckpointError(
             f"{path} holds {foreign[0]!r}, which is not part of a checkpoint; nothing is overwritten, "
@@ -301,72 +360,3 @@ def _refuse_foreign_files(path: Path) -> None:
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _shard_number(name: str, layers: int) -> int:
-    """Official split: layer L in shard L + 1, then embedding, head and final norm, then projector, then tower."""
-    match = _LAYER.search(name)
-    if match and name.startswith("language_model."):
-        return int(match.group(1)) + 1
-    if name.startswith("mm_projector."):
-        return layers + 2
-    return layers + 3 if name.startswith("vision_tower.") else layers + 1
-
-
-def _shard_file(number: int, config: K3Config) -> str:
-    count = config.num_hidden_layers + (1 if config.vision_config is None else 3)
-    return f"model-{number:05d}-of-{count:06d}.safetensors"
-
-
-def _write_shards(model: K3ForCausalLM, mesh: Mesh, scratch: Path) -> None:
-    """This rank's shards; every file is read back and compared. Goes on to the end of the gathering when one fails."""
-    layers = model.config.num_hidden_layers
-    pending: dict[int, dict[str, Tensor]] = {}
-    current, failure = 1, None
-
-    def writer(name: str) -> int:
-        return _shard_number(name, layers) % mesh.expert.size
-
-    def write(number: int) -> None:
-        tensors = pending.pop(number)
-        save_file(tensors, scratch / _shard_file(number, model.config), metadata={"format": "pt"})
-        _verify(scratch / _shard_file(number, model.config), tensors)
-        flush(scratch / _shard_file(number, model.config))
-
-    for name, tensor in collected_tensors(official_tensors(model, shipped=True), model, mesh, writer):
-        if failure is not None:
-            continue
-        number = _shard_number(name, layers)
-        try:
-            if current <= layers and number > current and current in pending:
-                write(current)  # layers come in order, so an earlier one is complete
-        except (OSError, SafetensorError, CheckpointError) as error:
-            failure = error
-        current = max(current, number) if number <= layers else current
-        pending.setdefault(number, {})[name] = tensor.cpu().contiguous()
-    if failure is not None:
-        raise failure
-    for number in sorted(pending):
-        write(number)
-
-
-def _written(scratch: Path, config: K3Config) -> tuple[int, dict[str, str]]:
-    """What is on the disk: (bytes of all tensors, tensor name -> file name). Raises CheckpointError."""
-    total, weight_map = 0, {}
-    files = config.num_hidden_layers + (1 if config.vision_config is None else 3)
-    for file in (_shard_file(number + 1, config) for number in range(files)):
-        shard = _open_shard(scratch / file)
-        for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
-            piece = shard.get_slice(name)
-            total += math.prod(piece.get_shape()) * _ELEMENT_BYTES[piece.get_dtype()]
-            weight_map[name] = file
-    return total, dict(sorted(weight_map.items()))
-
-
-def _verify(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    with safe_open(file, framework="pt") as written:
-        for name, tensor in tensors.items():
-            back = written.get_tensor(name)
-            equal = back.dtype == tensor.dtype and back.shape == tensor.shape
-            if not equal or not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
-                raise CheckpointError(f"{file}: {name} does not read back as it was written; check the disk")

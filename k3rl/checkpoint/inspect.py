@@ -7,17 +7,13 @@ index alone, hold.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from k3rl.checkpoint.hf import CONFIG, StoredFiles, as_stored
+from k3rl.checkpoint.hf import CONFIG, as_stored, stored_files
 from k3rl.checkpoint.official import CheckpointError
-from k3rl.model import K3Config, TensorEntry, active_parameters, tensor_table
-from k3rl.numerics import mx
-
-NAMED = ("k3-nano", "k3-mini", "k3-small", "k3")
+from k3rl.checkpoint.shards import stored_names
+from k3rl.model import SIZES, K3Config, active_parameters, tensor_table
 
 
 def inspect_model(directory_or_name: str | Path) -> dict[str, Any]:
@@ -32,12 +28,12 @@ def inspect_model(directory_or_name: str | Path) -> dict[str, Any]:
     Raises ModelConfigError for an unknown name, CheckpointError when a directory's files disagree with its config.
     """
     path = Path(directory_or_name)
-    if str(directory_or_name) in NAMED and not path.is_dir():
+    if str(directory_or_name) in SIZES and not path.is_dir():
         config = K3Config.named(str(directory_or_name))
     elif path.is_dir():
         config = _checked_directory(path)
     else:
-        raise CheckpointError(f"{directory_or_name} is neither a checkpoint directory nor one of {', '.join(NAMED)}")
+        raise CheckpointError(f"{directory_or_name} is neither a checkpoint directory nor one of {', '.join(SIZES)}")
     table = list(tensor_table(config))
     parts: dict[str, dict[str, Any]] = {}
     for entry in table:
@@ -66,9 +62,10 @@ def _checked_directory(path: Path) -> K3Config:
 
     Raises CheckpointError when a name is missing or unknown, or a tensor or the index's total has another size.
     """
-    files = StoredFiles(path)
-    config = as_stored(K3Config.from_json(path / CONFIG), files)
-    sizes = {name: size for entry in tensor_table(config) for name, size in _stored_names(entry)}
+    config = K3Config.from_json(path / CONFIG)
+    files = stored_files(path, config)
+    config = as_stored(config, files)
+    sizes = {name: size for entry in tensor_table(config) for name, size in stored_names(entry)}
     if sizes.keys() != set(files):
         odd = min(sizes.keys() ^ set(files))
         side = "is not stored" if odd in sizes else "belongs to no parameter"
@@ -86,30 +83,11 @@ def _checked_directory(path: Path) -> K3Config:
     return config
 
 
-def _stored_names(entry: TensorEntry) -> Iterator[tuple[str, int]]:
-    """(name in the files, bytes) of every tensor of an entry."""
-    for name in _copies(entry):
-        if entry.stored == "mxfp4":
-            elements = math.prod(entry.shape)
-            yield f"{name}_packed", elements // 2
-            yield f"{name}_scale", elements // mx.BLOCK
-        else:
-            yield name, entry.bytes // entry.copies
-
-
-def _copies(entry: TensorEntry) -> Iterator[str]:
-    if entry.part != "routed_experts":
-        yield entry.name
-        return
-    for expert in range(entry.copies):
-        yield entry.name.replace(".experts.0.", f".experts.{expert}.")
-
-
 def _nearest(config: K3Config) -> tuple[str, dict[str, list[Any]]]:
     """The named size with the fewest differing keys, and those keys with both values."""
     best: tuple[str, dict[str, list[Any]]] | None = None
     here = _flat(config.to_dict())
-    for name in NAMED:
+    for name in SIZES:
         there = _flat(K3Config.named(name).to_dict())
         differing = {
             key: [here.get(key), there.get(key)] for key in sorted(here.keys() | there.keys())

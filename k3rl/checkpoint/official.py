@@ -28,6 +28,7 @@ from k3rl.model import (
     K3Config,
     K3ForCausalLM,
     PackedExperts,
+    QuantizationLoss,
     assign_parameter,
     fill_packed,
     packed_entry,
@@ -46,9 +47,16 @@ Named = tuple[str, Tensor]
 
 
 class CheckpointError(K3Error, ValueError):
-    """A checkpoint that is missing, torn, of another shape, or in the way; the message names the tensor or file."""
+    """A checkpoint that is missing, torn, of another shape, or in the way; the message names the tensor or file.
+
+    tensor: the official name of the one that the message is about, where it is about one.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, tensor: str = "") -> None:
+        super().__init__(message)
+        self.tensor = tensor
 
 
 def bank_of(name: str) -> str | None:
@@ -92,11 +100,23 @@ def official_tensors(model: K3ForCausalLM, *, shipped: bool = False) -> Iterator
             yield from _stored_bank(model, own) if model.packed else _packed_bank(model, own)
             continue
         for name, parameter in members:
-            value = parameter.detach()
-            kind = torch.float32 if stored_dtype(name, weights) == "fp32" else torch.bfloat16
-            if name.endswith(".A_log"):
-                value = nn.functional.pad(value, (0, _padding(model.config)))
-            yield name, value.to(kind, copy=True)
+            yield name, _plain_tensor(model, name, parameter.detach(), shipped=shipped)
+
+
+def _plain_tensor(model: K3ForCausalLM, name: str, value: Tensor, *, shipped: bool = False) -> Tensor:
+    """What a checkpoint stores of a parameter that is no MXFP4 expert, in memory of its own.
+
+    Numbers that were rounded to the parameter's dtype when they were loaded keep their digits until they change.
+    """
+    config = model.config
+    kind = torch.float32 if config.stored(name, shipped=shipped) == "fp32" else torch.bfloat16
+    if name.endswith(".A_log") and not config.flat:
+        value = nn.functional.pad(value, (0, _padding(config)))
+    source = model.stored_wide.get(name)
+    if source is None:
+        return value.to(kind, copy=True)
+    source = source.to(value.device)
+    return torch.where(source.to(value.dtype) == value, source, value.to(kind))
 
 
 def _stored_bank(model: K3ForCausalLM, members: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
@@ -197,12 +217,15 @@ def assign_official_tensors(model: K3ForCausalLM, mapping: Mapping[str, Tensor])
     _commit(model, values)
 
 
-def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
+def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor], *, quantizes: bool = False) -> None:
     """`assign_official_tensors` for a model that nobody uses yet: a stack of tensors at a time, so that no third copy
-    is made; after an error the model is of no use."""
+    is made; after an error the model is of no use.
+
+    quantizes: experts that come plain become MXFP4 where the model stores them so (`quantization_loss`).
+    """
     waiting: dict[str, tuple[Tensor, Tensor]] = {}
-    size = 0
-    for item in _decode(model, mapping):
+    size, losses = 0, _Losses() if quantizes else None
+    for item in _decode(model, mapping, losses):
         if item.source is None or not model.packed:
             _commit(model, [item])
             continue
@@ -212,6 +235,35 @@ def fill(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> None:
             fill_packed(model, waiting)
             waiting, size = {}, 0
     fill_packed(model, waiting)
+    if losses is not None:
+        model.quantization_loss = losses.total()
+
+
+class _Losses:
+    """What quantizing does to one matrix after the other, kept on their device."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._sums: list[Tensor] = []  # of the squared change, and of the squares
+
+    def quantize(self, name: str, value: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+        """value [..., n] -> (packed, scale)."""
+        packed, scale = mx.quantize_mxfp4(value, rule)
+        exact = value.to(torch.float32)
+        change = mx.dequantize_mxfp4(packed, scale, torch.float32) - exact
+        self._names.append(name)
+        self._sums.append(torch.stack([change.square().sum(), exact.square().sum()]).double())
+        return packed, scale
+
+    def total(self) -> QuantizationLoss | None:
+        """Of all of them; None where there was none."""
+        if not self._sums:
+            return None
+        changes, squares = torch.stack(self._sums).unbind(1)
+        each = (changes / squares.clamp(min=1e-300)).sqrt()
+        place = int(each.argmax())
+        relative = float((changes.sum() / squares.sum().clamp(min=1e-300)).sqrt())
+        return QuantizationLoss(len(self._names), relative, float(each[place]), self._names[place])
 
 
 class _Value(NamedTuple):
@@ -220,16 +272,21 @@ class _Value(NamedTuple):
     name: str
     value: Tensor
     source: tuple[Tensor, Tensor] | None
+    exact: Tensor | None = None  # the stored float32 numbers, where the parameter holds less of them
 
 
 @torch.no_grad()
 def _commit(model: K3ForCausalLM, values: list[_Value]) -> None:
     for item in values:
         assign_parameter(model, item.name, item.value, item.source)
+        if item.exact is None:
+            model.stored_wide.pop(item.name, None)
+        else:
+            model.stored_wide[item.name] = item.exact.cpu()
 
 
-def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Value]:
-    """Checks names, then yields every parameter's value in the model's dtypes."""
+def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor], losses: _Losses | None = None) -> Iterator[_Value]:
+    """Checks names, then yields every parameter's value in the model's dtypes; losses: quantizes experts."""
     parameters = dict(model.named_parameters())  # of which shapes are read
     known: set[str] = set()
     missing = []
@@ -242,16 +299,19 @@ def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Va
             missing.append(name)
     if missing:
         raise CheckpointError(
-            f"{len(missing)} tensors are missing or stored twice, {missing[0]} among them; "
-            "a checkpoint holds every parameter once, plain or as _packed and _scale"
+            f"{len(missing)} tensors are missing or stored twice, {missing[0]} among them; found {len(mapping)} "
+            f"tensors, wanted each of {len(parameters)} parameters once, plain or as _packed and _scale",
+            missing[0],
         )
     extra = sorted(name for name in mapping.keys() - known if not model.elsewhere(name))
     if extra:
-        raise CheckpointError(f"{len(extra)} tensors belong to no parameter of this model, {extra[0]} among them")
+        raise CheckpointError(
+            f"{len(extra)} tensors belong to no parameter of this model, {extra[0]} among them", extra[0]
+        )
     packed_names = []
     for name, parameter in parameters.items():
         if name in known:
-            yield _Value(name, _plain_value(name, parameter, mapping[name]), None)
+            yield _plain(model, name, parameter, mapping[name], losses)
         else:
             _check_packed(name, parameter, mapping[f"{name}_packed"], mapping[f"{name}_scale"])
             packed_names.append((name, (tuple(parameter.shape), parameter.dtype)))
@@ -272,27 +332,45 @@ def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor]) -> Iterator[_Va
             yield _Value(name, value, source)
 
 
-def _plain_value(name: str, parameter: nn.Parameter, stored: Tensor) -> Tensor:
+def _plain(
+    model: K3ForCausalLM, name: str, parameter: nn.Parameter, stored: Tensor, losses: _Losses | None = None
+) -> _Value:
+    """The value of a parameter that is stored plain."""
+    value = _plain_value(model.config, name, parameter, stored)
+    if losses is not None and model.config.stored(name) == "mxfp4":
+        source = losses.quantize(name, value.to(model.device), model.config.quantization.scale_rule)
+        return _Value(name, parameter if model.packed else mx.dequantize_mxfp4(*source, parameter.dtype), source)
+    exact = value if value.dtype == torch.float32 and parameter.dtype.itemsize < 4 else None
+    if exact is not None and (model.config.stored(name) != "fp32" or exact.to(parameter.dtype).float().equal(exact)):
+        exact = None
+    return _Value(name, value, None, exact)
+
+
+def _plain_value(config: K3Config, name: str, parameter: nn.Parameter, stored: Tensor) -> Tensor:
     wanted = tuple(parameter.shape)
     if not stored.is_floating_point():
-        raise CheckpointError(f"{name} is {stored.dtype}; it must be a floating-point tensor")
-    if name.endswith(".A_log"):
+        raise CheckpointError(f"{name} is {stored.dtype}; it must be a floating-point tensor", name)
+    if name.endswith(".A_log") and not config.flat:
         stored = _unpadded(name, stored, wanted[0])
-    elif name.endswith("_conv1d.weight") and tuple(stored.shape) == (wanted[0], wanted[2]):
+    elif name.endswith("_conv1d.weight") and not config.flat and tuple(stored.shape) == (wanted[0], wanted[2]):
         stored = stored.unsqueeze(1)
     if tuple(stored.shape) != wanted:
-        raise CheckpointError(f"{name} has shape {tuple(stored.shape)}; this model needs {wanted}")
+        raise CheckpointError(f"{name} has shape {tuple(stored.shape)}; this model needs {wanted}", name)
     if not bool(stored.isfinite().all()):
-        raise CheckpointError(f"{name} holds NaN or infinite values; the file is damaged or the training diverged")
+        raise CheckpointError(
+            f"{name} holds NaN or infinite values; the file is damaged or the training diverged", name
+        )
     return stored
 
 
 def _unpadded(name: str, stored: Tensor, heads: int) -> Tensor:
     """The per-head values of A_log; the rest, if there, must be zero padding."""
     if stored.dim() != 1 or stored.shape[0] < heads:
-        raise CheckpointError(f"{name} has shape {tuple(stored.shape)}; it needs one value for each of {heads} heads")
+        raise CheckpointError(
+            f"{name} has shape {tuple(stored.shape)}; it needs one value for each of {heads} heads", name
+        )
     if bool(stored[heads:].any()):
-        raise CheckpointError(f"{name} has values behind its {heads} heads; they must be zero padding")
+        raise CheckpointError(f"{name} has values behind its {heads} heads; they must be zero padding", name)
     return stored[:heads]
 
 
@@ -303,11 +381,11 @@ def _check_packed(name: str, parameter: nn.Parameter, packed: Tensor, scale: Ten
         (f"{name}_scale", scale, (rows, columns // mx.BLOCK)),
     ):
         if tensor.dtype != torch.uint8:
-            raise CheckpointError(f"{key} is {tensor.dtype}; it must be uint8")
+            raise CheckpointError(f"{key} is {tensor.dtype}; it must be uint8", key)
         if tuple(tensor.shape) != wanted:
-            raise CheckpointError(f"{key} has shape {tuple(tensor.shape)}; this model needs {wanted}")
+            raise CheckpointError(f"{key} has shape {tuple(tensor.shape)}; this model needs {wanted}", key)
     if bool((scale == NAN_SCALE).any()):
-        raise CheckpointError(f"{name}_scale holds the byte 255, which is NaN; the file is damaged")
+        raise CheckpointError(f"{name}_scale holds the byte 255, which is NaN; the file is damaged", f"{name}_scale")
 
 
 # -------------------------------------------------------------------------------------------- single tensors
@@ -329,7 +407,7 @@ def _runs(model: K3ForCausalLM, names: Iterable[str]) -> Iterator[tuple[str, _Ex
         size = max(1, PACKED_RUN_BYTES * len(model.experts) // bank.nbytes)
         for start in range(0, len(experts), size):
             run = _ExpertRun(layer, tuple(experts[start : start + size]))
-            prefixes = (f"language_model.model.layers.{layer}.block_sparse_moe.experts.{n}." for n in run.experts)
+            prefixes = (f"{model.config.prefix}model.layers.{layer}.block_sparse_moe.experts.{n}." for n in run.experts)
             yield from ((f"{prefix}{leaf}.weight", run) for prefix in prefixes for leaf in ("w1", "w2", "w3"))
 
 
@@ -349,15 +427,10 @@ class StoredView:
         self._held: dict[_ExpertRun, dict[tuple[int, str], tuple[Tensor, Tensor]]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        weights = self._model.config.quantization.weights
         parameter = self._parameters.get(name)
         if parameter is None:
             return self._packed(name)
-        kind = torch.float32 if stored_dtype(name, weights) == "fp32" else torch.bfloat16
-        value = parameter.detach()
-        if name.endswith(".A_log"):
-            value = torch.nn.functional.pad(value, (0, _padding(self._model.config)))
-        return value.to(kind).cpu()
+        return _plain_tensor(self._model, name, parameter.detach()).cpu()
 
     def _packed(self, name: str) -> Tensor:
         expert, _, part = name.rpartition("_")
@@ -403,6 +476,8 @@ def second_model(model: K3ForCausalLM, *, packed: bool) -> K3ForCausalLM:
             own.copy_(other)
     if not packed:
         copy.stored_blocks.update(model.stored_blocks)  # bytes that nobody writes to
+    copy.stored_wide.update(model.stored_wide)
+    copy.origin = model.origin
     for layer, bank in copy.packed_banks.items():
         if model.packed:
             bank.copy_(model.packed_banks[layer])
@@ -440,8 +515,7 @@ def copy_with(
     for name, tensor in changed:
         expert, _, part = name.rpartition("_")
         if name in parameters:
-            value = _plain_value(name, parameters[name], tensor.to(copy.device))
-            _commit(copy, [_Value(name, value, None)])
+            _commit(copy, [_plain(copy, name, parameters[name], tensor.to(copy.device))])
         elif expert in parameters and part in ("packed", "scale"):
             if expert not in waiting and size > most:
                 flush()

@@ -35,6 +35,7 @@ from k3rl.config import K3Error
 
 SCHEMA = 2
 _MANIFEST, _DIGEST, _LATEST = "manifest.json", "manifest.sha256", "latest"
+_ABANDONED = "abandoned"  # states of a line that a run has left
 _FAILED = ".failed"
 _STEP = re.compile(r"step_(\d+)")
 _ROWS_KEY = "{name}@{start}"
@@ -373,21 +374,38 @@ def chosen_train_state(parent: Path, wanted: str) -> Path | None:
     )
 
 
-def go_back_to(directory: Path) -> None:
-    """Makes a state the latest of its parent: whoever goes on from it, and is ended before the next one, is there."""
-    pointer = directory.parent / _LATEST
+def go_back_to(directory: Path) -> list[str]:
+    """Makes a state the latest of its parent: whoever goes on from it, and is ended before the next one, is there.
+
+    States that were saved after it belong to a line that the run has left. They are set aside in `abandoned`, with what
+    lies beside them under their names (`...-step_N-...`), so that none of them counts as one of the new line. Returns
+    their names.
+    """
+    parent = directory.parent
+    pointer = parent / _LATEST
     if not pointer.is_file() or pointer.read_bytes().strip() != directory.name.encode():
         _write_durable(pointer, directory.name)
-        flush(directory.parent)
+        flush(parent)
+    left = [path for number, path in _steps(parent) if number > (_number(directory.name) or 0)]
+    for state in left:
+        aside = parent / _ABANDONED
+        aside.mkdir(exist_ok=True)
+        for path in (*parent.glob(f"*-{state.name}-*"), state):
+            if (aside / path.name).exists():
+                shutil.rmtree(aside / path.name)
+            os.rename(path, aside / path.name)
+    return [path.name for path in left]
 
 
 def prune_train_states(parent: Path, keep: int) -> None:
-    """Removes all but the `keep` newest states up to the latest one."""
+    """Removes all but the `keep` newest states up to the latest one, and abandoned ones that the run has passed."""
     newest = _newest(parent)
     if newest is None:
         return
     done = [path for number, path in _steps(parent) if number <= newest]
-    for old in done[:-keep]:
+    aside = parent / _ABANDONED
+    passed = aside.is_dir() and all(number <= newest for number, _ in _steps(aside))
+    for old in (*done[:-keep], *([aside] if passed else ())):
         gone = old.with_name(f".{old.name}.removed.writing")  # a kill in between must not leave half a state
         os.rename(old, gone)
         shutil.rmtree(gone)
@@ -395,7 +413,7 @@ def prune_train_states(parent: Path, keep: int) -> None:
 
 def clear_unfinished(parent: Path) -> None:
     """Removes what killed writers left. Only while nobody writes."""
-    for path in parent.glob(".step_*.writing"):
+    for path in (*parent.glob(".step_*.writing"), *parent.glob(f".{_ABANDONED}.removed.writing")):
         shutil.rmtree(path)
 
 

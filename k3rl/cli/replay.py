@@ -36,7 +36,6 @@ def replay(words: Sequence[str]) -> int:
     if arguments is None:
         return 0
     from k3rl.pipelines import TOLERANCE, find_episode, rescore
-    from k3rl.tokens import Tokenizer
 
     stored = find_episode(arguments.run, arguments.episode)
     tolerance = TOLERANCE if arguments.tolerance is None else arguments.tolerance
@@ -44,8 +43,7 @@ def replay(words: Sequence[str]) -> int:
     if arguments.json:
         print_json(_as_json(stored, found))
         return 0
-    # The ids are the truth; their texts are those of the vocabulary that runs use.
-    for line in _lines(stored, found, Tokenizer.builtin()):
+    for line in _lines(stored, found, stored.tokenizer):
         print(line)
     return 0
 

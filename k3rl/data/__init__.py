@@ -19,6 +19,7 @@ from k3rl.data.images import (
 from k3rl.data.packing import SequenceTooLong, balanced_fit, best_fit, sequence_costs
 from k3rl.data.sft import (
     ChatDataset,
+    ChatExample,
     DatasetError,
     chat_sequence,
     encode_example,
@@ -30,6 +31,7 @@ from k3rl.data.trajectories import ManifestEntry, TrajectoryError, TrajectoryWri
 __all__ = [
     "BatchError",
     "ChatDataset",
+    "ChatExample",
     "DatasetError",
     "ImageConfig",
     "ImageError",

@@ -128,8 +128,13 @@ class TrainBatch:
         return int(self.loss_mask.sum())
 
     @classmethod
-    def pack(cls, sequences: Sequence[TrainSequence], mode: WeightMode = "token") -> TrainBatch:
-        """The batch of these sequences in their order, weighted over all of them. Raises BatchError."""
+    def pack(
+        cls, sequences: Sequence[TrainSequence], mode: WeightMode = "token", *, owners: Sequence[int] | None = None
+    ) -> TrainBatch:
+        """The batch of these sequences in their order, weighted over all of them. Raises BatchError.
+
+        owners: of each sequence the number of its episode, for the mode "sequence"; None: each is one of its own.
+        """
         if not sequences:
             raise BatchError("no sequences to pack; a batch needs at least one")
         for sequence in sequences:
@@ -143,7 +148,7 @@ class TrainBatch:
             loss_mask=loss_mask,
             sampler_logprobs=np.concatenate([sequence.sampler_logprobs for sequence in sequences]),
             advantages=np.concatenate([sequence.advantages for sequence in sequences]),
-            weights=token_weights(loss_mask, cu_seqlens, mode),
+            weights=token_weights(loss_mask, cu_seqlens, mode, owners),
             sequence_ids=tuple(sequence.id for sequence in sequences),
             routes=_optional(sequences, "routes", lambda sequence: sequence.routes),
             teacher_logprobs=_optional(sequences, "teacher_logprobs", lambda sequence: sequence.teacher_logprobs),
@@ -254,11 +259,14 @@ class TrainBatch:
         return self.sequence_ids[int(np.searchsorted(self.cu_seqlens, int(where.argmax()), side="right")) - 1]
 
 
-def token_weights(loss_mask: np.ndarray, cu_seqlens: np.ndarray, mode: WeightMode = "token") -> np.ndarray:
+def token_weights(
+    loss_mask: np.ndarray, cu_seqlens: np.ndarray, mode: WeightMode = "token", owners: Sequence[int] | None = None
+) -> np.ndarray:
     """Weights float64 [N] that sum to 1 over the targets of a whole global batch.
 
-    "token": every target weighs the same, 1 / targets. "sequence": every sequence that has targets weighs the
-    same, each of its targets 1 / (such sequences * its targets). loss_mask bool [N], cu_seqlens int [S+1].
+    "token": every target weighs the same, 1 / targets. "sequence": every episode that has targets weighs the same,
+    each of its targets 1 / (such episodes * its targets), whatever branches they are in. owners int [S]: the episode
+    of each sequence, None where each is one of its own. loss_mask bool [N], cu_seqlens int [S+1].
     Raises BatchError when there is no target, or for an unknown mode.
     """
     if not loss_mask.any():
@@ -267,10 +275,12 @@ def token_weights(loss_mask: np.ndarray, cu_seqlens: np.ndarray, mode: WeightMod
         return loss_mask / np.float64(loss_mask.sum())
     if mode != "sequence":
         raise BatchError(f"weight mode is {mode!r}; wanted token or sequence")
-    targets = np.add.reduceat(loss_mask.astype(np.int64), cu_seqlens[:-1])
+    of_sequence = np.arange(len(cu_seqlens) - 1) if owners is None else np.asarray(owners)
+    _, episode = np.unique(of_sequence, return_inverse=True)
+    targets = np.bincount(episode, weights=np.add.reduceat(loss_mask.astype(np.int64), cu_seqlens[:-1]))
     per_token = np.zeros(len(targets))
     per_token[targets > 0] = 1.0 / (targets[targets > 0] * np.count_nonzero(targets))
-    return loss_mask * np.repeat(per_token, np.diff(cu_seqlens))
+    return loss_mask * np.repeat(per_token[episode], np.diff(cu_seqlens))
 
 
 def from_episodes(
@@ -294,16 +304,17 @@ def from_episodes(
         if isinstance(episode.score, Failed):
             raise BatchError(f"episode {episode.id} failed ({episode.score.reason}); remove it before the baseline")
     version = _newest([b for episode in episodes for b in episode.branches]) if version is None else version
-    sequences = []
+    sequences, owners = [], []
     shown = iter(_patches([branch for episode in episodes for branch in episode.branches]))
-    for episode in episodes:
+    for number, episode in enumerate(episodes):
         by_id = {branch.id: branch for branch in episode.branches}
         for branch in episode.branches:
             shared, own = _shared_turns(branch, by_id), next(shown)
             if shared < len(branch.turns):
                 name = f"{episode.id}/{branch.id}"
                 sequences.append(_sequence(branch, name, advantages[episode.id], shared, routes, version, own))
-    return TrainBatch.pack(sequences, mode)
+                owners.append(number)
+    return TrainBatch.pack(sequences, mode, owners=owners)
 
 
 def branch_routes(branch: Branch, images: Sequence[ImagePatches] = ()) -> np.ndarray:

@@ -5,7 +5,7 @@
 `throttle.py`), the model's states lie in `cache.py` (in bounded memory `paged.py`, `page_table.py`, `deferred.py`;
 `memory.py`: how much of it), sampled tokens in the columns of `rows.py`. `prompts.py` admits requests, `images.py` puts
 images into them, `outcomes.py` keeps what ended, `weights.py` and `adapters.py` receive new versions, `diagnose.py`
-finds where a NaN came from, `counters.py` counts.
+finds where a NaN came from, `counters.py` counts. `driver.py` steps any engine on a thread of its own.
 Folders: `compute/` (forwards), `sampling/` (tokens from logits), `prefix/` (the prefix cache), `vllm/` (the same
 protocol over a vLLM server). Nothing here trains, speaks HTTP to clients (`k3rl.serve`) or knows of actors.
 """
@@ -13,16 +13,19 @@ protocol over a vLLM server). Nothing here trains, speaks HTTP to clients (`k3rl
 from k3rl.engine.adapters import AdapterHeader
 from k3rl.engine.cache import MemoryPlan, StatePool
 from k3rl.engine.compute import padded_batch
+from k3rl.engine.driver import EngineThread, News, Submission
 from k3rl.engine.engine import Engine
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.prefix import DiskTier, FixedState, Hit, PrefixCache
 from k3rl.engine.protocol import (
     ContextExceeded,
     EngineError,
+    EngineStopped,
     InvalidRequest,
     NonFiniteLogits,
     Outcome,
     PauseMode,
+    Prompt,
     RolloutEngine,
     Tokens,
     UnknownRequest,
@@ -41,20 +44,25 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineLost",
+    "EngineStopped",
+    "EngineThread",
     "FixedState",
     "Hit",
     "IncompatibleServer",
     "InvalidRequest",
     "MemoryPlan",
+    "News",
     "NonFiniteLogits",
     "Outcome",
     "PagedCache",
     "PauseMode",
     "PrefixCache",
+    "Prompt",
     "RolloutEngine",
     "SamplingParams",
     "StatePool",
     "StopReason",
+    "Submission",
     "Tokens",
     "UnknownRequest",
     "VLLMEngine",

@@ -17,7 +17,7 @@ from k3rl.engine.protocol import EngineError, Outcome, UnknownRequest
 from k3rl.engine.rows import RowTable
 from k3rl.engine.running import Progress, Running
 from k3rl.engine.sampling.sampler import request_seed
-from k3rl.engine.scheduler import Plan, Scheduler
+from k3rl.engine.scheduler import Plan, PromptGroup, Scheduler
 from k3rl.types import Completion, StopReason
 
 
@@ -41,7 +41,7 @@ class Batch:
         running.number, self._submitted = self._submitted, self._submitted + 1
         running.seed = request_seed(params.seed, self._seed, running.number)
         self.requests[running.number] = running
-        key = running.prompt.tobytes(), params.cache_salt, params.adapter
+        key = running.key, params.cache_salt, params.adapter
         self.scheduler.submit(running.number, key, len(running.prompt))
         return running.number
 
@@ -68,15 +68,25 @@ class Batch:
             return self.table.completion(running.row, aborted=True)
         return running.completion(running.progress or Progress.none(version), StopReason.ABORTED)
 
+    def clear(self) -> None:
+        """Forgets every request and frees every row, in whatever state a step that raised has left them."""
+        self.scheduler.clear()
+        self._drop_parked()
+        rows = range(self.scheduler.rows)
+        self.pool.free(rows)
+        self.table.free(rows)
+        self.requests.clear()
+        self.ended.take()
+
     # ---- a step
 
     def make_room(self) -> int:
-        """Preempts running requests where the next step would need more memory than there is; how many."""
-        victims = [self.requests[number] for number in self.scheduler.overcommitted()]
-        if victims:
-            self.preempt(victims)
+        """Takes rows where the next step would need more memory than there is; from how many running requests."""
+        excess = self.scheduler.overcommitted()
+        if excess:
+            self.preempt([self.requests[number] for number in excess.requests], excess.groups)
         self._drop_parked()
-        return len(victims)
+        return len(excess.requests)
 
     def plan(self, admit: bool) -> Plan:
         """The scheduler's next step; leaders of admitted groups have their `hit`."""
@@ -112,9 +122,10 @@ class Batch:
         mine = [one for one in running if adapter is None or one.params.adapter == adapter]
         return self.preempt(sorted(mine, key=lambda one: -one.number), keep=False)
 
-    def preempt(self, victims: Sequence[Running], *, keep: bool = True) -> int:
+    def preempt(self, victims: Sequence[Running], groups: Sequence[PromptGroup] = (), *, keep: bool = True) -> int:
         """Running requests, the youngest first, lose their rows and wait, with what they have sampled, to be computed
-        again -> how many tokens that is. keep: their states are of use to the prefix cache."""
+        again -> how many tokens that is; groups begin with their prompts again. keep: states of running ones are of use
+        to the prefix cache."""
         waiting = []
         for running in victims:
             assert running.row is not None
@@ -125,7 +136,7 @@ class Batch:
         used = self.scheduler.num_rows
         for running in victims:
             running.row = None
-        self._follow(self.scheduler.preempt(waiting), used)
+        self._follow(self.scheduler.preempt(waiting, groups), used)
         return sum(length for _, length in waiting)
 
     def restart(self) -> None:

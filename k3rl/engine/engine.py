@@ -2,7 +2,8 @@
 
 A step computes at most `prefill_tokens` tokens of waiting prompts in one packed call, decodes every running row
 in another, and samples once over both. Rows that end leave at once and waiting requests take their place.
-Single-threaded: whoever drives it calls `step` in a loop and may submit, abort, pause or update weights in between.
+Single-threaded: whoever drives it (`driver.py`) calls `step` in a loop and may submit, abort, pause or update weights
+in between.
 
 State across a weight update: the states of running requests are computed again from their tokens by the new weights,
 or, with `in_flight="carry"`, they go on with what the old ones computed; a completion names the versions of its first
@@ -29,12 +30,13 @@ from k3rl.engine.compute.decoding import Decoder
 from k3rl.engine.compute.prefill import Prefill, RowLogits
 from k3rl.engine.compute.prefill_graph import CapturedPrefill
 from k3rl.engine.counters import EngineCounters
+from k3rl.engine.outcomes import BlockingCalls
 from k3rl.engine.prefix.cache import PrefixCache
 from k3rl.engine.prefix.states import PrefixStates
 from k3rl.engine.prompts import Admission
-from k3rl.engine.protocol import EngineError, InFlight, Outcome, PauseMode
+from k3rl.engine.protocol import EngineError, InFlight, Outcome, PauseMode, Prompt, Tokens
 from k3rl.engine.rows import RowTable
-from k3rl.engine.running import Progress, Running
+from k3rl.engine.running import Running
 from k3rl.engine.sampling import device_sampler
 from k3rl.engine.sampling.grammar import DeadEnd, Grammars
 from k3rl.engine.sampling.sample_rows import Sample, sample_rows
@@ -43,10 +45,10 @@ from k3rl.engine.scheduler import Scheduler
 from k3rl.engine.weights import ServedWeights, WeightUpdate, as_served, check_names
 from k3rl.model import K3ForCausalLM
 from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, SamplingParams
+from k3rl.types import SamplingParams
 
 
-class Engine:
+class Engine(BlockingCalls):
     """A `RolloutEngine` over one in-process model, which it never writes to: a new version is a new copy.
 
     max_running: rows, that is requests that can be decoded together. max_context: prompt plus sampled tokens of one
@@ -112,6 +114,8 @@ class Engine:
             )
         self.batch = Batch(Scheduler(rows, prefill_tokens, pages, page_tokens), pool, table, prefix, seed)
 
+        super().__init__(self.batch.ended, self.batch.requests, self._refuse_to_wait_paused)
+
         self.captured_decode: CapturedDecode | None = None
         self.captured_prefill: CapturedPrefill | None = None
         if fixed and pool.paged is not None:
@@ -148,9 +152,16 @@ class Engine:
         """Requests with a row, being prefilled or decoded."""
         return self.batch.scheduler.num_rows
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a step computes nothing until `resume`."""
+        return self._pause in ("keep", "abort") or (self._pause == "wait" and not self.num_running)
+
     # ---- requests
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
+    def submit(
+        self, prompt_ids: Sequence[int] | Prompt, params: SamplingParams, images: Sequence[ImagePatches] = ()
+    ) -> int:
         """Queues one prompt and returns its id. images: one for each placeholder of the prompt, in order.
 
         Raises InvalidRequest for an empty prompt, an id outside the vocabulary, images that do not fit the prompt or
@@ -159,53 +170,40 @@ class Engine:
         """
         return self.batch.add(self._admission.check(prompt_ids, params, images))
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> None:
-        """Raises InvalidRequest as `submit` would, and queues nothing. Any thread may ask."""
-        self._admission.check(prompt_ids, params, images)
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> Prompt:
+        """Raises InvalidRequest as `submit` would, and queues nothing -> the prompt, which any number of requests may
+        be submitted with: it is checked and copied once. Any thread may ask."""
+        running = self._admission.check(prompt_ids, params, images)
+        return Prompt(running.prompt, running.images, running.key)
 
-    def abort(self, request: int) -> None:
-        """Frees the request's slot at once; the next `step` returns it as aborted. Raises UnknownRequest."""
-        self._abort([self.batch.find(request)])
-
-    def _abort(self, requests: Sequence[Running]) -> None:
+    def abort(self, *requests: int) -> None:
+        """Frees their slots at once; the next `step` returns them as aborted. Raises UnknownRequest for those that are
+        not live, once the others are aborted."""
+        live = [running for number in requests if (running := self.batch.requests.get(number)) is not None]
         version_for = self.weights.version_for
-        self.batch.end([(running, self.batch.aborted(running, version_for(running.params))) for running in requests])
+        self.batch.end([(running, self.batch.aborted(running, version_for(running.params))) for running in live])
+        if len(live) < len(requests):
+            self.batch.find(next(number for number in requests if number not in {one.number for one in live}))
+
+    def clear(self) -> None:
+        """Forgets every request without an outcome, in whatever state a step that raised has left them."""
+        self.batch.clear()
 
     def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """(ids, logprobs) of what a live request has sampled from its `start`-th token on; nothing while it waits."""
-        if (held := self.held(request)) is None:
-            return (), ()
-        return tuple(held.tokens[start:].tolist()), tuple(held.logprobs[start:].tolist())
+        found = self.new_tokens(request, start)
+        return ((), ()) if found is None else (found.ids, found.logprobs)
 
-    def routes(self, request: int, start: int = 0) -> np.ndarray | None:
-        """int16 [n, M, k] of prompt and sampled tokens from the `start`-th on, as far as known; None without any."""
-        return self.batch.routes(self.batch.find(request), start)
-
-    def held(self, request: int) -> Progress | None:
-        """What a live request has, without its routes, in arrays that its next step changes; None while it waits."""
-        return self.batch.held(self.batch.find(request))
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
-        images: Sequence[Sequence[ImagePatches]] | None = None,
-    ) -> list[Completion]:
-        """Completes all prompts, in their order; images: those of each prompt.
-
-        Raises InvalidRequest before any work, or a request's EngineError.
-        """
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        asked = zip(prompts, each, [()] * len(prompts) if images is None else images, strict=True)
-        checked = [self._admission.check(*one) for one in asked]
-        return self.batch.ended.wait_for([self.batch.add(running) for running in checked], self._step_on)
-
-    def drain(self) -> list[tuple[int, Outcome]]:
-        """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
-        outcomes: list[tuple[int, Outcome]] = []
-        while self.batch.requests:
-            outcomes += self._step_on()
-        return outcomes + self.step()
+    def new_tokens(self, request: int, seen: int, routed: int = 0) -> Tokens | None:
+        """What a live request has sampled beyond `seen` tokens, if anything, with its routes beyond those of `routed`
+        tokens of prompt and answer where it wants them."""
+        running = self.batch.find(request)
+        held = self.batch.held(running)
+        if held is None or len(held.tokens) <= seen:
+            return None
+        others = () if held.alternatives is None else tuple(held.alternatives[seen:])
+        ids, logprobs = tuple(held.tokens[seen:].tolist()), tuple(held.logprobs[seen:].tolist())
+        return Tokens(ids, logprobs, others, self.batch.routes(running, routed))
 
     def pause(self, mode: PauseMode) -> None:
         """keep: freeze everything; abort: end everything now; wait: finish what has a row, admit nothing.
@@ -216,7 +214,7 @@ class Engine:
             raise ValueError(f"pause mode is {mode!r}; it must be 'keep', 'abort' or 'wait'")
         self._pause = mode
         if mode == "abort":
-            self._abort(list(self.batch.requests.values()))
+            self.abort(*self.batch.requests)
 
     def resume(self) -> None:
         """Ends a pause."""
@@ -234,12 +232,9 @@ class Engine:
             self.counters.step_s += time.perf_counter() - began
         return self.batch.ended.take()
 
-    def _step_on(self) -> list[tuple[int, Outcome]]:
-        """`step` for whoever waits for requests. Raises EngineError where it would wait without end."""
-        stalled = self._pause in ("keep", "abort") or (self._pause == "wait" and not self.num_running)
-        if stalled and not self.batch.ended:
+    def _refuse_to_wait_paused(self) -> None:
+        if self.is_paused:
             raise EngineError(f"the engine is paused ({self._pause}) and requests wait; call resume first")
-        return self.step()
 
     def _advance(self, admit: bool) -> None:
         self.counters.preempted += self.batch.make_room()

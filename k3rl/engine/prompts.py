@@ -9,7 +9,7 @@ import numpy as np
 
 from k3rl.data import ImagePatches
 from k3rl.engine.images import Placed, expand
-from k3rl.engine.protocol import ContextExceeded, InvalidRequest
+from k3rl.engine.protocol import ContextExceeded, InvalidRequest, Prompt
 from k3rl.engine.running import Running
 from k3rl.engine.sampling.grammar import Grammars
 from k3rl.engine.sampling.stopping import StopStrings
@@ -30,26 +30,44 @@ class Admission:
         self._weights, self._config, self.max_context = weights, weights.model.config, max_context
         self._tokenizer, self._grammars, self._exact = tokenizer, grammars, exact
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches]) -> Running:
+    def check(
+        self, prompt_ids: Sequence[int] | Prompt, params: SamplingParams, images: Sequence[ImagePatches]
+    ) -> Running:
         """The request as it would be queued, without its number and seed. Raises InvalidRequest. Any thread may ask."""
-        prompt, placed = checked_prompt(prompt_ids, images, params.max_tokens, self._config, self.max_context)
-        self._grammars.check(params)
+        if isinstance(prompt_ids, Prompt):
+            prompt = prompt_ids
+        else:
+            prompt = checked_prompt(prompt_ids, images, self._config, self.max_context)
+        check_room(prompt, params.max_tokens, self.max_context)
+        if params.constraint is not None:
+            self._grammars.check(params)
         self._weights.adapters.check(params.adapter)
         if self._exact and params.adapter:
             raise InvalidRequest("an exact engine does not compute adapters; use an engine without `exact` for them")
         check_options(params, self._config.vocab_size, has_tokenizer=self._tokenizer is not None)
         stop = StopStrings(params.stop, self._tokenizer) if params.stop and self._tokenizer is not None else None
-        return Running(-1, prompt, params, images=placed, stop=stop)
+        return Running(-1, prompt.rows, params, images=prompt.images, stop=stop, key=prompt.key)
 
 
 def checked_prompt(
-    prompt_ids: Sequence[int], images: Sequence[ImagePatches], max_tokens: int, config: K3Config, max_context: int
-) -> tuple[np.ndarray, Placed]:
-    """The prompt in rows of the model, int64 [P], and where its images are (`k3rl.engine.images`).
+    prompt_ids: Sequence[int], images: Sequence[ImagePatches], config: K3Config, max_context: int
+) -> Prompt:
+    """The prompt in rows of the model, and where its images are (`k3rl.engine.images`).
 
     Raises InvalidRequest for an empty prompt, ids outside the vocabulary, images that do not fit the ids or the model,
-    and ContextExceeded when the rows and `max_tokens` to sample exceed `max_context`.
+    and ContextExceeded when the rows, with one to sample, exceed `max_context`.
     """
+    prompt = checked_ids(prompt_ids, config.vocab_size)
+    rows, placed = expand(prompt, images, config)
+    if rows.size >= max_context:
+        raise ContextExceeded(
+            f"the prompt has {rows.size} {_what(placed)}; with one to sample it must fit a context of {max_context}"
+        )
+    return Prompt(rows, placed, rows.tobytes())
+
+
+def checked_ids(prompt_ids: Sequence[int], vocabulary: int) -> np.ndarray:
+    """int64 [P], its own memory. Raises InvalidRequest for an empty prompt and ids outside the vocabulary."""
     prompt = token_row(prompt_ids)
     if not prompt.size:
         raise InvalidRequest("the prompt is empty; it needs at least one token")
@@ -57,21 +75,25 @@ def checked_prompt(
         raise InvalidRequest(f"the prompt has shape {prompt.shape}; it must be one row of token ids")
     if prompt.dtype.kind not in "iu":
         raise InvalidRequest(f"the prompt holds {prompt.dtype} values; it must hold token ids")
-    if prompt.min() < 0 or prompt.max() >= config.vocab_size:
-        bad = prompt[(prompt < 0) | (prompt >= config.vocab_size)]
-        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {config.vocab_size}")
-    rows, placed = expand(prompt.astype(np.int64), images, config)
-    what = "tokens" if not placed else f"tokens and rows of {len(placed)} images"
-    if rows.size >= max_context:
+    ids = prompt if prompt.dtype == np.int64 and prompt is not prompt_ids else prompt.astype(np.int64)
+    if ids.view(np.uint64).max() >= vocabulary:  # a negative id is a large word
+        bad = prompt[(prompt < 0) | (prompt >= vocabulary)]
+        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {vocabulary}")
+    return ids
+
+
+def check_room(prompt: Prompt, max_tokens: int, max_context: int) -> None:
+    """Raises ContextExceeded when the prompt and `max_tokens` to sample exceed `max_context`."""
+    length = prompt.rows.size
+    if length + max_tokens > max_context:
         raise ContextExceeded(
-            f"the prompt has {rows.size} {what}; with one to sample it must fit a context of {max_context}"
+            f"{length} prompt {_what(prompt.images)} and max_tokens {max_tokens} exceed the context of {max_context}; "
+            f"ask for at most {max_context - length}"
         )
-    if rows.size + max_tokens > max_context:
-        raise ContextExceeded(
-            f"{rows.size} prompt {what} and max_tokens {max_tokens} exceed the context of {max_context}; "
-            f"ask for at most {max_context - rows.size}"
-        )
-    return rows, placed
+
+
+def _what(placed: Placed) -> str:
+    return f"tokens and rows of {len(placed)} images" if placed else "tokens"
 
 
 def token_row(ids: Sequence[int]) -> np.ndarray:
@@ -96,12 +118,23 @@ def check_options(params: SamplingParams, vocabulary: int, *, has_tokenizer: boo
     for token, _ in params.logit_bias:
         if not 0 <= token < vocabulary:
             raise InvalidRequest(f"logit_bias names token id {token}, outside the vocabulary of {vocabulary}")
-    if sum(bias == -np.inf for _, bias in params.logit_bias) == vocabulary:
+    if params.logit_bias and sum(bias == -np.inf for _, bias in params.logit_bias) == vocabulary:
         raise InvalidRequest("logit_bias forbids every token; leave at least one")
 
 
 def check_numbers(params: SamplingParams) -> None:
     """Raises InvalidRequest for numbers that are no integers where integers are wanted, or too large for tables."""
+    biased = [token for token, _ in params.logit_bias]
+    for value in (params.top_k, params.max_tokens, params.top_logprobs, *params.stop_ids, *biased):
+        if type(value) is not int or not -_WORD <= value < _WORD:
+            _refuse_numbers(params)
+            break
+    if not isinstance(params.seed, int | np.integer | None):
+        raise InvalidRequest(f"seed is {params.seed!r}; it must be an integer")
+
+
+def _refuse_numbers(params: SamplingParams) -> None:
+    """Raises InvalidRequest for the first number that is none of ours; integers of NumPy are."""
     for name, values in (
         ("stop_ids", params.stop_ids),
         ("top_k", (params.top_k,)),
@@ -112,5 +145,3 @@ def check_numbers(params: SamplingParams) -> None:
         for value in values:
             if not isinstance(value, int | np.integer) or not -_WORD <= value < _WORD:
                 raise InvalidRequest(f"{name} has {value!r}; it must be an integer of at most 64 bits")
-    if not isinstance(params.seed, int | np.integer | None):
-        raise InvalidRequest(f"seed is {params.seed!r}; it must be an integer")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -30,6 +30,10 @@ class InvalidRequest(EngineError, ValueError):
 
 class ContextExceeded(InvalidRequest):
     """Prompt and tokens to sample do not fit the context."""
+
+
+class EngineStopped(EngineError):
+    """A step that raised, or the end of its engine, ended the request; or there is no engine any more."""
 
 
 class UnknownRequest(EngineError):
@@ -60,6 +64,16 @@ class NonFiniteLogits(EngineError):
 Outcome: TypeAlias = Completion | EngineError
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """A prompt that was checked, for any number of requests: rows int64 [P] of the model, what is in place of them
+    (`k3rl.engine.images`), and the bytes that requests of equal prompts have in common."""
+
+    rows: np.ndarray
+    images: tuple[Any, ...]
+    key: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """What a request sampled since the last event: ids and logprobs of equal length, alternatives too when wanted.
@@ -87,7 +101,19 @@ class RolloutEngine(Protocol):
         """The weight version that samples the next token."""
         ...
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
+    @property
+    def is_paused(self) -> bool:
+        """Whether a step computes nothing until `resume`."""
+        ...
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> Prompt:
+        """Raises InvalidRequest as `submit` would, and queues nothing -> the prompt, which any number of requests may
+        be submitted with: it is checked and copied once. Any thread may ask."""
+        ...
+
+    def submit(
+        self, prompt_ids: Sequence[int] | Prompt, params: SamplingParams, images: Sequence[ImagePatches] = ()
+    ) -> int:
         """Queues one prompt and returns its id. Raises InvalidRequest; then nothing was queued.
 
         images: one for each placeholder id of the prompt, in order (`k3rl.data.images.preprocess`). An image counts as
@@ -99,8 +125,18 @@ class RolloutEngine(Protocol):
         """Samples at most one token for every running request; returns the requests that ended."""
         ...
 
-    def abort(self, request: int) -> None:
-        """Takes a request back and frees its slot at once. Raises UnknownRequest."""
+    def new_tokens(self, request: int, seen: int, routed: int = 0) -> Tokens | None:
+        """What a live request has sampled beyond `seen` tokens, if anything, with its routes beyond those of `routed`
+        tokens of prompt and answer where it wants them."""
+        ...
+
+    def abort(self, *requests: int) -> None:
+        """Takes requests back and frees their slots at once. Raises UnknownRequest for those that are not live, once
+        the others are taken back."""
+        ...
+
+    def clear(self) -> None:
+        """Forgets every request without an outcome, in whatever state a step that raised has left them."""
         ...
 
     def pause(self, mode: PauseMode) -> None:

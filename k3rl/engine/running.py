@@ -93,6 +93,7 @@ class Running:
     seed: int = 0
     images: Placed = ()
     stop: StopStrings | None = None
+    key: bytes = b""  # what requests of equal prompts have in common
     chain: Chain | None = None  # the name of its tokens in the prefix cache
     hit: Hit | None = None  # the cached prefix state to be copied into the row where its prompt is computed
     prompt_state: PromptState | None = None

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 from k3rl.engine.throttle import Throttle
 
@@ -24,9 +26,14 @@ class PromptGroup:
 
     key: Hashable
     length: int  # tokens of the prompt
-    members: list[int]
+    members: OrderedDict[int, None]  # in order, and left in any order, each in no time
     rows: list[int] = field(default_factory=list)
     done: int = 0  # prompt tokens computed
+
+    @property
+    def oldest(self) -> int:
+        """The member that came first."""
+        return min(self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,16 @@ class Plan:
     segments: list[Segment]
 
 
+class Excess(NamedTuple):
+    """Running requests, and groups whose prompt is being computed, that take more memory than there is."""
+
+    requests: list[int]
+    groups: list[PromptGroup]
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.groups)
+
+
 class Scheduler:
     """Plans steps over `rows` rows, computing at most `prefill_tokens` prompt tokens in each.
 
@@ -88,14 +105,19 @@ class Scheduler:
         if rows < 1 or prefill_tokens < 1:
             raise ValueError(f"rows is {rows}, prefill_tokens is {prefill_tokens}; both must be at least 1")
         self.rows, self.prefill_tokens = rows, prefill_tokens
+        self.pages, self.page = pages, page
+        self.throttle = None if pages is None else Throttle(pages)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets every request."""
         self.waiting: OrderedDict[Hashable, PromptGroup] = OrderedDict()
         self.prefilling: list[PromptGroup] = []
         self.parked: PromptGroup | None = None  # its prompt state is parked; its members have no row
         self.occupants: list[int | PromptGroup] = []  # of rows 0..n-1: a running request, or a prefilling group
         self.row_of: dict[int, int] = {}  # running requests
-        self.pages, self.page = pages, page
-        self.throttle = None if pages is None else Throttle(pages)
         self.tokens: dict[int, int] = {}  # of running requests: tokens in their state
+        self.group_of: dict[int, PromptGroup] = {}  # of those that do not run
 
     @property
     def num_rows(self) -> int:
@@ -110,16 +132,18 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        groups = [*self.waiting.values(), *self.prefilling, *([self.parked] if self.parked else [])]
-        return sum(len(group.members) - len(group.rows) for group in groups)
+        return len(self.group_of) - sum(len(group.rows) for group in self.prefilling)
 
     def submit(self, request: int, key: Hashable, length: int) -> None:
         """Queues a request whose prompt of `length` tokens is identified by `key`."""
         group = self.waiting.get(key)
         if group is None:
-            self.waiting[key] = PromptGroup(key, length, [request])
-        else:
-            group.members.append(request)
+            group = self.waiting[key] = PromptGroup(key, length, OrderedDict())
+        self._join(request, group)
+
+    def _join(self, request: int, group: PromptGroup) -> None:
+        group.members[request] = None
+        self.group_of[request] = group
 
     def plan(self, admit: bool = True, cached: Callable[[Sequence[int]], int] | None = None) -> Plan:
         """The next step; the state is already that after it. `admit` False gives no row to anyone new.
@@ -135,7 +159,7 @@ class Scheduler:
         drop_parked = parked is not None and self.parked is None
         restored = []
         for group in self.prefilling[before:]:
-            group.done = 0 if cached is None else cached(group.members)
+            group.done = 0 if cached is None else cached(tuple(group.members))
             if group.done:
                 restored.append((tuple(group.members), group.rows[0]))
         segments: list[Segment] = []
@@ -148,38 +172,54 @@ class Scheduler:
             segments.append(self._advance(group, stop))
         return Plan(decode, from_parked, restored, drop_parked, segments)
 
-    def overcommitted(self) -> list[int]:
-        """Running requests to preempt before the next step, the youngest first; drops the parked prompt before any.
+    def overcommitted(self) -> Excess:
+        """What has to give up its rows before the next step, the youngest first and never the oldest; drops the parked
+        prompt before any.
 
-        Call `preempt` with them.
+        Call `preempt` with it.
         """
+        excess = Excess([], [])
         if self.throttle is None or self.pages is None:
-            return []
+            return excess
         if self._committed() <= self.pages:
             if self.num_waiting:
                 self.throttle.waited()
-            return []
+            return excess
         if self.parked is not None:
             self._requeue_parked()
-        excess = self._committed() - self.pages
-        victims = []
-        for request in sorted(self.tokens, reverse=True):
-            if excess <= 0:
+        left = self._committed() - self.pages
+        holders: list[tuple[int, int | PromptGroup]] = [(request, request) for request in self.tokens]
+        holders += [(group.oldest, group) for group in self.prefilling]
+        for _, holder in sorted(holders, key=lambda one: -one[0])[:-1]:
+            if left <= 0:
                 break
-            victims.append(request)
-            excess -= self._pages(self.tokens[request] + 1)
-        if victims:
+            if isinstance(holder, int):
+                excess.requests.append(holder)
+                left -= self._pages(self.tokens[holder] + 1)
+            else:
+                excess.groups.append(holder)
+                left -= len(holder.rows) * self._pages(holder.length + 1)
+        if excess:
             self.throttle.preempted()
-        return victims
+        return excess
 
-    def preempt(self, requests: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(request, tokens so far) pairs, youngest first, wait again in front of everyone; moves as `remove` gives."""
-        moves = self.remove([request for request, _ in requests])
+    def preempt(self, requests: Sequence[tuple[int, int]], groups: Sequence[PromptGroup] = ()) -> list[tuple[int, int]]:
+        """(request, tokens so far) pairs, youngest first, wait again in front of everyone, and so do groups whose
+        prompt is being computed; moves as `remove` gives."""
+        released: set[int] = set()
+        again: list[PromptGroup] = []
+        for group in groups:
+            self.prefilling.remove(group)
+            released.update(group.rows)
+            group.rows = []
+            again.append(group)
         for request, length in requests:
-            key = ("preempted", request)
-            self.waiting[key] = PromptGroup(key, length, [request])
-            self.waiting.move_to_end(key, last=False)
-        return moves
+            released.add(self._stop(request))
+            again.append(PromptGroup(("preempted", request), length, OrderedDict()))
+            self._join(request, again[-1])
+        for group in sorted(again, key=lambda one: -one.oldest):
+            self._wait_again(group)
+        return self._compact(released)
 
     def remove(self, requests: Iterable[int]) -> list[tuple[int, int]]:
         """Forgets requests in any state; returns the moves (source row, target row) that close the holes.
@@ -189,13 +229,15 @@ class Scheduler:
         """
         released: set[int] = set()
         for request in requests:
-            row = self.row_of.pop(request, None)
-            self.tokens.pop(request, None)
-            if row is None:
-                row = self._leave_group(request)
+            row = self._stop(request) if request in self.row_of else self._leave_group(request)
             if row is not None:
                 released.add(row)
         return self._compact(released)
+
+    def _stop(self, request: int) -> int:
+        """A running request has no row any more -> the row that it had."""
+        del self.tokens[request]
+        return self.row_of.pop(request)
 
     def restart(self) -> None:
         """Prompt states are of no use any more (other weights): prompts that have not been sampled from start over."""
@@ -212,7 +254,8 @@ class Scheduler:
     def _wait_again(self, group: PromptGroup) -> None:
         younger = self.waiting.pop(group.key, None)
         if younger is not None:
-            group.members += younger.members
+            for request in younger.members:
+                self._join(request, group)
         group.done = 0
         self.waiting[group.key] = group
         self.waiting.move_to_end(group.key, last=False)
@@ -247,7 +290,7 @@ class Scheduler:
         if self.parked is not None and not self.occupants and not self._room(self.parked.length + 1):
             self._requeue_parked()  # nobody runs who could make room beside it
         while self.parked is not None and len(self.occupants) < self.rows and self._room(self.parked.length + 1):
-            request, row = self.parked.members.pop(0), len(self.occupants)
+            request, row = self.parked.members.popitem(last=False)[0], len(self.occupants)
             self._run(request, row, self.parked.length)
             from_parked.append((request, row))
             if not self.parked.members:
@@ -271,6 +314,7 @@ class Scheduler:
 
     def _run(self, request: int, row: int, length: int) -> None:
         self.tokens[request] = length
+        del self.group_of[request]
         if row == len(self.occupants):
             self.occupants.append(request)
         else:
@@ -287,22 +331,20 @@ class Scheduler:
         starts = tuple(zip(group.members, group.rows, strict=False))
         for member, member_row in starts:
             self._run(member, member_row, group.length)
-        left = group.members[len(group.rows) :]
-        rest = PromptGroup(group.key, group.length, left, done=stop)
-        parks = bool(left) and self._room(group.length)
+        rest = PromptGroup(group.key, group.length, OrderedDict(), done=stop)
+        for request in islice(members, len(group.rows), None):
+            self._join(request, rest)
+        parks = bool(rest.members) and self._room(group.length)
         if parks:
             self.parked = rest
-        elif left:
+        elif rest.members:
             self._wait_again(rest)
         return Segment(members, row, start, stop, starts, parks)
 
     def _leave_group(self, request: int) -> int | None:
         """Takes a request out of its group; returns the row that the group then no longer needs, if any."""
-        groups = [*self.prefilling, *self.waiting.values(), *([self.parked] if self.parked else [])]
-        group = next((group for group in groups if request in group.members), None)
-        if group is None:
-            raise KeyError(request)
-        group.members.remove(request)
+        group = self.group_of.pop(request)
+        del group.members[request]
         if not group.members:
             if group is self.parked:
                 self.parked = None

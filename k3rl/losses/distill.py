@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from k3rl.losses.base import LossError, LossInputs, LossOutput, weighted_sum
+from k3rl.losses.correction import UNCORRECTED, Correction
 from k3rl.losses.policy import check_band, k3_per_token, log_ratio, ratio_tally
 
 
@@ -21,6 +22,7 @@ class OnPolicyDistill:
     ratio_low: float = 0.5
     ratio_high: float = 2.0
     tau: float = 0.02
+    correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:
         check_band(self.ratio_low, self.ratio_high, self.tau)
@@ -31,8 +33,8 @@ class OnPolicyDistill:
         low, high = math.log(self.ratio_low), math.log(self.ratio_high)
         gap = inputs.require("teacher_logprobs", "OnPolicyDistill") - inputs.logprobs.detach()
         d = log_ratio(inputs, "OnPolicyDistill")
-        per_token = k3_per_token(d, gap.clamp(-self.reward_max, self.reward_max), low, high, self.tau)
-        tally = ratio_tally(inputs, d, low, high)
+        per_token = k3_per_token(d, gap.clamp(-self.reward_max, self.reward_max), low, high, self.tau, self.correction)
+        tally = ratio_tally(inputs, d, low, high, self.correction)
         tally.mean("loss/mean", per_token)
         tally.mean("distill/kl_reverse", -gap)
         tally.mean("distill/clip_frac", gap.abs() > self.reward_max)

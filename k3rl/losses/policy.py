@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from k3rl.losses.base import LossError, LossInputs, LossOutput, Tally, weighted_sum
-
-MAX_LOG_RATIO = 20.0  # GRPO's ratio stops growing here, so that one stale token cannot overflow the batch
+from k3rl.losses.correction import MAX_LOG_RATIO, UNCORRECTED, Correction
 
 
 def log_ratio(inputs: LossInputs, loss: str) -> Tensor:
@@ -28,7 +27,7 @@ def log_ratio(inputs: LossInputs, loss: str) -> Tensor:
     return torch.where(inputs.weights != 0, inputs.logprobs - sampler, 0.0)
 
 
-def ratio_tally(inputs: LossInputs, d: Tensor, low: float, high: float) -> Tally:
+def ratio_tally(inputs: LossInputs, d: Tensor, low: float, high: float, correction: Correction) -> Tally:
     """The metrics that every policy loss has; low and high are the band's ends as log-ratios."""
     tally = Tally(inputs.weights)
     exact = d.detach().double()
@@ -43,15 +42,19 @@ def ratio_tally(inputs: LossInputs, d: Tensor, low: float, high: float) -> Tally
     tally.mean("mismatch/kl/mean", divergence)
     tally.peak("mismatch/kl/max", divergence)
     tally.mean("policy/entropy/mean", inputs.entropy)
+    if correction.type != "none":
+        correction.tally(tally, d)
     return tally
 
 
-def k3_per_token(d: Tensor, advantages: Tensor, low: float, high: float, tau: float) -> Tensor:
-    """-(clip(ratio) * A - tau d^2) [P]; low and high are log-ratios.
+def k3_per_token(d: Tensor, advantages: Tensor, low: float, high: float, tau: float, correction: Correction) -> Tensor:
+    """-(clip(ratio) * A - tau d^2) [P]; low and high are log-ratios, in whose place a correction may stand.
 
     Clipping d before the exponential gives the value clip(ratio, low, high) and no gradient outside, and cannot
     overflow.
     """
+    if correction.type != "none":
+        return tau * d.square() - correction.surrogate(d, advantages)
     return tau * d.square() - d.clamp(low, high).exp() * advantages
 
 
@@ -61,11 +64,13 @@ class K3Policy:
 
     Outside [ratio_low, ratio_high] a token's policy gradient is zero whatever the sign of its advantage, so the clip
     is a mask and not PPO's minimum. The squared log-ratio acts on every token, masked ones too, and pulls those back.
+    correction: what weighs a token in place of the band.
     """
 
     ratio_low: float = 0.5
     ratio_high: float = 2.0
     tau: float = 0.02
+    correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:
         check_band(self.ratio_low, self.ratio_high, self.tau)
@@ -73,8 +78,9 @@ class K3Policy:
     def __call__(self, inputs: LossInputs) -> LossOutput:
         low, high = math.log(self.ratio_low), math.log(self.ratio_high)
         d = log_ratio(inputs, "K3Policy")
-        per_token = k3_per_token(d, inputs.require("advantages", "K3Policy"), low, high, self.tau)
-        tally = ratio_tally(inputs, d, low, high)
+        advantages = inputs.require("advantages", "K3Policy")
+        per_token = k3_per_token(d, advantages, low, high, self.tau, self.correction)
+        tally = ratio_tally(inputs, d, low, high, self.correction)
         tally.mean("loss/mean", per_token)
         return tally.output(weighted_sum(inputs.weights, per_token))
 
@@ -85,10 +91,12 @@ class GRPO:
 
     Advantages divided by the group's deviation and weights by sequence are made before (`group_advantages`,
     `data.batch`). A negative advantage is not clipped from above, as in PPO; the ratio itself stops at e^20.
+    correction: what weighs a token in place of the clip.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
+    correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:
         if not (0 < self.clip_low < 1 and self.clip_high > 0):
@@ -99,10 +107,13 @@ class GRPO:
     def __call__(self, inputs: LossInputs) -> LossOutput:
         advantages = inputs.require("advantages", "GRPO")
         d = log_ratio(inputs, "GRPO")
-        ratio = d.clamp(max=MAX_LOG_RATIO).exp()
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-        tally = ratio_tally(inputs, d, math.log(1 - self.clip_low), math.log(1 + self.clip_high))
+        if self.correction.type != "none":
+            per_token = -self.correction.surrogate(d, advantages)
+        else:
+            ratio = d.clamp(max=MAX_LOG_RATIO).exp()
+            clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+            per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+        tally = ratio_tally(inputs, d, math.log(1 - self.clip_low), math.log(1 + self.clip_high), self.correction)
         tally.mean("loss/mean", per_token)
         return tally.output(weighted_sum(inputs.weights, per_token))
 

@@ -12,11 +12,12 @@ Not here: kernels, optimizers, losses, anything parallel.
 
 from k3rl.model import flash
 from k3rl.model.ablation import CHOICES as ABLATION_CHOICES
-from k3rl.model.ablation import AblationConfig
+from k3rl.model.ablation import AblationConfig, ModelConfigError
 from k3rl.model.attn_res import ResidualStream
 from k3rl.model.bank_gradients import EXPERT_LEAVES, BankGradients, clear_gradients
 from k3rl.model.cache import Cache, CacheError, ChunkCache, Slots, StepCache, slot_index
-from k3rl.model.config import K3Config, LinearAttnConfig, ModelConfigError, QuantizationConfig, VisionConfig
+from k3rl.model.config import K3Config
+from k3rl.model.config_parts import LinearAttnConfig, ModelFileError, QuantizationConfig, VisionConfig
 from k3rl.model.decoder import HiddenOutput, InputError, K3ForCausalLM, K3Output
 from k3rl.model.device import DeviceName, place_of
 from k3rl.model.exact import (
@@ -37,6 +38,7 @@ from k3rl.model.layout import FixedLayout, Layout, LayoutError
 from k3rl.model.lora import Adapter, AdapterError, LoraConfig, adapted, merge, prepare_adapter
 from k3rl.model.mla import SAVED_PROBABILITIES, GatedMLA
 from k3rl.model.moe import MLP, ExpertBank, LatentMoE
+from k3rl.model.origin import Origin, QuantizationLoss
 from k3rl.model.packed import (
     EXPERT_NAME,
     PACKED_RUN_BYTES,
@@ -50,6 +52,7 @@ from k3rl.model.packed import (
     stored_block,
 )
 from k3rl.model.side_stream import side_streams
+from k3rl.model.sizes import SIZES
 from k3rl.model.table import TensorEntry, active_parameters, tensor_table
 from k3rl.model.vision import check_grids
 from k3rl.model.watch import watch_activations
@@ -62,6 +65,7 @@ __all__ = [
     "MLP",
     "PACKED_RUN_BYTES",
     "SAVED_PROBABILITIES",
+    "SIZES",
     "AblationConfig",
     "Adapter",
     "AdapterError",
@@ -87,9 +91,12 @@ __all__ = [
     "LinearAttnConfig",
     "LoraConfig",
     "ModelConfigError",
+    "ModelFileError",
+    "Origin",
     "PackError",
     "PackedExperts",
     "QuantizationConfig",
+    "QuantizationLoss",
     "ResidualStream",
     "SiTU",
     "Slots",

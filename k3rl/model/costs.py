@@ -112,7 +112,8 @@ def _kda_flops(config: K3Config, batch: MicroBatch) -> float:
     linear, hidden = config.linear_attn_config, config.hidden_size
     inner, width = linear.num_heads * linear.head_dim, linear.head_dim
     projections = 2.0 * (hidden * (3 * inner + width + linear.num_heads) + width * inner) * batch.conv_rows_per_token
-    outer = 2.0 * 2 * hidden * inner  # output gate and output
+    gate = hidden * inner if linear.use_full_rank_gate else width * (hidden + inner)
+    outer = 2.0 * (hidden * inner + gate)  # output and its gate
     # Six products with 16 rows of the chunk (two of them pairs), three with the state, for each head and slot.
     chunk = 2.0 * linear.num_heads * (5 * CHUNK * width + 3 * width * width) * batch.slots_per_token
     return projections + outer + chunk
@@ -121,11 +122,19 @@ def _kda_flops(config: K3Config, batch: MicroBatch) -> float:
 def _mla_flops(config: K3Config, batch: MicroBatch) -> float:
     h, hidden = config.num_attention_heads, config.hidden_size
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    projections = hidden * (config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + 2 * h * value)
-    projections += config.q_lora_rank * h * key + config.kv_lora_rank * h * (config.qk_nope_head_dim + value)
+    projections = hidden * (_mla_inputs(config) + h * value)
+    projections += (config.q_lora_rank or 0) * h * key + config.kv_lora_rank * h * (config.qk_nope_head_dim + value)
     # With all logits at once the masked half is computed too; by runs of queries it is left out.
     seen = batch.length if h * batch.tokens * batch.length <= SAVED_PROBABILITIES else batch.length / 2
     return 2.0 * projections + 2.0 * h * seen * (key + value)
+
+
+def _mla_inputs(config: K3Config) -> int:
+    """Columns of the product that reads what an MLA layer reads: queries or their low rank, latent, key, gate."""
+    h, key = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    queries = h * key if config.q_lora_rank is None else config.q_lora_rank
+    gate = h * config.v_head_dim if config.mla_use_output_gate else 0
+    return queries + config.kv_lora_rank + config.qk_rope_head_dim + gate
 
 
 def _moe_flops(config: K3Config) -> dict[str, float]:
@@ -206,8 +215,15 @@ def _mla_saved_by_kernels(config: K3Config, batch: MicroBatch) -> float:
     and a normalizer for each head. Rows on other ranks have latents, keys and values here too."""
     e, h, hidden = batch.bytes_each, config.num_attention_heads, config.hidden_size
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
-    rows = float(hidden + joint + config.q_lora_rank + config.kv_lora_rank + 2 * h * value + 4 * h * key)
+    outputs = 2 if config.mla_use_output_gate else 1
+    rows = float(
+        hidden
+        + _mla_inputs(config)
+        + (config.q_lora_rank or 0)
+        + config.kv_lora_rank
+        + outputs * h * value
+        + 4 * h * key
+    )
     if batch.before:
         rows += batch.before / batch.tokens * (config.kv_lora_rank + config.qk_rope_head_dim + 2 * h * key)
     return e * rows + WIDE * (2 + h)
@@ -236,8 +252,9 @@ def _mla_saved(config: K3Config, batch: MicroBatch) -> float:
     keys and values of its first document's rows on other ranks too."""
     e, w, h, hidden = batch.bytes_each, batch.wide_bytes, config.num_attention_heads, config.hidden_size
     key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    joint = config.q_lora_rank + config.kv_lora_rank + config.qk_rope_head_dim + h * value
-    rows = e * (hidden + joint + config.q_lora_rank + config.kv_lora_rank + 3 * h * value) + 2 * w
+    values = 3 if config.mla_use_output_gate else 1
+    low = config.q_lora_rank or 0
+    rows = e * (hidden + _mla_inputs(config) + low + config.kv_lora_rank + values * h * value) + (2 if low else 1) * w
     kept = batch.rows_seen if h * batch.tokens * batch.rows_seen <= SAVED_PROBABILITIES else 1
     return rows + w * h * (2 * key + value + kept + batch.before / batch.tokens * (key + value))
 
@@ -277,7 +294,9 @@ def backward_rows(config: K3Config, batch: MicroBatch) -> float:
         * batch.load
     )
     kda = e * inner * (4 + linear.head_dim / KERNEL_CHUNK + 3)
-    blocks = math.ceil(config.num_hidden_layers / config.attn_res_block_size)
+    blocks = 0
+    if config.ablation.residual == "attn_res":
+        blocks = math.ceil(config.num_hidden_layers / config.attn_res_block_size)
     stream = config.hidden_size * (3 * e + blocks * w)
     return batch.tokens * (max(experts if config.moe_layers else 0.0, kda if config.kda_layers else 0.0) + stream)
 

@@ -1,4 +1,4 @@
-"""K3ForCausalLM: embedding, decoder layers on an attention-residual stream, final norm, head (k3.md 1-7)."""
+"""K3ForCausalLM: embedding, decoder layers on a residual stream, final norm, head (k3.md 1-7)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from k3rl.model.lora import Adapter
 from k3rl.model.mla import GatedMLA
 from k3rl.model.moe import MLP, LatentMoE
 from k3rl.model.norm import RMSNorm, wide
+from k3rl.model.origin import Origin, QuantizationLoss
 from k3rl.model.packed import EXPERT_NAME, assign_parameter, check_packable, packed_entry
 from k3rl.model.recompute import PARTS, again, recomputed
 from k3rl.model.vision import Projector, VisionTower, check_grids
@@ -212,7 +213,7 @@ class LanguageModel(nn.Module):
 
 
 class K3ForCausalLM(nn.Module):
-    """A model of the Kimi K3 architecture. Its parameters carry the official checkpoint names.
+    """A model of the Kimi family (`K3Config`). Its parameters carry the official names of its checkpoints.
 
     A parameter holds the value that the checkpoint stores: routed experts are exact MXFP4 values, and nothing
     quantizes weights inside the forward. Write parameters in place; some share one storage.
@@ -240,7 +241,12 @@ class K3ForCausalLM(nn.Module):
             raise InputError(f"experts is {self.experts}; it must be a run of the {config.num_experts} experts")
         if packed:
             check_packable(config)
-        self.language_model = LanguageModel(config, self.experts, packed, dtype=dtype, device=device)
+        language = LanguageModel(config, self.experts, packed, dtype=dtype, device=device)
+        if config.flat:  # parameters have no name before `model` and `lm_head`
+            self.model, self.lm_head = language.model, language.lm_head
+            self.__dict__["language_model"] = language
+        else:
+            self.language_model = language
         if config.vision_config is not None:
             self.vision_tower = VisionTower(config.vision_config, dtype=dtype, device=device)
             self.mm_projector = Projector(config.vision_config, dtype=dtype, device=device)
@@ -250,6 +256,10 @@ class K3ForCausalLM(nn.Module):
         # Packed bytes and scales that parameters were loaded from, by official name; an export reuses those of blocks
         # that did not change.
         self.stored_blocks: dict[str, tuple[Tensor, Tensor]] = {}
+        self.stored_wide: dict[str, Tensor] = {}
+        """float32 tensors of a checkpoint whose parameters hold less; an export takes what did not change from here."""
+        self.origin: Origin | None = None
+        self.quantization_loss: QuantizationLoss | None = None
         self.packed_banks = {p.layer: p.bank.packed for p in self.moe_parts() if p.bank.packed is not None}
 
     @property
@@ -263,7 +273,7 @@ class K3ForCausalLM(nn.Module):
         whole = self if self.holds_all else K3ForCausalLM(self.config, device="meta")
         shapes = [(name, tuple(parameter.shape)) for name, parameter in whole.named_parameters()]
         parameters = dict(self.official_parameters())
-        initialise(shapes, parameters, seed, quantization.weights, quantization.scale_rule)
+        initialise(shapes, parameters, seed, self.config.stored, quantization.scale_rule)
         for name, parameter in parameters.items():
             if packed_entry(self, name) is not None:  # what was filled is a copy
                 assign_parameter(self, name, parameter)

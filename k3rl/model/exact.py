@@ -75,13 +75,17 @@ def _kda(layer: KimiDeltaAttention, x: Tensor, cache: Cache, commit: bool) -> Te
     z = _linear(_linear(x, layer.f_a_proj.weight), layer.f_b_proj.weight).to(kind) + layer.dt_bias
     logit = z.view(EXACT_BLOCK, h, width).transpose(0, 1)
     beta = _linear(x, layer.b_proj.weight).to(kind).sigmoid().t().unsqueeze(-1).contiguous()
-    total = log_decay(logit, layer.A_log.to(kind).exp().view(h, 1, 1), layer.bound).cumsum(1)  # G [h, 16, D]
+    total = log_decay(logit, layer.log_rate.to(kind).exp().view(h, 1, 1), layer.bound).cumsum(1)  # G [h, 16, D]
     o, final = _chunk(q * width**-0.5, k, v, total, beta, cache.recurrent(layer.layer)[0])
     if commit:
         cache.store_recurrent(layer.layer, final.unsqueeze(0))
         cache.store_conv(layer.layer, rows[EXACT_BLOCK:].unsqueeze(0))
     o = o.transpose(0, 1).contiguous().to(x.dtype)
-    gate = _linear(x, layer.g_proj.weight).view(EXACT_BLOCK, h, width).to(kind).sigmoid()
+    if layer.gate_rank:
+        gate = _linear(_linear(x, layer.g_a_proj.weight), layer.g_b_proj.weight)
+    else:
+        gate = _linear(x, layer.g_proj.weight)
+    gate = gate.view(EXACT_BLOCK, h, width).to(kind).sigmoid()
     normed = o.to(kind) * inverse_rms(o.to(kind), layer.eps)
     gated = (normed * layer.o_norm.weight * gate).to(x.dtype)
     return _linear(gated.view(EXACT_BLOCK, h * width), layer.o_proj.weight)
@@ -104,7 +108,10 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, total: Tensor, beta: Tensor, state: 
 def _mla(layer: GatedMLA, x: Tensor, cache: Cache, past: int, commit: bool) -> Tensor:
     """Normed rows [16, H] after `past` cached tokens -> [16, H]; attention in latent space, over past + 16 keys."""
     h, nope, value, kind = layer.heads, layer.nope, layer.value, wide(x.dtype)
-    q = _linear(layer.q_a_layernorm(_linear(x, layer.q_a_proj.weight)), layer.q_b_proj.weight)
+    if layer.q_rank is None:
+        q = _linear(x, layer.q_proj.weight)
+    else:
+        q = _linear(layer.q_a_layernorm(_linear(x, layer.q_a_proj.weight)), layer.q_b_proj.weight)
     q_n, q_r = q.view(EXACT_BLOCK, h, nope + layer.rope).split([nope, layer.rope], -1)
     c, k_r = _linear(x, layer.kv_a_proj_with_mqa.weight).split([layer.latent, layer.rope], -1)
     if layer.rotates:
@@ -124,7 +131,9 @@ def _mla(layer: GatedMLA, x: Tensor, cache: Cache, past: int, commit: bool) -> T
     p = logits.masked_fill_(later, float("-inf")).softmax(-1).view(h * EXACT_BLOCK, -1)
     context = torch.mm(p, wide_latent[:, : layer.latent].contiguous()).to(x.dtype).view(h, EXACT_BLOCK, -1)
     o = torch.bmm(context, kv_b[:, nope:].mT).transpose(0, 1).reshape(EXACT_BLOCK, h * value)
-    return _linear(o * torch.sigmoid(_linear(x, layer.g_proj.weight)), layer.o_proj.weight)
+    if layer.gates:
+        o = o * torch.sigmoid(_linear(x, layer.g_proj.weight))
+    return _linear(o, layer.o_proj.weight)
 
 
 def _moe(moe: LatentMoE, x: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:

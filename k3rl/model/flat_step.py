@@ -148,7 +148,7 @@ class _KDA:
         self.output = _inputs_first([part.o_proj.weight], copies)
         taps = [part.q_conv1d.weight, part.k_conv1d.weight, part.v_conv1d.weight]
         self.taps = torch.cat([tap.detach().view(inner, -1) for tap in taps]).t().contiguous().unbind()
-        self.dt_bias, self.rate = part.dt_bias.detach(), part.A_log.detach().exp().view(self.heads, 1)
+        self.dt_bias, self.rate = part.dt_bias.detach(), part.log_rate.detach().exp().view(self.heads, 1)
         self.norm, self.eps = part.o_norm.weight.detach(), torch.tensor(part.eps, dtype=part.o_norm.weight.dtype)
 
     def __call__(self, x: Tensor, cache: Cache) -> Tensor:

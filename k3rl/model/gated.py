@@ -14,6 +14,7 @@ from k3rl.kernels import limits
 from k3rl.kernels.moe import situ as kernel
 from k3rl.model.ablation import AblationConfig
 from k3rl.model.blocks import blockwise
+from k3rl.model.fuse import fused, widened
 from k3rl.model.moe_grouped import dots, rounded, scaled
 from k3rl.model.norm import wide
 from k3rl.model.situ import (
@@ -104,6 +105,33 @@ class SiTU:
         return situ(gate_up, *self._betas)
 
 
+@fused
+def swiglu_value(gate_up: Tensor) -> Tensor:
+    """gate_up [..., 2n] on a GPU -> the activation [..., n] in the same dtype, without the parts."""
+    gate, up = widened(gate_up).chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+@fused
+def swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """`SwiGLU.backward` from gate_up itself: gradient [..., n] -> gradient [..., 2n] in gate_up's dtype."""
+    gate, up = widened(gate_up).chunk(2, dim=-1)
+    s = torch.sigmoid(gate)
+    through = grad.to(gate.dtype) * s
+    return torch.cat([through * up * (1 + gate * (1 - s)), through * gate], dim=-1).to(gate_up.dtype)
+
+
+@fused
+def swiglu_routed_gradient(grad: Tensor, gate_up: Tensor, weight: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """`SwiGLU.routed_gradient` in one pass."""
+    gate, up = widened(gate_up).chunk(2, dim=-1)
+    s, given = torch.sigmoid(gate), widened(grad)
+    sums = (given * widened(active)).sum(-1)
+    through = given * widened(weight) * s
+    both = torch.cat([through * up * (1 + gate * (1 - s)), through * gate], dim=-1)
+    return both.to(gate_up.dtype), sums.to(weight.dtype)
+
+
 class SwiGLU:
     """silu(gate) * up, the common unit. Parts: gate, sigmoid(gate), up."""
 
@@ -131,24 +159,32 @@ class SwiGLU:
         return out
 
     def activation(self, gate_up: Tensor, rule: str | None = None) -> Tensor:
-        value = self.value(self.parts(gate_up)).to(gate_up.dtype)
+        if gate_up.device.type == "cpu":
+            value = self.value(self.parts(gate_up)).to(gate_up.dtype)
+        else:
+            value = swiglu_value(gate_up)
         return value if rule is None else rounded(value, rule)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
-        return self.backward(grad, self.parts(gate_up)).to(gate_up.dtype)
+        return swiglu_gradient(grad, gate_up)
 
     def routed_gradient(self, grad: Tensor, gate_up: Tensor, weight: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        return self.gradient(scaled(grad, weight), gate_up), dots(grad, active, weight)
+        return swiglu_routed_gradient(grad, gate_up, weight, active)
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return _SwiGLU.apply(gate_up, self)
-        return self.value(self.parts(gate_up)).to(gate_up.dtype)
+        return self.activation(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
+    """On a GPU gate_up itself is kept, and the parts are made again."""
+
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, unit: SwiGLU) -> Tensor:
+        if gate_up.device.type != "cpu":
+            ctx.save_for_backward(gate_up)
+            return swiglu_value(gate_up)
         parts = unit.parts(gate_up)
         ctx.save_for_backward(*parts)
         ctx.unit = unit
@@ -156,6 +192,8 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if grad.device.type != "cpu":
+            return swiglu_gradient(grad, *ctx.saved_tensors), None
         return ctx.unit.backward(grad, ctx.saved_tensors).to(grad.dtype), None
 
 

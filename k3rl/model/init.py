@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from k3rl.numerics import project, stored_dtype
+from k3rl.numerics import Stored, project
 
 _OUTPUT = re.compile(r"(\.o_proj|\.down_proj|\.w2|\.routed_expert_up_proj|\.wo|\.fc1)\.weight$")
 _QUERY = re.compile(r"_res_proj\.weight$")
 _NORM = re.compile(r"(norm\d?)\.weight$")
 
 DT_MIN, DT_MAX = 1e-3, 1e-1
+RATES = 1.0, 16.0  # exp(A_log) of gates without a bound (kimi_linear.md 4)
 CURRENT_TAP = 0.7  # of the short convolution
 
 
@@ -28,23 +29,25 @@ def initialise(
     shapes: Iterable[tuple[str, tuple[int, ...]]],
     parameters: Mapping[str, Tensor],
     seed: int,
-    weights: str,
+    stored: Callable[[str], Stored],
     scale_rule: str,
 ) -> None:
     """Fills parameters, by official name, in place; the same seed gives the same model at any dtype.
 
     shapes: (official name, shape) of every parameter of the whole model. All are drawn, in this order, so that what a
-    parameter gets does not depend on which of them are held here.
+    parameter gets does not depend on which of them are held here. stored: the format of each.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, shape in shapes:
         fresh = _fresh(name, shape, generator)
         if name in parameters:
-            parameters[name].copy_(project(fresh, stored_dtype(name, weights), scale_rule))
+            parameters[name].copy_(project(fresh, stored(name), scale_rule))
 
 
 def _fresh(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """One float32 tensor: matrices normal with std 1 / sqrt(in), output matrices half of that."""
+    if name.endswith(".A_log") and len(shape) > 1:  # gates without a bound
+        return torch.empty(shape).uniform_(*RATES, generator=generator).log_()
     if name.endswith((".A_log", ".e_score_correction_bias")) or _QUERY.search(name):
         return torch.zeros(shape)
     if name.endswith(".dt_bias"):

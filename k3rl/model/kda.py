@@ -130,20 +130,37 @@ class KimiDeltaAttention(nn.Module):
         self.q_proj = Weight(inner, hidden, dtype=dtype, device=device)
         self.k_proj = Weight(inner, hidden, dtype=dtype, device=device)
         self.v_proj = Weight(inner, hidden, dtype=dtype, device=device)
-        self.g_proj = Weight(inner, hidden, dtype=dtype, device=device)
         self.q_conv1d = Weight(inner, 1, taps, dtype=kind, device=device)
         self.k_conv1d = Weight(inner, 1, taps, dtype=kind, device=device)
         self.v_conv1d = Weight(inner, 1, taps, dtype=kind, device=device)
         self.f_a_proj = Weight(self.width, hidden, dtype=dtype, device=device)
         self.f_b_proj = Weight(inner, self.width, dtype=dtype, device=device)
         self.b_proj = Weight(self.heads, hidden, dtype=dtype, device=device)
-        self.A_log = nn.Parameter(torch.empty(self.heads, dtype=kind, device=device))
+        shape = (1, 1, self.heads, 1) if config.flat else (self.heads,)  # as it is stored
+        self.A_log = nn.Parameter(torch.empty(shape, dtype=kind, device=device))
         self.dt_bias = nn.Parameter(torch.empty(inner, dtype=kind, device=device))
         self.o_norm = Weight(self.width, dtype=kind, device=device)
         self.o_proj = Weight(hidden, inner, dtype=dtype, device=device)
-        self._split = [3 * inner, self.width, self.heads]
-        self._inputs = JoinedParameters.of(self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj)
+        self.gate_rank = 0 if linear.use_full_rank_gate else self.width
+        first = [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj]
+        if self.gate_rank:
+            self.g_a_proj = Weight(self.gate_rank, hidden, dtype=dtype, device=device)
+            self.g_b_proj = Weight(inner, self.gate_rank, dtype=dtype, device=device)
+            first.append(self.g_a_proj)
+        else:
+            self.g_proj = Weight(inner, hidden, dtype=dtype, device=device)
+        self._split = [3 * inner, self.width, self.gate_rank, self.heads]
+        self._inputs = JoinedParameters.of(*first, self.b_proj)
         self._taps = JoinedParameters([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+
+    @property
+    def log_rate(self) -> Tensor:
+        """A_log [h]."""
+        return self.A_log.view(-1)
+
+    def gate(self, x: Tensor, low: Tensor) -> Tensor:
+        """Logits [N, hD] of the output gate of rows x [N, H], or of what g_a_proj made of them, low [N, rank]."""
+        return self.g_b_proj.linear(low) if self.gate_rank else self.g_proj.linear(x)
 
     def step(self, x: Tensor, cache: StepCache) -> Tensor | PartialSums:
         """`forward` of one new token for every row, for the residual stream."""
@@ -172,7 +189,7 @@ class KimiDeltaAttention(nn.Module):
         if layout.context is not None:
             halo = layout.context.rows_before(x, HISTORY)
             extended.index_copy_(0, layout.history[HISTORY - halo.shape[0] : HISTORY], halo)
-        qkv, f_a, b = self._inputs.linear(extended).split(self._split, dim=-1)
+        qkv, f_a, g_a, b = self._inputs.linear(extended).split(self._split, dim=-1)
         state = None
         if cache is not None:
             state = cache.recurrent(self.layer)
@@ -181,11 +198,12 @@ class KimiDeltaAttention(nn.Module):
             cache.store_conv(self.layer, tails.view(layout.n_segments, HISTORY, -1))
         z = self.f_b_proj.linear(f_a)
         mixed = ShortConvFunction.apply(qkv, self._taps, *self._taps.parameters)
-        o, final = chunked_kda(mixed, z, b, self.A_log, self.dt_bias, layout, state=state, bound=self.bound)
+        o, final = chunked_kda(mixed, z, b, self.log_rate, self.dt_bias, layout, state=state, bound=self.bound)
         if cache is not None:
             cache.store_recurrent(self.layer, final.detach())
-        gate = self.g_proj.linear(x)
-        return self._output(o, gate)
+        if self.gate_rank:
+            g_a = g_a.index_select(0, layout.extended)
+        return self._output(o, self.gate(x, g_a))
 
     def _convolutions(self) -> list[Tensor]:
         """The taps of q, k and v, [hD, 4] each."""
@@ -200,7 +218,7 @@ class KimiDeltaAttention(nn.Module):
             halo = before.shape[0]
             extended = torch.cat([before, x])  # of none too: its gradient's way back is that of the others' rows
         # One split, so that its gradient is put together once.
-        *qkv, f_a, b = self._inputs.linear(extended).split([inner] * 3 + self._split[1:], dim=-1)
+        *qkv, f_a, g_a, b = self._inputs.linear(extended).split([inner] * 3 + self._split[1:], dim=-1)
         streams = [rows.unsqueeze(0) for rows in qkv]
         history, state = (None, None) if cache is None else (cache.conv(self.layer), cache.recurrent(self.layer))
         mixed, tails = short_conv(
@@ -209,25 +227,26 @@ class KimiDeltaAttention(nn.Module):
         q, k, v = (rows[:, halo:].view(heads) for rows in mixed)
         z = self.f_b_proj.linear(f_a[halo:]).view(heads)
         o, final = kda(
-            q, k, v, z, b[halo:].unsqueeze(0), self.A_log, self.dt_bias,
+            q, k, v, z, b[halo:].unsqueeze(0), self.log_rate, self.dt_bias,
             gate_lower_bound=self.bound, initial_state=state, cu_seqlens=ends, context=layout.context,
         )  # fmt: skip
         if cache is not None:
             cache.store_conv(self.layer, tails)
             cache.store_recurrent(self.layer, final.detach())
-        gate = self.g_proj.linear(x).view(heads)
+        gate = self.gate(x, g_a[halo:]).view(heads)
         gated = gated_norm(o, gate, self.o_norm.weight, self.eps)
         return self.o_proj.linear(gated.view(-1, inner))
 
     def _step_on_slots(self, x: Tensor, slots: Slots) -> Tensor:
         """One token for every row [R, H] -> gated values [R, hD], on the pool itself; the host reads nothing."""
         shape = (x.shape[0], self.heads, self.width)
-        gated = on_side_stream(lambda: self.g_proj.linear(x))
-        raw, f_a, b = self._inputs.linear(x).split(self._split, dim=-1)
+        beside = None if self.gate_rank else on_side_stream(lambda: self.g_proj.linear(x))
+        raw, f_a, g_a, b = self._inputs.linear(x).split(self._split, dim=-1)
+        gated = beside or on_side_stream(lambda: self.g_b_proj.linear(g_a))
         q, k, v = (rows.view(shape) for rows in raw.split(self.heads * self.width, dim=-1))
         z, gate = self.f_b_proj.linear(f_a).view(shape), gated().view(shape)
         y = kda_decode(
-            q, k, v, z, b, gate, self._convolutions(), self.A_log, self.dt_bias, self.o_norm.weight,
+            q, k, v, z, b, gate, self._convolutions(), self.log_rate, self.dt_bias, self.o_norm.weight,
             slots.conv, slots.recurrent, slots.rows, slots.rows, gate_lower_bound=self.bound, norm_eps=self.eps,
             pending=slots.pending,
         )  # fmt: skip
@@ -253,7 +272,7 @@ class KimiDeltaAttention(nn.Module):
     def _step(self, x: Tensor, cache: Cache) -> Tensor:
         """One token for every row [R, H] -> [R, H]; reads and writes each state once."""
         h, width, rows = self.heads, self.width, x.shape[0]
-        raw, f_a, b = self._inputs.linear(x).split(self._split, dim=-1)
+        raw, f_a, g_a, b = self._inputs.linear(x).split(self._split, dim=-1)
         kind = wide(x.dtype)
         mixed = self._step_convolution(raw, cache, kind)
         streams = mixed.to(kind).view(rows, 3, h, width)
@@ -270,4 +289,4 @@ class KimiDeltaAttention(nn.Module):
         flat = state.view(rows * h, width, width)
         flat.baddbmm_(unit[:, 1].reshape(-1, width, 1), change.reshape(-1, 1, width))
         cache.store_recurrent(self.layer, state)
-        return self._output(o.reshape(rows, -1).to(x.dtype), self.g_proj.linear(x))
+        return self._output(o.reshape(rows, -1).to(x.dtype), self.gate(x, g_a))

@@ -24,23 +24,23 @@ from torch import Tensor, nn
 from k3rl.config import Config, ConfigError, K3Error
 from k3rl.model.joined import Weight
 from k3rl.model.low_rank import NO_PAIRS, BankAdapter, BankSide, GroupedLowRank, LowRank
-from k3rl.numerics import project, stored_dtype
+from k3rl.numerics import project
 
 if TYPE_CHECKING:
     from k3rl.model.decoder import K3ForCausalLM
 
 Target = Literal[
-    "q_proj", "k_proj", "v_proj", "g_proj", "o_proj", "f_a_proj", "f_b_proj", "b_proj",
+    "q_proj", "k_proj", "v_proj", "g_proj", "g_a_proj", "g_b_proj", "o_proj", "f_a_proj", "f_b_proj", "b_proj",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
     "gate_proj", "up_proj", "down_proj",
     "w1", "w2", "w3",
 ]  # fmt: skip
 DEFAULT_TARGETS: tuple[Target, ...] = (
-    "q_proj", "k_proj", "v_proj", "g_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-    "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3",
+    "q_proj", "k_proj", "v_proj", "g_proj", "g_a_proj", "g_b_proj", "o_proj", "q_a_proj", "q_b_proj",
+    "kv_a_proj_with_mqa", "kv_b_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3",
 )  # fmt: skip
 _MODULE = re.compile(
-    r"language_model\.model\.layers\.(?P<layer>\d+)\."
+    r"(?:language_model\.)?model\.layers\.(?P<layer>\d+)\."
     r"(?:self_attn|mlp|block_sparse_moe\.shared_experts|block_sparse_moe\.experts\.(?P<expert>\d+))\.(?P<leaf>\w+)"
 )
 
@@ -56,8 +56,8 @@ class LoraConfig(Config):
     alpha: float = Field(64.0, gt=0)
     """An adapter adds alpha / rank times its product."""
     targets: tuple[Target, ...] = DEFAULT_TARGETS
-    """Last names of the adapted matrices. q, k, v, g, o, f_a, f_b, b of KDA, the rest of attention of MLA; gate, up and
-    down of shared experts and dense layers; w1, w3 (gate, up) and w2 (down) of each routed expert."""
+    """Last names of the adapted matrices. q, k, v, g, g_a, g_b, o, f_a, f_b, b of KDA, the rest of attention of MLA;
+    gate, up and down of shared experts and dense layers; w1, w3 (gate, up) and w2 (down) of each routed expert."""
     seed: int = 0
     """Draws the A matrices; B starts at zero, so that a fresh adapter changes nothing."""
 
@@ -215,7 +215,7 @@ def merge(model: K3ForCausalLM, *, stored: bool = True) -> dict[str, Merged]:
         kind = torch.promote_types(parameter.dtype, torch.float32)
         change = pair.product(kind)
         exact = parameter.to(kind) + change
-        form = stored_dtype(f"{module}.weight", quantization.weights)
+        form = model.config.stored(f"{module}.weight")
         new = project(exact, form, quantization.scale_rule) if stored else exact
         seen = sums.setdefault(form, [0, 0.0, 0.0])
         seen[0] += 1

@@ -193,16 +193,30 @@ class GatedMLA(nn.Module):
         self.rotates = config.ablation.attention == "mla_rope"
         h, hidden, q_rank = self.heads, config.hidden_size, config.q_lora_rank
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.q_a_proj = Weight(q_rank, hidden, **kind)
-        self.q_a_layernorm = RMSNorm(q_rank, config.mla_latent_norm_eps, **kind)
-        self.q_b_proj = Weight(h * (self.nope + self.rope), q_rank, **kind)
+        self.q_rank, queries = q_rank, h * (self.nope + self.rope)
+        if q_rank is None:
+            self.q_proj = Weight(queries, hidden, **kind)
+        else:
+            self.q_a_proj = Weight(q_rank, hidden, **kind)
+            self.q_a_layernorm = RMSNorm(q_rank, config.mla_latent_norm_eps, **kind)
+            self.q_b_proj = Weight(queries, q_rank, **kind)
         self.kv_a_proj_with_mqa = Weight(self.latent + self.rope, hidden, **kind)
         self.kv_a_layernorm = RMSNorm(self.latent, config.mla_latent_norm_eps, **kind)
         self.kv_b_proj = Weight(h * (self.nope + self.value), self.latent, **kind)
-        self.g_proj = Weight(h * self.value, hidden, **kind)
         self.o_proj = Weight(hidden, h * self.value, **kind)
-        self._split = [q_rank, self.latent, self.rope, h * self.value]
-        self._inputs = JoinedParameters.of(self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
+        first = [self.q_proj if q_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa]
+        self.gates = config.mla_use_output_gate
+        if self.gates:
+            self.g_proj = Weight(h * self.value, hidden, **kind)
+            first.append(self.g_proj)
+        width = queries if q_rank is None else q_rank
+        self._split = [width, self.latent, self.rope, h * self.value if self.gates else 0]
+        self._inputs = JoinedParameters.of(*first)
+
+    def queries(self, first: Tensor) -> Tensor:
+        """What the first product gives for queries [N, .] -> queries [N, h, D]."""
+        q = first if self.q_rank is None else self.q_b_proj.linear(self.q_a_layernorm(first))
+        return q.reshape(-1, self.heads, self.nope + self.rope)
 
     def step(self, x: Tensor, cache: StepCache) -> Tensor | PartialSums:
         """`forward` of one new token for every row, for the residual stream."""
@@ -223,8 +237,7 @@ class GatedMLA(nn.Module):
         q_a, c, k_r, gate = self._inputs.linear(x).split(self._split, dim=-1)
         if isinstance(cache, StepCache):
             return self.o_proj.linear(self._step(q_a, c, k_r, gate, cache))
-        q = self.q_b_proj.linear(self.q_a_layernorm(q_a))
-        q = q.view(-1, self.heads, self.nope + self.rope)
+        q = self.queries(q_a)
         c = self.kv_a_layernorm(c)
         if isinstance(cache, ChunkCache):
             return self._output(self._chunked_prefill(q, c, k_r, cache), gate)
@@ -312,7 +325,10 @@ class GatedMLA(nn.Module):
         return torch.cat([k_n, k_r.unsqueeze(-2).expand(*k_n.shape[:-1], self.rope)], dim=-1), v
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.o_proj.linear(gated(o, gate))
+        return self.o_proj.linear(self._gated(o, gate))
+
+    def _gated(self, o: Tensor, gate: Tensor) -> Tensor:
+        return gated(o, gate) if self.gates else o
 
     def _rotated(self, q: Tensor, k_r: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [N, h, D] and shared keys [N, r] with their rope parts turned by position [N]."""
@@ -344,12 +360,13 @@ class GatedMLA(nn.Module):
     def _step(self, q_a: Tensor, c: Tensor, k_r: Tensor, gate: Tensor, cache: StepCache) -> Tensor:
         """One new token for every row -> gated values [R, h * V].
 
-        q_a [R, q_lora], c [R, Z], k_r [R, r] and gate [R, h * V] as they are projected. The host need not know how many
-        tokens there are, and there is no adapter.
+        q_a [R, q_lora] (or queries), c [R, Z], k_r [R, r] and gate [R, h * V] (or nothing) as they are projected. The
+        host need not know how many tokens there are, and there is no adapter.
         """
         kv_b = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
         pages = cache.latent[self.layer]
-        if not self.rotates and limits.MLA_DECODE_STEP.takes_queries(q_a, self.q_b_proj.weight, kv_b, self.nope, pages):
+        plain = not self.rotates and self.gates and self.q_rank is not None
+        if plain and limits.MLA_DECODE_STEP.takes_queries(q_a, self.q_b_proj.weight, kv_b, self.nope, pages):
             q_norm, c_norm = (
                 decode_step.Norm(norm.weight, norm.eps) for norm in (self.q_a_layernorm, self.kv_a_layernorm)
             )
@@ -364,15 +381,14 @@ class GatedMLA(nn.Module):
             cache.append_latent(self.layer, torch.cat([self.kv_a_layernorm(c), key], dim=-1))
 
         appended = on_side_stream(append)
-        q = self.q_b_proj.linear(self.q_a_layernorm(q_a)).view(-1, self.heads, self.nope + self.rope)
-        q_n, q_r = q.split([self.nope, self.rope], dim=-1)
+        q_n, q_r = self.queries(q_a).split([self.nope, self.rope], dim=-1)
         if self.rotates:
             q_r = rotate(q_r, cache.past)
         absorbed = torch.bmm(q_n.transpose(0, 1), kv_b[:, : self.nope])
         appended()
         context = decode_attention.attend(absorbed, q_r, pages, cache.table, cache.past, self.scale)
         o = torch.bmm(context, kv_b[:, self.nope :].mT)
-        return gated(o.transpose(0, 1).reshape(-1, self.heads * self.value), gate)
+        return self._gated(o.transpose(0, 1).reshape(-1, self.heads * self.value), gate)
 
     def _decode(self, q: Tensor, cache: Cache) -> Tensor:
         """One new token for every row: q [R, h, D] -> [R, h * V], from latents that include the new token."""

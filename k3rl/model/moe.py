@@ -1,6 +1,6 @@
 """Stable LatentMoE (k3.md 4): router over all experts, routed experts in a latent space, shared experts beside them.
 
-`AblationConfig.experts` leaves out the norm on the sum, or the latent altogether.
+`AblationConfig.experts` leaves out the norm on the sum, or the latent altogether, as Kimi Linear does.
 
 The routed experts of a layer are one bank with per-expert leaf parameters and a written-out backward: tokens are
 sorted by expert once, each expert does two products forward and four backward, everything else is one call for all.
@@ -462,7 +462,9 @@ class LatentMoE(nn.Module):
         super().__init__()
         self.layer = layer
         self.k, self.scaling = config.num_experts_per_token, config.routed_scaling_factor
-        self.renormalize = config.moe_renormalize and self.k > 1
+        # One weight divided by itself is 1: Kimi Linear does that, K3 leaves it.
+        self.renormalize = config.moe_renormalize and (self.k > 1 or config.flat)
+        self.groups, self.chosen_groups = config.num_expert_group, config.topk_group
         latent, width = config.expert_hidden_size, config.moe_intermediate_size
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router_loss: RouterLoss | None = None
@@ -491,21 +493,23 @@ class LatentMoE(nn.Module):
         routes [N, k] replays a recorded choice; the weights still come from the current scores.
         """
         kind = wide(x.dtype)
-        if torch.is_grad_enabled() and self.router_loss is None and train_routing.takes(x, self.gate.weight, self.k):
+        one = self.groups == 1  # kernels choose among all experts
+        trains = torch.is_grad_enabled()
+        if one and trains and self.router_loss is None and train_routing.takes(x, self.gate.weight, self.k):
             return self._route_by_kernels(x, routes, observer)
         bias = self.gate.e_score_correction_bias
-        if not torch.is_grad_enabled() and limits.SPLIT_K.takes(x, self.gate.weight):
+        if one and not trains and limits.SPLIT_K.takes(x, self.gate.weight):
             sums = skinny.split_k(x, self.gate.weight).sums
             return router.choose(sums, bias, self.k, self.renormalize, self.scaling, routes)
         if x.device.type == "cuda" and x.dtype != kind:
             logits = WideProduct.apply(x, self.gate.weight, kind)
         else:
             logits = nn.functional.linear(x.to(kind), self.gate.weight.to(kind))
-        if x.device.type != "cpu" and not torch.is_grad_enabled():
+        if one and x.device.type != "cpu" and not trains:
             return router.choose(logits, bias, self.k, self.renormalize, self.scaling, routes)
         scores = torch.sigmoid(logits)
-        ids = self._choose(scores.detach(), observer if torch.is_grad_enabled() else None, routes)
-        if self.router_loss is not None and torch.is_grad_enabled():
+        ids = self._choose(scores.detach(), observer if trains else None, routes)
+        if self.router_loss is not None and trains:
             self.router_loss(self.layer, scores, ids)
         weights = scores.gather(1, ids)
         if self.renormalize:
@@ -529,10 +533,19 @@ class LatentMoE(nn.Module):
         if routes is not None and observer is None:
             return routes.to(torch.int64)
         width = self.k if observer is None else min(self.k + 1, scores.shape[-1])
-        top = torch.topk(scores + self.gate.e_score_correction_bias, width, dim=-1)
+        top = torch.topk(self._among_groups(scores + self.gate.e_score_correction_bias), width, dim=-1)
         if observer is not None:
             observer.router(self.layer, scores, top.values[:, -1])
         return top.indices[:, : self.k] if routes is None else routes.to(torch.int64)
+
+    def _among_groups(self, biased: Tensor) -> Tensor:
+        """Biased scores [N, E]; -inf outside the groups whose two best experts sum to most."""
+        if self.groups == 1:
+            return biased
+        grouped = biased.unflatten(-1, (self.groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.chosen_groups, dim=-1).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
     def forward(
         self,
@@ -546,9 +559,9 @@ class LatentMoE(nn.Module):
 
         padding bool [N]: rows that go where the first row goes, so that no expert has rows because of them.
         """
-        if static and self.in_latent and not torch.is_grad_enabled():
+        if static and not torch.is_grad_enabled():
             shared, u, ids = self._static(x, routes, padding)
-            return shared.addmm_(u, self.routed_expert_up_proj.weight.t()), ids
+            return shared.addmm_(u, self.routed_expert_up_proj.weight.t()) if self.in_latent else u + shared, ids
         weights, ids = self._choice(x, routes, observer, padding)
         bank = self._bank.static if static else self._bank
         if not self.in_latent:
@@ -564,10 +577,8 @@ class LatentMoE(nn.Module):
 
     def step(self, x: Tensor) -> tuple[Tensor | PartialSums, Tensor]:
         """`forward` of one new token for every row, in fixed shapes, for the residual stream."""
-        if not self.in_latent:
-            return self(x, None, None, True)
         shared, u, ids = self._static(x, None, None)
-        return self.routed_expert_up_proj.summand(u, shared), ids
+        return self.routed_expert_up_proj.summand(u, shared) if self.in_latent else u + shared, ids
 
     def _choice(
         self, x: Tensor, routes: Tensor | None, observer: ForwardObserver | None, padding: Tensor | None
@@ -579,7 +590,7 @@ class LatentMoE(nn.Module):
     def _static(self, x: Tensor, routes: Tensor | None, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """`forward` without gradients, in fixed shapes; what does not wait for each other runs side by side.
 
-        -> what the shared experts give [N, H], what is to be projected up and added to that [N, Z], ids.
+        -> what the shared experts give [N, H], what is to be added to that [N, H], or projected up first [N, Z], ids.
         """
 
         def choose() -> tuple[Tensor, Tensor, Assignments]:
@@ -588,7 +599,7 @@ class LatentMoE(nn.Module):
 
         chosen = on_side_stream(choose, 1)
         shared = on_side_stream(lambda: self.shared_experts(x))
-        read = self._bank.read(skinny.product(x, self.routed_expert_down_proj.weight))
+        read = self._bank.read(skinny.product(x, self.routed_expert_down_proj.weight) if self.in_latent else x)
         weights, ids, sort = chosen()
         norm = (self.routed_expert_norm.weight, self.routed_expert_norm.eps) if self.norms_sum else None
         u = moe_grouped.static_sorted(self._bank, read, weights, sort, norm)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from k3rl.model.decoder import K3ForCausalLM
 
 EXPERT_NAME = re.compile(
-    r"language_model\.model\.layers\.(?P<layer>\d+)\.block_sparse_moe\.experts\.(?P<expert>\d+)\."
+    r"(?:language_model\.)?model\.layers\.(?P<layer>\d+)\.block_sparse_moe\.experts\.(?P<expert>\d+)\."
     r"(?P<leaf>w[123])\.weight"
 )
 """The official name of a routed expert's matrix."""
@@ -257,7 +257,7 @@ def pack_experts(model: K3ForCausalLM) -> None:
         packed = PackedExperts(model.experts, latent, width, model.device, model.dtype)
         for number, expert in zip(model.experts, part.experts, strict=True):
             for leaf, weight in (("w1", expert.w1), ("w2", expert.w2), ("w3", expert.w3)):
-                name = f"language_model.model.layers.{part.layer}.block_sparse_moe.experts.{number}.{leaf}.weight"
+                name = f"{config.prefix}model.layers.{part.layer}.block_sparse_moe.experts.{number}.{leaf}.weight"
                 source = model.stored_blocks.pop(name, None)
                 if source is None:
                     source = mx.quantize_mxfp4(weight.weight, rule)

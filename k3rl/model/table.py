@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from k3rl.model.config import K3Config, VisionConfig
-from k3rl.numerics import stored_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class TensorEntry:
 def tensor_table(config: K3Config) -> Iterator[TensorEntry]:
     """Every parameter of a model (k3.md 1.3); the experts of a layer are one entry per matrix."""
     h, v = config.hidden_size, config.vocab_size
-    top, mixes = "language_model.model", config.ablation.residual == "attn_res"
+    top, mixes = f"{config.prefix}model", config.ablation.residual == "attn_res"
     yield _entry(config, f"{top}.embed_tokens.weight", "embedding", (v, h))
     for layer in range(config.num_hidden_layers):
         prefix = f"{top}.layers.{layer}"
@@ -68,45 +67,58 @@ def tensor_table(config: K3Config) -> Iterator[TensorEntry]:
     if mixes:
         yield _entry(config, f"{top}.output_attn_res_norm.weight", "attention_residuals", (h,))
         yield _entry(config, f"{top}.output_attn_res_proj.weight", "attention_residuals", (1, h))
-    yield _entry(config, "language_model.lm_head.weight", "lm_head", (v, h))
+    yield _entry(config, f"{config.prefix}lm_head.weight", "lm_head", (v, h))
     if config.vision_config is not None:
         yield from _vision(config, config.vision_config)
 
 
 def _entry(config: K3Config, name: str, part: str, shape: tuple[int, ...], **more: Any) -> TensorEntry:
-    return TensorEntry(name, part, shape, stored_dtype(name, config.quantization.shipped().weights), **more)
+    return TensorEntry(name, part, shape, config.stored(name, shipped=True), **more)
 
 
 def _kda(config: K3Config, prefix: str) -> Iterator[TensorEntry]:
     linear = config.linear_attn_config
     heads, width, h = linear.num_heads, linear.head_dim, config.hidden_size
     inner = heads * width
-    shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (inner, h) for x in "qkvg"}
+    shapes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (inner, h) for x in "qkv"}
     shapes |= {f"{x}_conv1d.weight": (inner, 1, linear.short_conv_kernel_size) for x in "qkv"}
     shapes |= {
         "f_a_proj.weight": (width, h),
         "f_b_proj.weight": (inner, width),
         "b_proj.weight": (heads, h),
         "dt_bias": (inner,),
+        **(
+            {"g_proj.weight": (inner, h)}
+            if linear.use_full_rank_gate
+            else {"g_a_proj.weight": (width, h), "g_b_proj.weight": (inner, width)}
+        ),
         "o_norm.weight": (width,),
         "o_proj.weight": (h, inner),
     }
     for name, shape in shapes.items():
         yield _entry(config, f"{prefix}.{name}", "kda", shape)
-    yield _entry(config, f"{prefix}.A_log", "kda", (heads,), stored_elements=max(heads, width))
+    if config.flat:
+        yield _entry(config, f"{prefix}.A_log", "kda", (1, 1, heads, 1))
+    else:
+        yield _entry(config, f"{prefix}.A_log", "kda", (heads,), stored_elements=max(heads, width))
 
 
 def _mla(config: K3Config, prefix: str) -> Iterator[TensorEntry]:
     heads, h = config.num_attention_heads, config.hidden_size
     key = config.qk_nope_head_dim + config.qk_rope_head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_a_proj": (config.q_lora_rank, h),
-        "q_a_layernorm": (config.q_lora_rank,),
-        "q_b_proj": (heads * key, config.q_lora_rank),
+    shapes: dict[str, tuple[int, ...]] = {"q_proj": (heads * key, h)}
+    if config.q_lora_rank is not None:
+        shapes = {
+            "q_a_proj": (config.q_lora_rank, h),
+            "q_a_layernorm": (config.q_lora_rank,),
+            "q_b_proj": (heads * key, config.q_lora_rank),
+        }
+    if config.mla_use_output_gate:
+        shapes["g_proj"] = (heads * config.v_head_dim, h)
+    shapes |= {
         "kv_a_proj_with_mqa": (config.kv_lora_rank + config.qk_rope_head_dim, h),
         "kv_a_layernorm": (config.kv_lora_rank,),
         "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank),
-        "g_proj": (heads * config.v_head_dim, h),
         "o_proj": (h, heads * config.v_head_dim),
     }
     for name, shape in shapes.items():

@@ -13,7 +13,7 @@ Nothing here knows a loss, a model class or a checkpoint.
 
 from k3rl.optim import buckets, host_memory, offload
 from k3rl.optim.buckets import BUCKET_ELEMENTS, FixedGradients, Project, fill_buckets, master_dtype, storage_kind
-from k3rl.optim.classify import ClassifyError, HeadLayout, ParamInfo, classify, trained
+from k3rl.optim.classify import ClassifyError, HeadLayout, ParamInfo, adamw_scale, classify, trained
 from k3rl.optim.config import ADAMW_BETAS, ADAMW_EPS, MuonConfig, Variant
 from k3rl.optim.gradients import NonFiniteGradient
 from k3rl.optim.joined import joined
@@ -49,6 +49,7 @@ __all__ = [
     "Schedule",
     "StateStorage",
     "Variant",
+    "adamw_scale",
     "buckets",
     "classify",
     "clip_heads_",

@@ -21,7 +21,7 @@ from torch import Tensor
 from k3rl.kernels import limits
 from k3rl.kernels.optim import muon
 from k3rl.optim.classify import ParamInfo
-from k3rl.optim.config import ADAMW_BETAS, ADAMW_EPS
+from k3rl.optim.config import ADAMW_BETAS, ADAMW_EPS, Scaling
 from k3rl.optim.joined import as_one, joined, runs
 from k3rl.optim.newton_schulz import iterated, newton_schulz, update_scale
 from k3rl.optim.offload import StateStorage, StateUpdate
@@ -84,6 +84,7 @@ class MuonRates:
     dtype: torch.dtype | None  # of the Newton-Schulz products
     lr_at: Tensor | None = None  # `lr` on the device, float32 scalar, where a step is captured
     factor: Tensor | None = None  # a scalar on the device that gradients are multiplied with
+    scaling: Scaling = "rms"
     fixed: bool = False  # whether gradients are taken from where `FixedGradients` has them
 
 
@@ -226,7 +227,7 @@ class MuonBucket:
         """gradients: of the pieces from `start` on, whose master and momentum these are."""
         parts = _blocks(self.pieces[start : start + len(gradients)], gradients)
         gradient = as_one(parts).to(master.dtype)
-        scale = update_scale(master.shape[-2], master.shape[-1])
+        scale = update_scale(master.shape[-2], master.shape[-1], rates.scaling)
         if rates.dtype == torch.bfloat16 and limits.MUON.takes(master):
             lr, factor = (
                 torch.full((), value, dtype=torch.float32, device=self.device) if at is None else at
@@ -284,24 +285,25 @@ class Due:
     stop: int
     count: int
 
-    def numbers(self, rates: AdamRates, decay: bool) -> tuple[float, float, float]:
+    def numbers(self, rates: AdamRates, decay: bool, scale: float) -> tuple[float, float, float]:
         """What the master keeps of itself, what the root of the second moment is divided by, and the rate."""
         beta1, beta2 = ADAMW_BETAS
         keep = 1 - rates.lr * rates.weight_decay if decay else 1.0
-        return keep, (1 - beta2**self.count) ** 0.5, rates.lr / (1 - beta1**self.count)
+        return keep, (1 - beta2**self.count) ** 0.5, rates.lr * scale / (1 - beta1**self.count)
 
 
 @dataclass
 class AdamBucket:
-    """Tensors of one dtype and decay laid end to end, with their masters, both moments and step counts.
+    """Tensors of one dtype, decay and scale laid end to end, with their masters, both moments and step counts.
 
-    Neighbours of one storage kind and shape are projected together.
+    Neighbours of one storage kind and shape are projected together. scale: of their rate (`adamw_scale`).
     """
 
     names: list[str]
     params: list[Tensor]
     decay: bool
     storage: StateStorage
+    scale: float = 1.0
     starts: list[int] = field(init=False)
     steps: list[int] = field(init=False)
     master: Tensor = field(init=False)
@@ -386,7 +388,7 @@ class AdamBucket:
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _move(self, run: Due, rates: AdamRates, master: Tensor, first: Tensor, second: Tensor) -> None:
-        keep, root_of_correction, rate = run.numbers(rates, self.decay)
+        keep, root_of_correction, rate = run.numbers(rates, self.decay, self.scale)
         if self.decay:
             master.mul_(keep)
         root = second.sqrt().div_(root_of_correction).add_(ADAMW_EPS)

@@ -2,9 +2,10 @@
 
 Decided by the official name alone, so that a checkpoint of any size is treated alike:
 
-    Muon, one block per head    q_proj, k_proj, v_proj of KDA; q_b_proj; kv_b_proj (K rows and V rows apart)
-    Muon, the whole matrix      o_proj, g_proj, f_a/f_b_proj, q_a_proj, kv_a_proj_with_mqa, dense and shared MLPs,
-                                routed_expert_down/up_proj, the router's gate, w1/w2/w3 of every expert on its own
+    Muon, one block per head    q_proj, k_proj, v_proj of KDA; q_b_proj, or q_proj of MLA; kv_b_proj (K, V rows apart)
+    Muon, the whole matrix      o_proj, g_proj, g_a/g_b_proj, f_a/f_b_proj, q_a_proj, kv_a_proj_with_mqa, dense and
+                                shared MLPs, routed_expert_down/up_proj, the router's gate, w1/w2/w3 of every expert on
+                                its own
     AdamW                       embeddings, lm_head, norms, A_log, dt_bias, convolutions, b_proj, AttnRes projections,
                                 vision tower and projector, A and B of adapters
     neither                     e_score_correction_bias, which QuantileBalancer moves
@@ -26,16 +27,22 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from k3rl.optim.config import Variant
+    from k3rl.optim.config import Scaling, Variant
 
 Group = Literal["muon", "adamw", "balanced"]
+
+BASE_WIDTH = 64
+"""Columns of a matrix for which `Scaling` "width" leaves a rate as it is: the hidden size of `k3-nano`."""
 
 
 class HeadLayout(Protocol):
     """The part of `K3Config` that says how attention projections are cut."""
 
+    def __hash__(self) -> int: ...
     @property
     def linear_attn_config(self) -> _KdaHeads: ...
+    @property
+    def kda_layers(self) -> tuple[int, ...]: ...
     @property
     def num_attention_heads(self) -> int: ...
     @property
@@ -78,7 +85,7 @@ class ParamInfo:
 
 _PER_HEAD = re.compile(r"\.self_attn\.(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj)\.weight$")
 _WHOLE = re.compile(
-    r"\.self_attn\.(o_proj|g_proj|f_a_proj|f_b_proj|q_a_proj|kv_a_proj_with_mqa)\.weight$"
+    r"\.self_attn\.(o_proj|g_proj|g_a_proj|g_b_proj|f_a_proj|f_b_proj|q_a_proj|kv_a_proj_with_mqa)\.weight$"
     r"|\.mlp\.(gate|up|down)_proj\.weight$"
     r"|\.block_sparse_moe\.(gate|routed_expert_down_proj|routed_expert_up_proj)\.weight$"
     r"|\.shared_experts\.(gate|up|down)_proj\.weight$"
@@ -90,12 +97,20 @@ _ADAMW = re.compile(
     r"|^(vision_tower|mm_projector)\."
     r"|\.lora_[AB]\.weight$"
 )
+_READS_HIDDEN = re.compile(r"\.(lm_head|b_proj|[a-z_]*_res_proj)\.weight$")
+_LAYER = re.compile(r"\.layers\.(\d+)\.self_attn\.q_proj\.")
 _BALANCED = re.compile(r"\.e_score_correction_bias$")
 
 
-def _head_cut(kind: str, config: HeadLayout) -> tuple[int, tuple[int, ...]]:
+def is_mla_query(name: str, config: HeadLayout) -> bool:
+    """Whether this is the matrix that makes the queries of an MLA layer: q_b_proj, or q_proj without a low rank."""
+    found = _LAYER.search(name)
+    return name.endswith(".q_b_proj.weight") or (found is not None and int(found[1]) not in config.kda_layers)
+
+
+def _head_cut(name: str, kind: str, config: HeadLayout) -> tuple[int, tuple[int, ...]]:
     """(heads, segments) of a projection that is cut per head."""
-    if kind == "q_b_proj":
+    if is_mla_query(name, config):
         return config.num_attention_heads, (config.qk_nope_head_dim + config.qk_rope_head_dim,)
     if kind == "kv_b_proj":
         return config.num_attention_heads, (config.qk_nope_head_dim, config.v_head_dim)
@@ -115,7 +130,7 @@ def classify(name: str, shape: Sequence[int], config: HeadLayout) -> ParamInfo:
             raise ClassifyError(f"{name} has shape {tuple(shape)}; Muon trains matrices [rows, columns]")
         if not per_head:
             return ParamInfo("muon", decay=True, heads=1, segments=(shape[0],))
-        heads, segments = _head_cut(per_head.group(1), config)
+        heads, segments = _head_cut(name, per_head.group(1), config)
         if shape[0] != heads * sum(segments):
             raise ClassifyError(
                 f"{name} has {shape[0]} rows; the config wants {heads} heads of {' + '.join(map(str, segments))} rows"
@@ -127,6 +142,16 @@ def classify(name: str, shape: Sequence[int], config: HeadLayout) -> ParamInfo:
         f"no rule of k3rl.optim.classify covers the parameter {name!r} of shape {tuple(shape)}; "
         "official names end in '.weight', '.A_log', '.dt_bias' or '.e_score_correction_bias'"
     )
+
+
+def adamw_scale(name: str, shape: Sequence[int], scaling: Scaling) -> float:
+    """What AdamW's rate is multiplied with for this parameter (`MuonConfig.scaling`).
+
+    Entries of a matrix that reads rows of C features all move together, so what it gives moves C times as far as one of
+    them; embeddings, convolutions, norms, vectors and adapters read no such rows.
+    """
+    reads = _READS_HIDDEN.search(name) or _PER_HEAD.search(name) or _WHOLE.search(name)
+    return BASE_WIDTH / shape[-1] if scaling == "width" and reads else 1.0
 
 
 def _as_variant(variant: Variant, info: ParamInfo, shape: torch.Size) -> ParamInfo:

@@ -8,6 +8,7 @@ from typing import Literal
 from k3rl.optim.offload import StateStorage
 
 Variant = Literal["per_head_muon", "muon_whole", "adamw"]
+Scaling = Literal["rms", "width"]
 
 ADAMW_BETAS = (0.9, 0.95)  # k3.md 8.4
 ADAMW_EPS = 1e-8
@@ -21,6 +22,9 @@ class MuonConfig:
     momentum, nesterov: M <- momentum M + G, and the direction is G + momentum M with Nesterov, else M.
     weight_decay: decoupled, times the learning rate; vectors have none.
     variant: "per_head_muon" (K3's), "muon_whole" (matrices are not cut along heads) or "adamw" (AdamW for all).
+    scaling: what a rate means for a matrix of C columns. "rms": as it stands (k3.md 8.2). "width": for 64 columns;
+    Muon's updates shrink as 1 / sqrt(C), as fresh weights do, AdamW's of matrices that read hidden rows as 1 / C, so
+    that a step moves what they give by as much at every width. Decay is not scaled.
     storage: where state lies between steps, and the dtype of Muon's momentum there.
     """
 
@@ -30,6 +34,7 @@ class MuonConfig:
     nesterov: bool = True
     weight_decay: float = 0.1
     variant: Variant = "per_head_muon"
+    scaling: Scaling = "rms"
     storage: StateStorage = field(default_factory=StateStorage)
 
     def __post_init__(self) -> None:

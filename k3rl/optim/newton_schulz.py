@@ -6,11 +6,17 @@ evaluated as (aI + A(bI + cA)) X, so a step is three batched products and no add
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from k3rl.kernels import limits
 from k3rl.kernels.optim import symmetric
+from k3rl.optim.classify import BASE_WIDTH
+
+if TYPE_CHECKING:
+    from k3rl.optim.config import Scaling
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -71,6 +77,11 @@ def _iterated_by_kernel(x: Tensor, steps: int, tall: bool) -> Tensor:
     return x
 
 
-def update_scale(rows: int, columns: int) -> float:
-    """0.2 * sqrt(max(rows, columns)): gives an orthogonal block [rows, columns] an RMS of 0.2 (k3.md 8.2, 8.3)."""
-    return float(0.2 * max(rows, columns) ** 0.5)
+def update_scale(rows: int, columns: int, scaling: Scaling = "rms") -> float:
+    """What an orthogonal block [rows, columns] is multiplied with, beside the learning rate.
+
+    "rms": 0.2 * sqrt(max(rows, columns)), which gives it an RMS of 0.2 (k3.md 8.2, 8.3). "width": sqrt(64 / columns)
+    times that, which keeps the ratio to fresh weights (RMS 1 / sqrt(columns)) the same at every width.
+    """
+    share = (BASE_WIDTH / columns) ** 0.5 if scaling == "width" else 1.0
+    return float(0.2 * max(rows, columns) ** 0.5 * share)

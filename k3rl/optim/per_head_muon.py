@@ -67,7 +67,7 @@ class PerHeadMuon:
         kept = {name: found for name, found in every.items() if owned is None or name in owned}
         self.infos: dict[str, ParamInfo] = {name: info for name, (info, _) in kept.items()}
         self.params: dict[str, Tensor] = {name: param for name, (_, param) in kept.items()}
-        self.state = OptimizerState(self.params, self.infos, config.storage, project, fixed)
+        self.state = OptimizerState(self.params, self.infos, config.storage, project, fixed, config.scaling)
         device = next(iter(every.values()))[1].device
         muon, adam = self.state.muon, self.state.adam
         at_places = [piece.name for bucket in muon if bucket.fixed is not None for piece in bucket.pieces]
@@ -164,7 +164,15 @@ class PerHeadMuon:
             kind = product_dtype(muon.master.dtype, muon.device)
             fixed = numbers is not None and self.gradients.in_places()
             rates = MuonRates(
-                config.lr * lr_scale, config.momentum, config.nesterov, config.weight_decay, kind, lr_at, factor, fixed
+                config.lr * lr_scale,
+                config.momentum,
+                config.nesterov,
+                config.weight_decay,
+                kind,
+                lr_at,
+                factor,
+                config.scaling,
+                fixed,
             )
             updates += muon.updates(rates, state.project)
         first = 1
@@ -182,7 +190,7 @@ class PerHeadMuon:
         rates = self._adam_rates(lr_scale)
         found = [self.config.lr * lr_scale]
         for adam, runs in zip(self.state.adam, due, strict=True):
-            found += [number for run in runs for number in run.numbers(rates, adam.decay)]
+            found += [number for run in runs for number in run.numbers(rates, adam.decay, adam.scale)]
         return found + [0.0] * (len(self._numbers) - len(found))
 
     # -- masters and state ----------------------------------------------------------------------------------------

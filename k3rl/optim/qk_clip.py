@@ -1,8 +1,8 @@
 """QK-clip: keeps the pre-softmax logits of MLA below a limit by scaling weights, after the optimizer step (k3.md 8.5).
 
 For a head whose largest logit S of the step exceeds tau, with g = tau / S: rows q_n of q_b_proj and k_n of kv_b_proj
-are scaled by sqrt(g), rows q_r of q_b_proj by g (their key part is shared by all heads and stays). V rows stay. KDA
-needs nothing: its queries and keys have unit norm.
+are scaled by sqrt(g), rows q_r of q_b_proj by g (their key part is shared by all heads and stays). V rows stay. Where
+queries have no low rank their matrix is q_proj. KDA needs nothing: its queries and keys have unit norm.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from k3rl.optim.classify import HeadLayout
+from k3rl.optim.classify import HeadLayout, is_mla_query
 from k3rl.optim.per_head_muon import PerHeadMuon
 
 TAU = 100.0
-_MLA_QUERY = re.compile(r"\.layers\.(\d+)\.self_attn\.q_b_proj\.weight$")
+_QUERY = re.compile(r"\.layers\.(\d+)\.self_attn\.q(_b)?_proj\.weight$")
 
 
 class QKClipError(ValueError):
@@ -26,9 +26,10 @@ class QKClipError(ValueError):
 
 
 @lru_cache(maxsize=8)
-def _queries(names: tuple[str, ...]) -> dict[int, str]:
-    """The names of query matrices by layer; of thousands, so it is looked up once."""
-    return {int(found[1]): name for name in names if (found := _MLA_QUERY.search(name))}
+def _queries(names: tuple[str, ...], config: HeadLayout) -> dict[int, str]:
+    """The names of MLA's query matrices by layer; of thousands, so it is looked up once."""
+    found = {name: found for name in names if (found := _QUERY.search(name))}
+    return {int(match[1]): name for name, match in found.items() if is_mla_query(name, config)}
 
 
 @torch.no_grad()
@@ -70,14 +71,15 @@ def qk_clip_(optimizer: PerHeadMuon, max_logits: Mapping[int, Tensor], config: H
     Masters that other ranks own are left to them. Returns the number of heads clipped. Raises QKClipError for a layer
     without trained MLA weights.
     """
-    queries = _queries(optimizer.names)
+    queries = _queries(optimizer.names, config)
     total = 0
     for layer, maximum in max_logits.items():
         if layer not in queries:
-            raise QKClipError(f"layer {layer} has no trained q_b_proj; MLA layers are {sorted(queries)}")
+            wanted = "q_b_proj or q_proj" if not queries else next(iter(queries.values())).split(".")[-2]
+            raise QKClipError(f"layer {layer} has no trained {wanted}; MLA layers are {sorted(queries)}")
         if bool((maximum <= tau).all()):
             continue
-        q_b, kv_b = queries[layer], queries[layer].replace("q_b_proj", "kv_b_proj")
+        q_b, kv_b = queries[layer], f"{queries[layer].rpartition('self_attn.')[0]}self_attn.kv_b_proj.weight"
         masters = optimizer.masters(name for name in (q_b, kv_b) if name in optimizer.params)
         total += clip_heads_(masters.get(q_b), masters.get(kv_b), maximum, config, tau)
         optimizer.set_masters(masters)

@@ -20,7 +20,8 @@ from k3rl.optim.buckets import (
     master_dtype,
     storage_kind,
 )
-from k3rl.optim.classify import ParamInfo
+from k3rl.optim.classify import ParamInfo, adamw_scale
+from k3rl.optim.config import Scaling
 from k3rl.optim.host_memory import lock
 from k3rl.optim.offload import StateStorage
 
@@ -33,7 +34,7 @@ class OptimizerState:
     """The buckets of some parameters. Their data is `project` of the masters from construction on.
 
     params, infos: by official name. project: see `PerHeadMuon`; None for the masters themselves. fixed: gradients at
-    fixed places, which buckets of these alone step as a whole.
+    fixed places, which buckets of these alone step as a whole. scaling: see `MuonConfig`.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class OptimizerState:
         storage: StateStorage,
         project: Project | None,
         fixed: FixedGradients | None = None,
+        scaling: Scaling = "rms",
     ) -> None:
+        self._scaling = scaling
         self.params, self.infos, self.storage, self.project = dict(params), dict(infos), storage, project
         self.muon = list(self._build_muon(fixed))
         self.adam = list(self._build_adam())
@@ -73,15 +76,17 @@ class OptimizerState:
                     yield MuonBucket(pieces[first + start : first + stop], self.storage, fixed)
 
     def _build_adam(self) -> Iterable[AdamBucket]:
-        groups: dict[tuple[object, ...], list[str]] = {}
+        groups: dict[tuple[bool, torch.dtype, torch.device, float], list[str]] = {}
         for name, param in self.params.items():
             if self.infos[name].group == "adamw":
-                groups.setdefault((self.infos[name].decay, param.dtype, param.device), []).append(name)
-        for names in groups.values():
+                scale = adamw_scale(name, param.shape, self._scaling)
+                groups.setdefault((self.infos[name].decay, param.dtype, param.device, scale), []).append(name)
+        for (*_, scale), names in groups.items():
             names.sort(key=storage_kind)
             params = [self.params[name] for name in names]
             for start, stop in fill_buckets([param.numel() for param in params]):
-                yield AdamBucket(names[start:stop], params[start:stop], self.infos[names[start]].decay, self.storage)
+                decay = self.infos[names[start]].decay
+                yield AdamBucket(names[start:stop], params[start:stop], decay, self.storage, scale)
 
     @property
     def buckets(self) -> list[MuonBucket | AdamBucket]:

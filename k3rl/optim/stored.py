@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from k3rl.kernels.optim import mxfp4
-from k3rl.numerics import project, stored_dtype
+from k3rl.numerics import Stored, project
 
 
-def stored_values(name: str, master: Tensor, weights: str, rule: str) -> Tensor:
-    """The values of `k3rl.numerics.project` for this official name, master [..., n], in a dtype that holds them.
+def stored_values(stored: Stored, master: Tensor, rule: str) -> Tensor:
+    """The values of `k3rl.numerics.project` of a master [..., n], in a dtype that holds them.
 
-    weights, rule: `QuantizationConfig.weights` and `.scale_rule`. Raises QuantizationError as `project` does.
+    stored: the format; rule: `QuantizationConfig.scale_rule`. Raises QuantizationError as `project` does.
     """
-    stored = stored_dtype(name, weights)
     if stored == "bf16" and master.dtype == torch.float32:
         return master.to(torch.bfloat16)
     found = mxfp4(master) if stored == "mxfp4" and rule == "ceil" else None

@@ -19,6 +19,10 @@ class TrainerConfig(Config):
     """Muon with attention matrices cut per head (K3's), whole matrices, or AdamW for everything."""
     muon_lr: float = Field(0.02, gt=0)
     adamw_lr: float = Field(0.005, gt=0)
+    scaling: Literal["width", "rms"] = "width"
+    """What the rates mean. `width`: those of `k3-nano`, whose matrices have 64 columns; with C columns Muon's are
+    multiplied by sqrt(64 / C), AdamW's of matrices that read hidden rows by 64 / C, so that one pair of rates serves
+    every size. `rms`: as they stand, K3's own rule, every update of Muon with an RMS of 0.2 times its rate."""
     momentum: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.1, ge=0)
     grad_clip: float = Field(1.0, gt=0)
@@ -93,6 +97,7 @@ class TrainerConfig(Config):
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             variant=self.optimizer,
+            scaling=self.scaling,
             storage=self.storage,
         )
 

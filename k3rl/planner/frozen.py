@@ -12,7 +12,7 @@ from k3rl.model.costs import ROUTED
 from k3rl.planner.inputs import Method
 from k3rl.planner.shares import DeviceParameters, model_counts
 
-_SITE = re.compile(r"language_model\.model\.layers\.(?P<layer>\d+)\.(?P<site>self_attn|mlp|block_sparse_moe)\.")
+_SITE = re.compile(r"(?:language_model\.)?model\.layers\.(?P<layer>\d+)\.(?P<site>self_attn|mlp|block_sparse_moe)\.")
 
 
 @cache
@@ -22,7 +22,7 @@ def frozen_parts(config: K3Config) -> tuple[int, ...]:
     Embedding, attention and MLP of each layer without its routed experts, head. Norms between them, what mixes the
     residual stream, router biases and the vision tower stay whole on every rank.
     """
-    first, last = "language_model.model.embed_tokens.", "language_model.lm_head."
+    first, last = f"{config.prefix}model.embed_tokens.", f"{config.prefix}lm_head."
     found: Counter[tuple[int, int]] = Counter()
     for entry in tensor_table(config):
         match = _SITE.match(entry.name)

@@ -11,6 +11,7 @@
       traces/                       k3rl.run.recorder
       checkpoints/<stage>/step_20/  written by the pipelines
       export/<stage>/               checkpoints in the official layout
+      tokenizer/                    of the checkpoint that the run starts from, for whoever reads its tokens
 
 An attempt never overwrites another one.
 """
@@ -209,6 +210,10 @@ class RunDirectory:
     @property
     def checkpoints_dir(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.root / "tokenizer"
 
 
 def _read_info(root: Path) -> RunInfo | None:

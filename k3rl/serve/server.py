@@ -26,7 +26,16 @@ from starlette.routing import Route
 from k3rl.checkpoint import load_checkpoint
 from k3rl.config import ConfigError, MissingResource
 from k3rl.data import ImagePatches, preprocess_files
-from k3rl.engine import ContextExceeded, Engine, EngineError, InvalidRequest, PrefixCache, Tokens, request_samples
+from k3rl.engine import (
+    ContextExceeded,
+    Engine,
+    EngineError,
+    InvalidRequest,
+    PrefixCache,
+    Prompt,
+    Tokens,
+    request_samples,
+)
 from k3rl.model import DeviceName, place_of
 from k3rl.serve.driver import EngineDriver
 from k3rl.serve.events import EventStream, disconnected, merged
@@ -270,7 +279,7 @@ class Server:
         images: Sequence[ImagePatches] = (),
     ) -> Response:
         await self._compile(body)
-        job = self._begin(body, prompts, images)
+        job = await self._begin(body, prompts, images)
         if body.stream:
             return EventStream(self._events(job), lambda: self._end(job), self.limits.stalled_s)
         try:
@@ -299,8 +308,10 @@ class Server:
             only = SamplingParams(max_tokens=1, stop_ids=(xtml.stop_id(self.tokenizer),), constraint=constraint)
             await asyncio.to_thread(self._engine().check, [0], only)
 
-    def _begin(self, body: ChatRequest | TextRequest, prompts: list[list[int]], images: Sequence[ImagePatches]) -> Job:
-        """Checks the limits and submits every sample; `images` are those of every prompt."""
+    async def _begin(
+        self, body: ChatRequest | TextRequest, prompts: list[list[int]], images: Sequence[ImagePatches]
+    ) -> Job:
+        """Checks the limits and submits every sample; `images` are those of every prompt, which is checked once."""
         engine, n = self._engine(), body.n or 1
         if body.model:
             self._check_model(body.model)
@@ -308,7 +319,7 @@ class Server:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
         self._check_room(n * len(prompts))
         context = min(self.limits.context_tokens or engine.max_context, engine.max_context)
-        asked = []
+        asked: list[tuple[Prompt, SamplingParams]] = []
         rows = [len(prompt) + sum(image.rows - 1 for image in images) for prompt in prompts]
         for prompt, length in zip(prompts, rows, strict=True):
             room = context - length
@@ -320,12 +331,12 @@ class Server:
             if params.max_tokens > room:
                 message = f"{length} prompt tokens and {params.max_tokens} to sample exceed the context of {context}"
                 raise RequestError(message, code="context_length_exceeded")
-            asked += [(prompt, own) for own in request_samples(params, n)]
-        for prompt, own in asked:
-            engine.check(prompt, own, images)
+            checked = await asyncio.to_thread(engine.check, prompt, params, images)
+            asked += [(checked, own) for own in request_samples(params, n)]
+        self._check_room(len(asked))  # others may have come meanwhile
         job = Job(body, self.tokenizer, self.model_name, prompts, rows)
-        for prompt, own in asked:
-            job.add(self.driver.submit(prompt, own, bool(body.stream), images))
+        for stream in self.driver.submit_all(asked, bool(body.stream)):
+            job.add(stream)
         self._in_flight += len(job.streams)
         return job
 
@@ -341,8 +352,7 @@ class Server:
     def _end(self, job: Job) -> None:
         """Counts a request that is over, and aborts what its client did not wait for."""
         left = [stream for stream in job.streams if not stream.ended]
-        for stream in left:
-            self.driver.abort(stream)
+        self.driver.abort(*left)
         self.metrics.cancelled += bool(left)
         self.metrics.whole.observe(time.perf_counter() - job.began)
         self._in_flight -= len(job.streams)

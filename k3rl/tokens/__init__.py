@@ -3,6 +3,7 @@
 tokenizer.py   byte pair encoding              vocab.py       its files
 special_ids.py    ids that a model's config needs
 xtml.py        K3's chat form: render, continue, parse (xtml_normalize.py, xtml_render.py, xtml_parse.py)
+markup.py      text and markup of a sampled turn
 segments.py    pieces of a rendered prompt     images.py      the images of a conversation
 openai/        the dialect of requests and answers over HTTP
 train_merges.py    the tool that made `small_vocab.json`
@@ -29,6 +30,7 @@ from k3rl.tokens.images import (
     target_size,
     url_bytes,
 )
+from k3rl.tokens.markup import TurnText
 from k3rl.tokens.segments import Segment, Special, Text
 from k3rl.tokens.special_ids import K3_SPECIAL_IDS, SMALL_SPECIAL_IDS
 from k3rl.tokens.tokenizer import Tokenizer
@@ -52,6 +54,7 @@ __all__ = [
     "Text",
     "Tokenizer",
     "TokenizerError",
+    "TurnText",
     "data_url",
     "encode_image",
     "encoded_images",

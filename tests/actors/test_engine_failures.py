@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 
 from k3rl.actors import ClusterConfig, RolloutActor
 from k3rl.actors.answers import EngineClient
 from k3rl.checkpoint import save_checkpoint
+from k3rl.engine import EngineError
 from k3rl.envs.faults import EngineFailed
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.tokens import Tokenizer
@@ -63,6 +66,118 @@ def test_a_failed_step_fails_its_own_requests_and_later_ones_get_what_they_would
     assert [type(answer) for answer in failed[1:]] == [EngineFailed] * 2
     assert left == (0, 0)
     assert after == before
+
+
+@pytest.mark.parametrize("part", ["_prefill", "_decoder", "batch"])
+def test_a_step_that_fails_half_way_leaves_no_request_behind(checkpoint, part):
+    """Rows are given out, and maybe computed, when it fails."""
+
+    async def ask():
+        actor = await loaded(checkpoint)
+        params = SamplingParams(max_tokens=6, seed=1)
+        (before,) = await actor.generate([(PROMPT, params)])
+        owner, name = getattr(actor.engine, part), {"_prefill": "run", "_decoder": "decode", "batch": "end"}[part]
+        whole, left = getattr(owner, name), 2
+
+        def broken(*given, **named):
+            nonlocal left
+            found, left = whole(*given, **named), left - 1
+            if left == 0:
+                raise RuntimeError("a kernel failed")
+            return found
+
+        setattr(owner, name, broken)
+        failed = await actor.generate([(PROMPT, SamplingParams(max_tokens=9, seed=n)) for n in range(12)])
+        setattr(owner, name, whole)
+        left_over = actor.engine.num_running, actor.engine.num_waiting, len(actor.engine.batch.requests)
+        (after,) = await actor.generate([(PROMPT, params)])
+        await actor.close()
+        return before, failed, left_over, after
+
+    before, failed, left_over, after = asyncio.run(ask())
+    assert {type(answer) for answer in failed} == {EngineFailed}
+    assert left_over == (0, 0, 0)
+    assert after == before
+
+
+def test_other_calls_are_answered_while_a_long_step_runs(checkpoint):
+    async def ask():
+        actor = await loaded(checkpoint)
+        step, begun = actor.engine.step, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow():
+            loop.call_soon_threadsafe(begun.set)
+            time.sleep(0.5)
+            return step()
+
+        actor.engine.step = slow
+        asked = asyncio.ensure_future(actor.generate([(PROMPT, SamplingParams(max_tokens=1))]))
+        await begun.wait()
+        waited = []
+        while not asked.done():
+            began = time.perf_counter()
+            await actor.check()
+            await asyncio.sleep(0.005)
+            waited.append(time.perf_counter() - began)
+        await actor.close()
+        return waited
+
+    waited = asyncio.run(ask())
+    assert len(waited) > 20
+    assert sorted(waited)[len(waited) // 2] < 0.05  # of 0.5; the median, for the sake of busy machines
+
+
+def test_closing_ends_what_waits_even_where_a_step_hangs(checkpoint):
+    released = threading.Event()
+
+    async def ask():
+        actor = await loaded(checkpoint)
+        begun = threading.Event()
+
+        def hangs():
+            begun.set()
+            released.wait(20)
+            return []
+
+        actor.engine.step = hangs
+        asked = asyncio.ensure_future(actor.generate([(PROMPT, SamplingParams(max_tokens=1))]))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(begun.wait, 10)
+        late = actor._thread.run(lambda engine: engine.version)
+        began = time.perf_counter()
+        await asyncio.to_thread(actor._thread.close, 0.1)
+        answers = [*await asked, *await actor.generate([(PROMPT, SamplingParams(max_tokens=1))])]
+        return answers, late.exception(1), time.perf_counter() - began
+
+    answers, late, took = asyncio.run(ask())
+    released.set()
+    assert [type(answer) for answer in answers] == [EngineFailed] * 2
+    assert "closed" in str(late)
+    assert took < 5
+
+
+def test_a_checkpoint_is_loaded_only_when_nothing_is_in_flight_and_an_engine_that_failed_is_replaced(checkpoint):
+    async def ask():
+        actor = await loaded(checkpoint)
+        asked = asyncio.ensure_future(actor.generate([(PROMPT, SamplingParams(max_tokens=60))]))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="1 requests are in flight"):
+            await actor.load(str(checkpoint))
+        (whole,) = await asked
+        failing(actor, set(range(100)))
+        for _ in range(3):
+            await actor.generate([(PROMPT, SamplingParams(max_tokens=2))])
+        with pytest.raises(EngineFailed):
+            await actor.check()
+        assert await actor.load(str(checkpoint)) == 0
+        await actor.check()
+        (again,) = await actor.generate([(PROMPT, SamplingParams(max_tokens=60))])
+        await actor.close()
+        return whole, again
+
+    whole, again = asyncio.run(ask())
+    assert (len(whole.token_ids), len(again.token_ids)) == (60, 60)
 
 
 def test_an_engine_that_keeps_failing_says_so_when_it_is_asked(checkpoint):

@@ -64,6 +64,16 @@ def test_an_adapter_reads_back_to_the_bit_with_the_model_that_it_belongs_to(base
         save_checkpoint(model, folder / "whole")
 
 
+def test_inputs_of_experts_are_rounded_as_in_training_whatever_the_base_says(base):
+    folder, adapter = base
+    assert load_checkpoint(folder / "base").config.quantization.activations == "mxfp8"
+    assert load_checkpoint(folder / "base", activations="none").config.quantization.activations == "none"
+    tensors = dict(adapter.stored_tensors())
+    save_adapter(tensors, CONFIG, folder / "plain", base=folder / "base", activations="none")
+    assert load_checkpoint(folder / "plain").config.quantization.activations == "none"
+    assert load_checkpoint(folder / "plain", activations="mxfp8").config.quantization.activations == "mxfp8"
+
+
 def test_the_base_may_stand_beside_the_adapter(base):
     folder, _ = base
     moved = folder / "elsewhere"

@@ -25,6 +25,7 @@ from k3rl.checkpoint.train_state import (
     chosen_train_state,
     clear_unfinished,
     commit,
+    go_back_to,
     latest_train_state,
     prune_train_states,
     write_shard,
@@ -207,6 +208,27 @@ def test_pruning_keeps_the_newest_states_up_to_the_latest(tmp_path):
         save(tmp_path / f"step_{step}", tensors(step))
     prune_train_states(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_10", "step_2", "step_3"]
+
+
+def test_states_of_a_line_that_was_left_are_no_states_of_the_new_one(tmp_path):
+    for step in (2, 4, 6):
+        save(tmp_path / f"step_{step}", tensors(step))
+        (tmp_path / f"in_flight-step_{step}-ab").mkdir()
+    assert go_back_to(tmp_path / "step_2") == ["step_4", "step_6"]
+    for step in (3, 5):
+        save(tmp_path / f"step_{step}", tensors(step))
+        prune_train_states(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_3", "step_5"]
+    assert chosen_train_state(tmp_path, "previous") == tmp_path / "step_3"
+    with pytest.raises(TrainStateError, match="no state 'step_4'"):
+        chosen_train_state(tmp_path, "step_4")
+    aside = tmp_path / "abandoned"
+    wanted = ["in_flight-step_4-ab", "in_flight-step_6-ab", "step_4", "step_6"]
+    assert sorted(path.name for path in aside.iterdir()) == wanted
+    TrainState(aside / "step_6").verify()
+    save(tmp_path / "step_7", tensors(7))  # further than the line that was left
+    prune_train_states(tmp_path, 2)
+    assert not aside.exists()
 
 
 def test_another_schema_is_refused(tmp_path):

@@ -145,6 +145,10 @@ def test_routes_are_the_models_for_every_token_but_the_last_one(model, run_teach
         assert np.array_equal(np.sort(completion.routes, -1), np.sort(routes, -1))  # order within k is free
 
 
+def routes_of(engine, number, start=0):
+    return engine.batch.routes(engine.batch.find(number), start)
+
+
 def test_routes_come_piece_by_piece_and_over_a_preemption(model):
     engine = Engine(model, prefill_tokens=4)
     other = engine.submit(PROMPTS[1], params())
@@ -156,11 +160,11 @@ def test_routes_come_piece_by_piece_and_over_a_preemption(model):
             engine.start_weight_update(1, manifest_of(weights.items()))
             engine.update_weights(weights.items())
             engine.finish_weight_update(1)
-            assert (engine.num_running, engine.routes(number, sum(map(len, pieces))).size) == (0, 0)
+            assert (engine.num_running, routes_of(engine, number, sum(map(len, pieces))).size) == (0, 0)
         ended.update(engine.step())
-        routes = None if number in ended else engine.routes(number, sum(map(len, pieces)))
+        routes = None if number in ended else routes_of(engine, number, sum(map(len, pieces)))
         pieces += [] if routes is None or not len(routes) else [routes]
-        assert other in ended or engine.routes(other) is None
+        assert other in ended or routes_of(engine, other) is None
     whole = ended[number].routes
     assert [len(piece) for piece in pieces] == [len(PROMPTS[2]), *[1] * 7]
     assert np.array_equal(np.concatenate(pieces), whole[:-1])

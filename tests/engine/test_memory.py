@@ -156,10 +156,10 @@ def test_a_scheduler_prefers_dropping_the_parked_prompt_to_preempting():
     for request in range(3):
         scheduler.submit(request, "p", 9)
     assert scheduler.plan().segments[0].parks, "20 pages for two rows, 9 for the parked state"
-    assert scheduler.overcommitted() == []
+    assert not scheduler.overcommitted()
     scheduler.plan()
     assert scheduler.parked is not None
-    assert scheduler.overcommitted() == []
+    assert not scheduler.overcommitted()
     assert scheduler.parked is None, "the rows need 22 pages now"
     assert scheduler.num_waiting == 1
 

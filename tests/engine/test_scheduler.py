@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -189,6 +190,30 @@ def test_removing_the_prefilling_leader_hands_its_row_to_the_next_member():
         ((1, 0), (2, 1)),
         False,
     )
+
+
+@pytest.mark.parametrize("prompts", [1, 20_000])
+def test_requests_that_wait_cost_a_step_nothing_and_their_end_is_linear(prompts):
+    def times(count: int) -> tuple[float, float]:
+        """Seconds of 200 steps while so many wait, and of their end."""
+        scheduler = Scheduler(rows=1, prefill_tokens=8, pages=10_000, page=4)
+        scheduler.submit(-1, "first", 3)
+        scheduler.plan()
+        for request in range(count):
+            scheduler.submit(request, request % prompts, 3)
+        began = time.process_time()
+        for _ in range(200):
+            assert scheduler.num_waiting == count
+            scheduler.overcommitted()
+            scheduler.plan()
+        stepped = time.process_time()
+        scheduler.remove(range(count - 1, -1, -1))
+        assert scheduler.num_waiting == 0
+        return stepped - began, time.process_time() - stepped
+
+    few, many = times(2_000), times(20_000)
+    assert many[0] < 3 * few[0] + 0.01
+    assert many[1] < 30 * few[1] + 0.05  # ten times as many
 
 
 def test_an_unknown_request_cannot_be_removed():

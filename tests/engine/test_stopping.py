@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from k3rl.engine import Engine, InvalidRequest
 from k3rl.engine.sampling.sampler import request_samples
 from k3rl.engine.sampling.stopping import StopStrings
-from k3rl.tokens import Tokenizer
-from k3rl.types import SamplingParams, StopReason
+from k3rl.tokens import Tokenizer, TurnText, xtml
+from k3rl.types import Message, SamplingParams, StopReason, ToolCall
 
 PROMPT = [5, 9, 2]
 
@@ -26,7 +26,7 @@ def tokenizer():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    tokens=st.lists(st.sampled_from([97, 98, 99, 195, 169, 300, 301, 320, 503]), max_size=30),
+    tokens=st.lists(st.sampled_from([97, 98, 99, 195, 169, 300, 301, 320, 503, 505, 506]), max_size=30),
     stop=st.lists(st.text("abc\u00e9 e", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
 )
 def test_the_first_token_that_completes_a_stop_string_is_found(tokens, stop):
@@ -34,17 +34,38 @@ def test_the_first_token_that_completes_a_stop_string_is_found(tokens, stop):
     watch = StopStrings(stop, tokenizer)
     found = next((index for index, token in enumerate(tokens) if watch.feed(token)), None)
     expected = None
-    for index in range(len(tokens)):  # the text of every prefix afresh; a special token is a text of its own
-        pieces = [b""]
+    for index in range(len(tokens)):  # the text of every prefix afresh; what markup is between is apart
+        pieces, in_tag = [b""], False
         for token in tokens[: index + 1]:
-            if token == 503:
+            if token in (503, 505, 506):  # open, sep, and one that stands alone
                 pieces.append(b"")
-            else:
+                in_tag = token == 503 or (in_tag and token == 506)
+            elif not in_tag:
                 pieces[-1] += tokenizer.decode_bytes([token])
         if any(text.encode() in piece for text in stop for piece in pieces):
             expected = index
             break
     assert found == expected
+
+
+def test_names_of_tags_and_tool_calls_end_nothing_and_the_same_words_as_text_do(tokenizer):
+    calls = (ToolCall("call", {"key": "response"}),)
+    turn = Message("assistant", "The key.", reasoning="Let me think.", tool_calls=calls)
+    ids = tokenizer.encode_segments(xtml.render([turn], add_generation_prompt=False))
+    ids = ids[len(tokenizer.encode_segments(xtml.render([]))) :]
+    text = "Let me think.The key."
+
+    def ended(*stop):
+        watch = StopStrings(stop, tokenizer)
+        return next((index + 1 for index, token in enumerate(ids) if watch.feed(token)), None)
+
+    assert ended("response", "call", "tools", "argument", "message") is None
+    for word in ("think", "key"):
+        count = ended(word)
+        seen = TurnText(tokenizer)
+        shown = b"".join(piece for token in ids[:count] if (piece := seen.feed(token)) is not None).decode()
+        assert text.startswith(shown)
+        assert shown.rstrip(".").endswith(word)
 
 
 def test_a_stop_string_ends_the_completion_with_the_token_that_completes_it(build_model, tokenizer):

@@ -36,10 +36,13 @@ class Run:
 
     def step(self) -> None:
         scheduler = self.scheduler
-        victims = scheduler.overcommitted()
-        if victims:
-            assert len(victims) < len(scheduler.tokens), "the oldest goes on"
-            scheduler.preempt([(number, scheduler.tokens[number] + 1) for number in victims])
+        held = [*scheduler.tokens, *(number for group in scheduler.prefilling for number in group.members)]
+        victims, groups = scheduler.overcommitted()
+        if victims or groups:
+            assert min(held) not in victims, "the oldest goes on"
+            assert not any(min(held) in group.members for group in groups)
+            scheduler.preempt([(number, scheduler.tokens[number] + 1) for number in victims], groups)
+            assert scheduler.fits()
             for number in victims:
                 self.preempted[number] = self.preempted.get(number, 0) + 1
         plan = scheduler.plan()
@@ -61,6 +64,21 @@ class Run:
                 return
             self.step()
         raise AssertionError(f"{len(self.left) - len(self.ended)} requests never ended")
+
+
+def test_a_prompt_that_is_being_computed_makes_room_for_the_oldest_request():
+    run = Run(pages=30)
+    run.submit(0, prompt=8, sampled=100)
+    for _ in range(12):
+        run.step()
+    run.submit(1, prompt=88, sampled=1)  # more than is computed in a step
+    run.step()
+    assert run.scheduler.prefilling
+    for _ in range(3):
+        run.step()
+        assert 0 in run.scheduler.tokens
+    run.finish(400)
+    assert 0 not in run.preempted
 
 
 arrivals = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 60), st.integers(0, 6)), min_size=1, max_size=60)

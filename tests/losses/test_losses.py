@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from k3rl.losses import GRPO, CrossEntropy, K3Policy, LossError, LossInputs, LossOutput, OnPolicyDistill
+from k3rl.losses import GRPO, Correction, CrossEntropy, K3Policy, LossError, LossInputs, LossOutput, OnPolicyDistill
 
 Loss = Callable[[LossInputs], LossOutput]
 ALL: dict[str, Loss] = {
@@ -20,6 +20,8 @@ ALL: dict[str, Loss] = {
     "k3": K3Policy(0.5, 2.0, 0.02),
     "grpo": GRPO(0.2, 0.28),
     "distill": OnPolicyDistill(3.0, 0.5, 2.0, 0.02),
+    "truncated": K3Policy(0.5, 2.0, 0.02, Correction("truncated")),
+    "masked": GRPO(0.2, 0.28, Correction("masked", 0.5, 5.0)),
 }
 every_loss = pytest.mark.parametrize("name", ALL)
 
@@ -247,3 +249,47 @@ def test_impossible_settings_are_refused() -> None:
 @every_loss
 def test_losses_travel_between_processes(name: str) -> None:
     assert pickle.loads(pickle.dumps(ALL[name])) == ALL[name]
+
+
+@pytest.mark.parametrize("loss", [K3Policy, GRPO])
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [
+        (Correction("truncated", high=2.0), (0.1, 0.6, 1.0, 1.9, 2.0, 2.0)),
+        (Correction("masked", low=0.5, high=5.0), (0.0, 0.6, 1.0, 1.9, 4.0, 0.0)),
+    ],
+)
+def test_a_correction_weighs_the_policy_gradient_of_each_token(loss, correction, weights):
+    """Whatever the sign of the advantage, and without a gradient of the weight itself."""
+    ratios, signs = column(0.1, 0.6, 1.0, 1.9, 4.0, 1e9), column(1, -1, 1, -1, -1, 1)
+    made = loss(correction=correction)
+    made = made if loss is GRPO else K3Policy(tau=0.0, correction=correction)
+    given_inputs = inputs(ratios.log(), signs)
+    found = made(given_inputs)
+    found.loss.backward()
+    torch.testing.assert_close(given_inputs.logprobs.grad, -column(*weights) * signs, rtol=1e-9, atol=1e-12)
+    assert float(found.loss.detach()) == pytest.approx(-float((column(*weights) * signs).sum()))
+    cut = sum(abs(w - float(r)) > 1e-6 for w, r in zip(weights, ratios, strict=True))
+    assert found.metrics["correction/cut_frac"] == (cut, 6)
+    assert found.metrics["correction/weight/mean"] == (pytest.approx(sum(weights)), 6)
+
+
+def test_the_regularizer_acts_on_tokens_that_a_correction_masks():
+    given_inputs = inputs(column(3.0))
+    K3Policy(tau=0.02, correction=Correction("masked"))(given_inputs).loss.backward()
+    assert float(given_inputs.logprobs.grad) == pytest.approx(2 * 0.02 * 3.0)
+
+
+def test_masked_correction_with_the_bounds_of_the_band_has_the_gradient_of_k3():
+    drawn = random_inputs(3, 40)
+    gradients = []
+    for loss in (K3Policy(0.5, 2.0, 0.02), K3Policy(correction=Correction("masked", 0.5, 2.0))):
+        drawn["logprobs"] = drawn["logprobs"].detach().requires_grad_()
+        loss(LossInputs(**drawn)).loss.backward()
+        gradients.append(drawn["logprobs"].grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+
+
+def test_bounds_of_a_correction_hold_the_ratio_of_equal_policies():
+    with pytest.raises(LossError, match="0 <= low < 1 < high"):
+        Correction("masked", low=1.5)

@@ -10,6 +10,7 @@ check what they are given. Not seen: strides that a kernel refuses, and the capt
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from k3rl.kernels.moe import decode_routing, gather_rows, load_counts, mxfp8, si
 from k3rl.kernels.moe.add_groups import add_groups_reference
 from k3rl.kernels.norm import attn_res, rms_norm
 from k3rl.losses import target_logprobs
-from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, flash, moe_grouped
+from k3rl.model import K3Config, K3ForCausalLM, LinearAttnConfig, QuantizationConfig, flash, moe_grouped
 from k3rl.model.attn_res import KernelMixFunction, MixFunction
 from k3rl.model.cache import StepCache
 from k3rl.model.fuse import fusing
@@ -367,11 +368,17 @@ def main() -> None:
     chunked_prefill.attend = attend_chunks
     linear = LinearAttnConfig(num_heads=1, head_dim=128, kda_layers=(1, 2, 4), full_attn_layers=(3, 5))
     config = K3Config.named("k3-nano").replace(num_experts=8, linear_attn_config=linear)
+    off = dataclasses.replace(linear, use_full_rank_gate=False, gate_lower_bound=None)
+    flat = K3Config.named("kimi-linear-nano").replace(num_experts=8, linear_attn_config=off)
+    stored = QuantizationConfig(weights="mxfp4")
     with OnFakeGPU(), fusing(False):
         model = K3ForCausalLM(config, dtype=torch.bfloat16, device=GPU)
         tiled = config.replace(routed_expert_hidden_size=128, moe_intermediate_size=128)
         packed = K3ForCausalLM(tiled, dtype=torch.bfloat16, device=GPU, packed=True)
-        assert all(bank.tiled for bank in packed.packed_banks.values())
+        other = K3ForCausalLM(flat, dtype=torch.bfloat16, device=GPU)
+        tiled = flat.replace(hidden_size=128, routed_expert_hidden_size=128, moe_intermediate_size=128)
+        bytes_ = K3ForCausalLM(tiled.replace(quantization=stored), dtype=torch.bfloat16, device=GPU, packed=True)
+        assert all(bank.tiled for own in (packed, bytes_) for bank in own.packed_banks.values())
         cases: dict[str, Callable[[], None]] = {
             "control": control,
             "a decode step": lambda: step(model),
@@ -383,6 +390,12 @@ def main() -> None:
             "prompts too long for packed products": lambda: prefill(packed, [2000, 60], 0),
             "the pieces of training": lambda: training(model),
             "training rows of fixed shapes": lambda: fixed(model),
+            "Kimi Linear: a decode step": lambda: step(other),
+            "Kimi Linear: a chunk of new tokens": lambda: chunk(other),
+            "Kimi Linear: fresh prompts": lambda: prefill(other, [5, 6], 0),
+            "Kimi Linear: tokens behind cached ones": lambda: prefill(other, [50, 6], 70),
+            "Kimi Linear: a decode step with packed experts": lambda: step(bytes_),
+            "Kimi Linear: training rows of fixed shapes": lambda: fixed(other),
         }
         for name, case in cases.items():
             with torch.inference_mode() if "training" not in name else torch.no_grad():

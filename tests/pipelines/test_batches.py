@@ -6,12 +6,21 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
+from k3rl.losses import Correction, LossInputs
 from k3rl.pipelines.configs import SamplingConfig
 from k3rl.pipelines.distill import distill_batches
 from k3rl.pipelines.presets import distill, grpo, rl
 from k3rl.pipelines.rl import policy_batches, shuffled
-from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures, replay_metrics, rollout_metrics
+from k3rl.pipelines.rollout_metrics import (
+    TooManyFailures,
+    check_failures,
+    fitting,
+    replay_metrics,
+    rollout_metrics,
+    too_long_metrics,
+)
 from k3rl.types import Branch, Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason, Turn
 
 
@@ -43,11 +52,46 @@ def test_a_cheat_counts_as_the_worst_answer_and_stays_in_the_baseline():
     assert advantages(batch) == {"g-0": 0.5, "g-1": -0.5}
 
 
-def test_groups_without_a_signal_are_skipped_and_an_empty_batch_is_no_batch():
+def test_a_step_without_any_signal_is_no_step():
     config = rl().replace(optimizer_steps=2)
     assert policy_batches([group("a", Scored(1.0), Scored(1.0)), group("b", Failed("x"), Scored(0.3))], config) == []
     [batch] = policy_batches([group("a", Scored(0.1), Scored(0.1)), group("b", Scored(1.0), Scored(0.0))], config)
-    assert set(batch.sequence_ids) == {"b-0/b-0", "b-1/b-1"}
+    assert set(batch.sequence_ids) == {"a-0/a-0", "a-1/a-1", "b-0/b-0", "b-1/b-1"}
+
+
+@pytest.mark.parametrize("preset", [rl, grpo])
+def test_a_group_without_a_signal_counts_in_the_weights_and_has_no_advantage(preset):
+    groups = [group("live", *map(Scored, [1.0] * 4 + [0.0] * 4), tokens=1)]
+    groups += [group(f"flat{i}", *[Scored(1.0)] * 8, tokens=1) for i in range(9)]
+    [batch] = policy_batches(groups, preset().replace(optimizer_steps=1))
+    np.testing.assert_allclose(batch.weights[batch.loss_mask], 1 / 80, rtol=1e-12)
+    assert {name for name, value in advantages(batch).items() if value} == {f"live-{i}" for i in range(8)}
+
+
+def test_the_regularizer_pulls_at_tokens_of_groups_without_a_signal():
+    groups = [group("live", Scored(1.0), Scored(0.0)), group("flat", Scored(1.0), Scored(1.0))]
+    config = rl().replace(optimizer_steps=1)
+    [batch] = policy_batches(groups, config)
+    weights, places = torch.from_numpy(batch.weights), torch.from_numpy(batch.loss_mask)
+    flat = torch.from_numpy(np.repeat([n.startswith("flat") for n in batch.sequence_ids], batch.lengths)) & places
+    logprobs = torch.from_numpy(batch.sampler_logprobs).double().add(0.1).requires_grad_()
+    inputs = LossInputs(
+        logprobs, torch.from_numpy(batch.sampler_logprobs).double(), torch.from_numpy(batch.advantages), weights
+    )
+    config.objective.loss(Correction())(inputs).loss.backward()
+    # d/dx of weight * tau * (x - sampler)^2, at a distance of 0.1 and with 12 tokens in the batch
+    np.testing.assert_allclose(logprobs.grad[flat], 2 * config.objective.tau * 0.1 / 12, rtol=1e-5)
+
+
+def test_episodes_weigh_the_same_for_grpo_whatever_their_branches():
+    one, two = episode("g-0", Scored(1.0), 2), episode("g-1", Scored(0.0), 6)
+    forked = dataclasses.replace(one, branches=(one.branches[0], dataclasses.replace(one.branches[0], id="fork")))
+    [batch] = policy_batches([Group("g", "t", (forked, two))], grpo().replace(optimizer_steps=1))
+    sums = {
+        name: batch.weights[a:b].sum()
+        for name, a, b in zip(batch.sequence_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)
+    }
+    assert sums == pytest.approx({"g-0/g-0": 0.25, "g-0/fork": 0.25, "g-1/g-1": 0.5})
 
 
 def test_token_weights_sum_to_one_for_k3_and_each_sequence_weighs_the_same_for_grpo():
@@ -125,3 +169,15 @@ def test_metrics_skip_missing_rewards_and_count_them():
     assert values["reward/env/mean"] == 0.5
     assert values["env/env/failed"] == pytest.approx(1 / 3)
     assert values["staleness/max"] == 1.0
+
+
+def test_an_episode_that_no_micro_batch_holds_is_counted_and_stays_in_the_baseline():
+    long = episode("g-0", Scored(1.0), tokens=40)
+    groups = [Group("g", "t", (long, *group("g", Scored(0.0), Scored(0.0), Scored(0.0)).episodes[1:]))]
+    kept, left_out = fitting(groups, budget=42)  # 3 of the prompt and 40 sampled
+    assert left_out == [long]
+    assert too_long_metrics(left_out).values() == {"rollout/too_long_episodes": 1.0, "rollout/too_long_tokens": 40.0}
+    [batch] = policy_batches(kept, rl().replace(optimizer_steps=1))
+    assert advantages(batch) == pytest.approx({"g-1": -1 / 3, "g-2": -1 / 3}, rel=1e-6)
+    assert {len(ids) for ids in np.split(batch.input_ids, batch.cu_seqlens[1:-1])} == {6}
+    assert fitting(groups, budget=43) == (groups, [])

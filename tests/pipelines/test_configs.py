@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from k3rl.actors import ClusterConfig, EngineConfig, RolloutConfig
 from k3rl.config import ConfigError
+from k3rl.losses import Correction
 from k3rl.model import K3Config
+from k3rl.model import QuantizationConfig as Stored
 from k3rl.parallel import TrainerConfig
-from k3rl.pipelines.configs import AblationChoices, ModelConfig, QuantizationConfig
+from k3rl.pipelines.configs import AblationChoices, CorrectionConfig, ModelConfig, QuantizationConfig, RLConfig
+from k3rl.pipelines.distill import Distillation
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
+from k3rl.pipelines.rl import Reinforcement
 from k3rl.pipelines.start import check_layout, check_start, model_config, policy_sampling, start_policy
 
 
@@ -122,15 +127,73 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(tmp
 @pytest.mark.parametrize(
     ("gpus", "order"), [(1.0, ["engines begin", "learner", "engines"]), (0.5, ["learner", "engines begin", "engines"])]
 )
-def test_learner_and_engines_load_side_by_side_unless_they_share_a_gpu(gpus, order):
+def test_learner_and_engines_load_side_by_side_unless_they_share_a_gpu(gpus, order, tmp_path):
     """An engine takes a share of what it finds free, so the learner must be there first."""
     called: list[str] = []
     fleet = SimpleNamespace(
         learner=SimpleNamespace(load=lambda *_: called.append("learner"), set_version=lambda _: None),
         rollouts=SimpleNamespace(
-            start_loading=lambda _: called.append("engines begin") or [], loaded=lambda _: called.append("engines")
+            start_loading=lambda *_: called.append("engines begin") or [], loaded=lambda _: called.append("engines")
         ),
     )
     both = ClusterConfig(learner_actors=1, learner_device="cuda", rollout_device="cuda", learner_gpus=gpus)
-    start_policy(fleet, rl().replace(cluster=both))
+    start_policy(fleet, stored_config(tmp_path, says=True).replace(cluster=both))
     assert called == order
+
+
+def stored_config(folder: Path, *, says: bool, **quantization) -> RLConfig:
+    """RL from a checkpoint of which only the configuration is there."""
+    built = K3Config.named("k3-nano").replace(quantization=Stored(**quantization)).to_dict()
+    if not says:
+        del built["k3rl_quantization"]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(built))
+    return rl().replace(model=ModelConfig(start=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("says", "stored", "chosen", "wanted"),
+    [
+        (False, {}, {}, "mxfp8"),  # as the official checkpoint is
+        (False, {}, {"activations": "none"}, "none"),
+        (False, {"weights": "none"}, {}, None),
+        (True, {"activations": "none"}, {}, None),  # obeyed as it is
+        (True, {"activations": "none"}, {"activations": "mxfp8"}, "mxfp8"),
+        (True, {"scale_rule": "floor"}, {"scale_rule": "floor"}, None),
+    ],
+)
+def test_a_checkpoint_is_trained_as_it_says_or_as_the_configuration_asks(tmp_path, says, stored, chosen, wanted):
+    config = stored_config(tmp_path / "ck", says=says, **stored)
+    config = config.replace(model=config.model.replace(quantization=QuantizationConfig(**chosen)))
+    calls = []
+    fleet = SimpleNamespace(
+        learner=SimpleNamespace(load=lambda *given: calls.append(given[-1]), set_version=lambda number: None),
+        rollouts=SimpleNamespace(start_loading=lambda *given: calls.append(given[-1]), loaded=lambda _: None),
+    )
+    start_policy(fleet, config)
+    assert calls == [wanted, wanted]  # learner and engines compute alike
+
+
+@pytest.mark.parametrize("chosen", [{"weights": "none"}, {"scale_rule": "even"}])
+def test_weights_and_scales_that_a_checkpoint_does_not_have_are_refused(tmp_path, chosen):
+    config = stored_config(tmp_path / "ck", says=True)
+    config = config.replace(model=config.model.replace(quantization=QuantizationConfig(**chosen)))
+    with pytest.raises(ConfigError, match=f"model.quantization.{next(iter(chosen))} is .* was made with"):
+        check_start(config)
+
+
+def test_fresh_weights_have_what_is_chosen_and_otherwise_the_defaults():
+    found = model_config(sft().replace(model=ModelConfig(quantization=QuantizationConfig(activations="none"))))
+    assert found.quantization == Stored("mxfp4", "ceil", "none")
+    assert model_config(sft()).quantization == Stored("mxfp4", "ceil", "mxfp8")
+
+
+def test_a_correction_reaches_the_losses_of_both_pipelines_with_the_bounds_of_its_type():
+    masked = CorrectionConfig(type="masked", low=0.4)
+    assert Reinforcement(rl().replace(correction=masked)).loss.correction == Correction("masked", 0.4, 5.0)
+    truncated = distill().replace(correction=CorrectionConfig(type="truncated"))
+    assert Distillation(truncated).loss.correction == Correction("truncated", high=2.0)
+    assert Reinforcement(rl()).loss.correction.type == "none"
+    for wrong in ({"high": 3.0}, {"type": "truncated", "low": 0.1}):
+        with pytest.raises(ValueError, match="correction"):
+            CorrectionConfig(**wrong)

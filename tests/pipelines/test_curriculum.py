@@ -11,11 +11,27 @@ from hypothesis import strategies as st
 
 from k3rl.pipelines import EnvConfig
 from k3rl.pipelines.curriculum import Curriculum
-from k3rl.types import Episode, Failed, Group, Scored, StopReason
+from k3rl.types import Episode, Failed, Group, Invalid, Scored, StopReason
 
 
-def curriculum(**config) -> Curriculum:
-    return Curriculum(EnvConfig(**config), seed=3)
+class Finite:
+    """A task source that has an end: so many tasks of each family."""
+
+    splits = ("train",)
+
+    def __init__(self, **sizes: int) -> None:
+        self._sizes = sizes
+
+    def length(self, split, *, level=None, family=None):
+        return sum(self._sizes.values()) if family is None else self._sizes[family]
+
+
+def curriculum(source=None, **config) -> Curriculum:
+    return Curriculum(EnvConfig(**config), 3, source)
+
+
+def indices(jobs) -> list[int]:
+    return [job.task.index for job in jobs]
 
 
 def episode(reward: float | None, level: int = 1, family: str = "list") -> Episode:
@@ -78,3 +94,51 @@ def test_a_family_that_is_skipped_is_drawn_no_more_unless_it_is_the_last():
     assert {job.task.family for job in both.jobs(0, 40, 1, "rl")} == {"list"}
     both.skip({"probe", "list"})
     assert {job.task.family for job in both.jobs(0, 40, 1, "rl")} == {"list"}
+
+
+@given(length=st.integers(1, 12), groups=st.integers(1, 7))
+def test_a_split_with_an_end_is_gone_through_whole_each_time_in_another_order(length, groups):
+    drawn = curriculum(Finite(any=length), families={}, levels={})
+    steps = -(-3 * length // groups)
+    found = [index for step in range(steps) for index in indices(drawn.jobs(step, groups, 1, "rl"))][: 3 * length]
+    epochs = [found[at : at + length] for at in range(0, 3 * length, length)]
+    assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
+    assert length < 7 or epochs[0] != epochs[1]  # equal by chance in one of 5,040
+
+
+def test_each_family_of_a_split_with_an_end_has_epochs_of_its_own():
+    drawn = curriculum(Finite(list=5, probe=3), families={"list": 0.5, "probe": 0.5}, levels={})
+    jobs = [job for step in range(20) for job in drawn.jobs(step, 4, 1, "rl")]
+    for family, length in (("list", 5), ("probe", 3)):
+        found = [job.task.index for job in jobs if job.task.family == family]
+        for at in range(0, len(found) - length, length):
+            assert sorted(found[at : at + length]) == list(range(length))
+
+
+def test_a_resumed_run_goes_on_where_it_was_in_a_split_with_an_end_and_draws_the_newest_step_again():
+    first, second = (curriculum(Finite(any=10), families={}, levels={}) for _ in range(2))
+    before = [indices(first.jobs(step, 4, 1, "rl")) for step in range(2)]
+    second.restore(first.state())
+    assert indices(second.jobs(1, 4, 1, "rl")) == before[1]
+    assert indices(second.jobs(2, 4, 1, "rl")) == indices(first.jobs(2, 4, 1, "rl"))
+
+
+def test_a_family_that_was_left_out_stays_out_of_a_resumed_run():
+    first, second = (curriculum(families={"list": 0.5, "probe": 0.5}, levels={}) for _ in range(2))
+    first.skip({"probe"})
+    second.restore(first.state())
+    assert {job.task.family for job in second.jobs(0, 40, 1, "rl")} == {"list"}
+
+
+def test_a_cheat_moves_the_pass_rate_as_the_reward_of_zero_that_it_trains_as():
+    drawn = curriculum()
+    drawn.update([Group("g", "t", (episode(1.0), replace(episode(1.0), score=Invalid("h", "e"))))])
+    assert drawn.pass_rates == {"list/1": 0.5}
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=8))
+def test_a_pass_rate_is_a_share_whatever_the_rewards(rewards):
+    drawn = curriculum()
+    drawn.update([Group("g", "t", tuple(episode(reward) for reward in rewards))])
+    assert 0 <= drawn.pass_rates["list/1"] <= 1
+    drawn.jobs(0, 4, 1, "rl")

@@ -7,13 +7,14 @@ import json
 import time
 from dataclasses import asdict
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
 
 from k3rl.checkpoint.train_state import commit, write_shard
 from k3rl.config import ConfigError
-from k3rl.pipelines import DistillConfig, RLConfig, SFTConfig, policy
+from k3rl.pipelines import DistillConfig, RLConfig, SFTConfig, policy, sft
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.stage import Stage, StageResult, cut_notes, memory_note
 from k3rl.run.progress import Progress
@@ -34,14 +35,16 @@ def stage_of(tmp_path, config, steps):
     return Stage(session_of(tmp_path), "rl", config, steps)
 
 
-def test_a_promised_step_comes_though_the_time_ends_before_it(tmp_path):
+def test_a_promised_step_comes_though_the_time_ends_before_it(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stage = stage_of(tmp_path, RLConfig(max_seconds=0.2), 100)
     promised, done = {0}, []
     for step in stage.steps():
         done.append(step)
         if stage.more():
             promised.add(step + 1)
-        time.sleep(0.15)  # the limit falls into the second of these, after the third step was promised
+        now[0] += 0.15  # the limit falls into the second of these, after the third step was promised
         stage.step += 1
     assert done == [0, 1, 2]
     assert promised == set(done)
@@ -61,9 +64,11 @@ class Restored(Idle):
         self.notes: list[str] = []
         self.step = step
 
+    loop: ClassVar[dict] = {"pass_rates": {}}
+
     def load_state(self, directory):
         totals = {"trained_tokens": 0.0, "sampled_tokens": 0.0}
-        return {"step": self.step, "seconds": 0.0, "totals": totals, "in_flight": None, "loop": {"pass_rates": {}}}
+        return {"step": self.step, "seconds": 0.0, "totals": totals, "in_flight": None, "loop": self.loop}
 
 
 @pytest.mark.parametrize(("name", "config"), [("rl", RLConfig()), ("distill", DistillConfig())])
@@ -78,6 +83,18 @@ def test_no_rollouts_are_begun_when_no_step_is_left(tmp_path, name, config):
     # no fleet.publish: publishing, and so sampling, would fail
     session.fleet = SimpleNamespace(learner=Restored(config.steps), rollouts=Idle())
     assert policy.train(session, config).steps == config.steps
+
+
+def test_sft_that_has_taken_its_last_step_takes_no_more_when_it_is_resumed(tmp_path, monkeypatch):
+    """As when a run is ended between its last state and its result."""
+    config = SFTConfig(decay_steps=3)
+    _save(tmp_path, 12, "sft")
+    session = session_of(tmp_path)
+    learner = Restored(12)
+    learner.loop = {"plateau": {"patience": 2, "min_gain": 0.1}, "flat_at": 9, "losses": [[12, 0.5]], "data": {}}
+    session.resume, session.restarts, session.fleet = True, 0, SimpleNamespace(learner=learner)
+    monkeypatch.setattr(sft, "chat_data", lambda *_: (Idle(), None))
+    assert sft.train(session, config).steps == 12  # the learner has nothing that could take a step
 
 
 def test_the_time_left_bounds_what_is_said_to_remain(monkeypatch):

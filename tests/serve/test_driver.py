@@ -97,13 +97,20 @@ async def test_a_paused_engine_is_looked_at_now_and_then_and_goes_on_at_once(mod
 
 
 async def test_an_engine_that_breaks_ends_every_request_and_says_why(model):
+    begun, go_on = threading.Event(), threading.Event()
+
     class Broken(Engine):
         def step(self):
+            begun.set()
+            go_on.wait(10)
             raise RuntimeError("out of luck")
 
     driver = await ready(lambda: Broken(model))
     stream = driver.submit(PROMPT, SamplingParams())
+    await asyncio.to_thread(begun.wait, 10)
     called = asyncio.create_task(driver.call(lambda engine: engine.version))
+    await asyncio.sleep(0)
+    go_on.set()
     with pytest.raises(EngineError, match="out of luck"):
         await stream.result()
     with pytest.raises(EngineError, match="out of luck"):

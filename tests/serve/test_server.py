@@ -16,7 +16,7 @@ from PIL import Image
 from serving import CALLS, HEADERS, MESSAGES, TOKEN, TOKENIZER, TOOLS, TURN, Scripted, running, turn_ids, wait_until
 
 from k3rl.data.images import preprocess_files
-from k3rl.engine import Engine
+from k3rl.engine import Engine, prompts
 from k3rl.engine.sampling.sampler import request_samples
 from k3rl.model import VisionConfig
 from k3rl.serve import ServerLimits, create_app, serve
@@ -126,6 +126,29 @@ def test_completions_give_the_engines_tokens_logprobs_and_routes(served, model):
         assert choice["text"] == TOKENIZER.decode(completion.token_ids, skip_special=True)
     assert answer["usage"]["prompt_tokens"] == 7
     assert answer["prompt_token_ids"] == prompts
+
+
+def test_stop_strings_that_tags_are_made_of_leave_a_turn_whole(scripted):
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 400}
+    answer = scripted.chat.completions.create(**asked, stop=["response", "tools", "call", "argument"]).choices[0]
+    check_turn(answer.message.content, answer.message.reasoning_content, answer.message.tool_calls)
+    cut = scripted.chat.completions.create(**asked, stop=["is", "done"]).choices[0]
+    assert (cut.message.content, cut.message.tool_calls, cut.finish_reason) == ("It ", None, "stop")
+
+
+def test_a_prompt_of_many_samples_is_checked_once(served, monkeypatch):
+    url, _ = served
+    checked, check = [], prompts.checked_prompt
+
+    def counted(prompt_ids, *given):
+        checked.append(len(prompt_ids))
+        return check(prompt_ids, *given)
+
+    monkeypatch.setattr(prompts, "checked_prompt", counted)
+    body = {"prompt": [[5, 6, 7] * 20, [8, 9]], "n": 16, "max_tokens": 1}
+    answer = httpx.post(url + "/v1/completions", headers=HEADERS, json=body).json()
+    assert len(answer["choices"]) == 32
+    assert checked == [60, 2]
 
 
 def test_streamed_completions_of_several_samples_equal_the_whole_ones(served):

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from k3rl.checkpoint import digest
 from k3rl.data import ImagePatches
-from k3rl.engine.protocol import EngineError, Outcome, PauseMode, WeightUpdateError
+from k3rl.engine.outcomes import BlockingCalls
+from k3rl.engine.protocol import EngineError, Outcome, PauseMode, Prompt, Tokens, WeightUpdateError
 from k3rl.engine.sampling import sampler
 from k3rl.engine.vllm import wire
 from k3rl.engine.vllm.client import Client, Deadlines
@@ -36,10 +37,10 @@ from k3rl.engine.vllm.server_state import ServerState
 from k3rl.engine.vllm.session import ModelShape, Session
 from k3rl.engine.vllm.weights import WeightTransfer
 from k3rl.model import K3Config
-from k3rl.types import Completion, SamplingParams
+from k3rl.types import SamplingParams
 
 
-class VLLMEngine:
+class VLLMEngine(BlockingCalls):
     """A `RolloutEngine` that a vLLM server serves. Raises IncompatibleServer at once when the server lacks something.
 
     url: of the server. vocab_size, moe_layers (depth indexes of the M MoE layers) and experts_per_token k are those of
@@ -85,6 +86,9 @@ class VLLMEngine:
         shape = ModelShape(vocab_size, tuple(moe_layers), experts_per_token)
         self._session = Session(self._client, shape, model, require)
         self._requests = Requests(self._client, self._session, self._state, max_running, self._news.set)
+        super().__init__(
+            self._requests.outcomes, self._requests.live, lambda: self._state.refuse_if_stalled(self.num_running)
+        )
         self._transfer = WeightTransfer(self._client, transfer_dir, chunk_bytes, self._state.lose)
         try:
             self.reconnect(version)
@@ -143,9 +147,16 @@ class VLLMEngine:
         """Requests that wait here, for a place or for the end of a pause."""
         return len(self._requests.live) - self.num_running
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a step waits for nothing."""
+        return self._state.pause is not None
+
     # ---- requests
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> int:
+    def submit(
+        self, prompt_ids: Sequence[int] | Prompt, params: SamplingParams, images: Sequence[ImagePatches] = ()
+    ) -> int:
         """Queues one prompt and returns its id; see `RolloutEngine`.
 
         Raises InvalidRequest also for what vLLM would not do exactly as asked (`wire.check_options`) and for images,
@@ -155,13 +166,14 @@ class VLLMEngine:
         self._state.refuse_if_lost()
         number, self._submitted = self._submitted, self._submitted + 1
         seed = wire.wire_seed(sampler.request_seed(params.seed, self.seed, number))
-        answer = wire.Answer(len(prompt), params)
+        answer = wire.Answer(prompt.rows.size, params)
         self._requests.start(Request(number, prompt, params, seed, self._session.name(number), answer))
         return number
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> None:
-        """Raises InvalidRequest as `submit` would, and queues nothing."""
-        self._session.checked_prompt(prompt_ids, params, images)
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches] = ()) -> Prompt:
+        """Raises InvalidRequest as `submit` would, and queues nothing -> the prompt, which any number of requests may
+        be submitted with."""
+        return self._session.checked_prompt(prompt_ids, params, images)
 
     def step(self) -> list[tuple[int, Outcome]]:
         """The requests that ended since the last call; waits a moment when there is none and some are running."""
@@ -176,34 +188,25 @@ class VLLMEngine:
         count = min(len(answer.ids), len(answer.logprobs))
         return tuple(answer.ids[start:count]), tuple(answer.logprobs[start:count])
 
-    def abort(self, request: int) -> None:
-        """Takes a request back; the next `step` returns it as aborted. Raises UnknownRequest."""
-        live = self._requests.find(request)
-        self._requests.abort([live], 3 * self._deadlines.call)
-        live.done.wait(self._deadlines.call)
+    def new_tokens(self, request: int, seen: int, routed: int = 0) -> Tokens | None:
+        """What a live request has sampled beyond `seen` tokens, if anything; routes come with its end."""
+        ids, logprobs = self.sampled(request, seen)
+        return Tokens(ids, logprobs) if ids else None
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Completion]:
-        """Completes all prompts, in their order. Raises InvalidRequest before any work, or a request's EngineError."""
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        for prompt, own in zip(prompts, each, strict=True):
-            self.check(prompt, own)
-        numbers = [self.submit(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
-        return self._requests.outcomes.wait_for(numbers, self._step_on)
+    def abort(self, *requests: int) -> None:
+        """Takes requests back; the next `step` returns them as aborted. Raises UnknownRequest for those that are not
+        live, once the others are taken back."""
+        live = [one for number in requests if (one := self._requests.live.get(number)) is not None]
+        self._requests.abort(live, 3 * self._deadlines.call)
+        for one in live:
+            one.done.wait(self._deadlines.call)
+        for number in {*requests} - {one.number for one in live}:
+            self._requests.find(number)
 
-    def drain(self) -> list[tuple[int, Outcome]]:
-        """Runs until every submitted request has ended, and returns the outcomes not handed out yet."""
-        outcomes: list[tuple[int, Outcome]] = []
-        while self._requests.live:
-            outcomes += self._step_on()
-        return outcomes + self.step()
-
-    def _step_on(self) -> list[tuple[int, Outcome]]:
-        """`step` for whoever waits for requests. Raises EngineError where it would wait without end."""
-        if not self._requests.outcomes:
-            self._state.refuse_if_stalled(self.num_running)
-        return self.step()
+    def clear(self) -> None:
+        """Forgets every request without an outcome."""
+        self.abort(*list(self._requests.live))
+        self._requests.outcomes.take()
 
     # ---- pauses and sleep
 

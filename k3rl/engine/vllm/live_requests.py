@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from k3rl.engine.outcomes import Outcomes
-from k3rl.engine.protocol import EngineError, Outcome, UnknownRequest
+from k3rl.engine.protocol import EngineError, Outcome, Prompt, UnknownRequest
 from k3rl.engine.vllm import wire
 from k3rl.engine.vllm.client import Client, Unreachable
 from k3rl.engine.vllm.server_state import ServerState
@@ -23,7 +23,7 @@ class Request:
     """A request that has not ended. `sent` while the server may have it; `version`: that it was sent under."""
 
     number: int
-    prompt: list[int]
+    prompt: Prompt
     params: SamplingParams
     seed: int
     name: str
@@ -123,7 +123,7 @@ class Requests:
         session, answer = self._session, request.answer
         request.version, request.sent = session.version, True
         salt = wire.wire_salt(session.label(request.version), request.params.cache_salt)
-        given = request.prompt, request.params, request.seed, salt
+        given = request.prompt.rows.tolist(), request.params, request.seed, salt
         body = wire.generate_body(request.name, session.server.model, *given)
         await self._client.stream(body, answer.feed, lambda: self._state.pause is None)
         versions = [session.version_of(label, request.version) for label, _, _ in answer.spans] or [session.version]

@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from k3rl.data import ImagePatches
-from k3rl.engine.protocol import EngineError, InvalidRequest
+from k3rl.engine.prompts import checked_ids
+from k3rl.engine.protocol import EngineError, InvalidRequest, Prompt
 from k3rl.engine.vllm import wire
 from k3rl.engine.vllm.client import Client, EngineLost, IncompatibleServer, handshake
 from k3rl.engine.vllm.weights import BACKEND
@@ -97,12 +98,16 @@ class Session:
             ) from error
 
     def checked_prompt(
-        self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[ImagePatches]
-    ) -> list[int]:
+        self, prompt_ids: Sequence[int] | Prompt, params: SamplingParams, images: Sequence[ImagePatches]
+    ) -> Prompt:
         """The prompt as it is sent. Raises InvalidRequest for a request that the server would not do as asked."""
         if images:
             raise InvalidRequest("the vLLM engine does not send images; use the k3rl engine for prompts that have some")
-        prompt = wire.checked_prompt(prompt_ids, params.max_tokens, self.server, self.shape.vocab_size)
+        if isinstance(prompt_ids, Prompt):
+            prompt = prompt_ids
+        else:
+            prompt = Prompt(checked_ids(prompt_ids, self.shape.vocab_size), (), b"")
+        wire.check_room(prompt.rows.size, params.max_tokens, self.server)
         wire.check_options(params, self.server, self.shape.vocab_size)
         return prompt
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from k3rl.engine.prompts import check_numbers, token_row
+from k3rl.engine.prompts import check_numbers
 from k3rl.engine.protocol import ContextExceeded, EngineError, InvalidRequest
 from k3rl.tokens import openai
 from k3rl.types import Completion, SamplingParams, StopReason
@@ -53,23 +53,14 @@ def cuts(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
-def checked_prompt(prompt_ids: Sequence[int], max_tokens: int, server: ServerInfo, vocabulary: int) -> list[int]:
-    """The prompt as it is sent. Raises InvalidRequest, ContextExceeded where it leaves no room for `max_tokens`."""
-    prompt = token_row(prompt_ids)
-    if not prompt.size:
-        raise InvalidRequest("the prompt is empty; it needs at least one token")
-    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-        raise InvalidRequest(f"the prompt is {prompt.dtype} of shape {prompt.shape}; it must be a row of token ids")
-    bad = prompt[(prompt < 0) | (prompt >= vocabulary)]
-    if bad.size:
-        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {vocabulary}")
-    room = server.max_context - prompt.size
+def check_room(length: int, max_tokens: int, server: ServerInfo) -> None:
+    """Raises ContextExceeded where a prompt of this length leaves no room for `max_tokens`."""
+    room = server.max_context - length
     if max_tokens > room:
         raise ContextExceeded(
-            f"{prompt.size} prompt tokens and max_tokens {max_tokens} exceed the context of "
+            f"{length} prompt tokens and max_tokens {max_tokens} exceed the context of "
             f"{server.max_context}; ask for at most {max(room, 0)}"
         )
-    return [int(token) for token in prompt]
 
 
 def check_options(params: SamplingParams, server: ServerInfo, vocabulary: int) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from k3rl.data import TrainBatch, TrainSequence
 from k3rl.losses import LossOutput
 from k3rl.model import MLP, GatedMLA, K3ForCausalLM, KimiDeltaAttention, LatentMoE
-from k3rl.numerics import project, stored_dtype
-from k3rl.optim import ADAMW_BETAS, ADAMW_EPS, OptimizerStateError, classify, clip_heads_
+from k3rl.numerics import project
+from k3rl.optim import ADAMW_BETAS, ADAMW_EPS, OptimizerStateError, adamw_scale, classify, clip_heads_
 from k3rl.parallel.agree import flat, raise_together
 from k3rl.parallel.backends.base import OPTIMIZER, Update
 from k3rl.parallel.backends.config import DeepSpeedConfig
@@ -102,6 +102,9 @@ class DeepSpeedBackend:
             part.gate.__dict__["e_score_correction_bias"] = bias  # moved by balancing in float32: not ZeRO's to shard
         self._names = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._decay = {name: classify(name, value.shape, model.config).decay for name, value in self._names.items()}
+        self._scale = {
+            name: adamw_scale(name, value.shape, self._config.scaling) for name, value in self._names.items()
+        }
         self._shapes = {name: value.shape for name, value in self._names.items()}
         self._number = 0  # of the step that is under way
         self._reduced = False  # whether ZeRO holds gradients
@@ -116,10 +119,11 @@ class DeepSpeedBackend:
         for name, value in (("RANK", rank), ("LOCAL_RANK", 0), ("WORLD_SIZE", self._ranks)):
             os.environ.setdefault(name, str(value))
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-        groups = [
-            {"params": [p for n, p in self._names.items() if self._decay[n] is decays], "weight_decay": rate}
-            for decays, rate in ((True, self._config.weight_decay), (False, 0.0))
-        ]
+        groups = []
+        for decays, scale in dict.fromkeys((self._decay[name], self._scale[name]) for name in self._names):
+            members = [p for n, p in self._names.items() if (self._decay[n], self._scale[n]) == (decays, scale)]
+            rate = self._config.weight_decay / scale if decays else 0.0  # torch multiplies it by the scaled rate
+            groups.append({"params": members, "weight_decay": rate, "scale": scale})
         self._adam = _AdamW(groups, lr=self._config.adamw_lr, betas=ADAMW_BETAS, eps=ADAMW_EPS, foreach=False)
         if self._zero.stage == 3:
             deepspeed.utils.set_z3_leaf_modules(self._model, [KimiDeltaAttention, GatedMLA, LatentMoE, MLP])
@@ -252,7 +256,7 @@ class DeepSpeedBackend:
     def apply(self, max_logits: dict[int, Tensor], lr_scale: float) -> Update:
         lr = self._config.adamw_lr * lr_scale
         for settings in self._adam.param_groups:
-            settings["lr"] = lr
+            settings["lr"] = lr * settings["scale"]
         with self._among_ranks("a step of ZeRO"):
             self._engine.step()
         self._reduced = False
@@ -316,7 +320,7 @@ class DeepSpeedBackend:
         """Every parameter becomes what a checkpoint stores of it; the masters stay."""
         quantization = self._model.config.quantization
         for name, parameter in self._names.items():
-            stored = stored_dtype(name, quantization.weights)
+            stored = self._model.config.stored(name)
             if stored == "fp32" or (stored == "bf16" and parameter.dtype == torch.bfloat16):
                 continue
             with self._gathered([name], write=True):
@@ -365,11 +369,11 @@ class DeepSpeedBackend:
         for layer, maximum in max_logits.items():
             if bool((maximum <= self._config.qk_clip).all()):
                 continue
-            names = [
-                f"language_model.model.layers.{layer}.self_attn.{kind}.weight" for kind in ("q_b_proj", "kv_b_proj")
-            ]
+            config = self._model.config
+            kinds = ("q_proj" if config.q_lora_rank is None else "q_b_proj", "kv_b_proj")
+            names = [f"{config.prefix}model.layers.{layer}.self_attn.{kind}.weight" for kind in kinds]
             masters = [self._full(name).clone() for name in names]
-            clipped += clip_heads_(masters[0], masters[1], maximum, self._model.config, self._config.qk_clip)
+            clipped += clip_heads_(masters[0], masters[1], maximum, config, self._config.qk_clip)
             self._write(dict(zip(names, masters, strict=True)))
         return clipped
 

@@ -43,7 +43,7 @@ class NativeBackend:
             pack_experts(model)
 
         def stored(name: str, master: Tensor) -> Tensor:
-            return stored_values(name, master, quantization.weights, quantization.scale_rule)
+            return stored_values(model.config.stored(name), master, quantization.scale_rule)
 
         found = trained(model.trained_parameters(), model.config, config.optimizer)
         infos = {name: info for name, (info, _) in found.items()}

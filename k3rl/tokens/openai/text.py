@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
+from k3rl.tokens.markup import TurnText
 from k3rl.tokens.tokenizer import Tokenizer
 
 
@@ -33,6 +34,13 @@ class TextCutter:
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 
+    def pass_over(self, data: bytes = b"") -> str:
+        """The text of markup, in which no stop string is found, nor across it, and of what was held back before."""
+        if self._done:
+            return ""
+        text, self._held = self._held + self._decoder.decode(data), ""
+        return text
+
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that a stop string begins with."""
@@ -46,18 +54,21 @@ class PlainText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._tokenizer, self._cutter = tokenizer, TextCutter(stop)
+        self._tokenizer, self._cutter, self._markup = tokenizer, TextCutter(stop), TurnText(tokenizer)
         self._whole = TextCutter(())
         self._characters = 0
         self.offsets: list[int] = []
 
     def feed(self, ids: Iterable[int], final: bool = False) -> list[tuple[str, str]]:
         """The text that these ids add; `final` with the last ones."""
-        pieces = [token_bytes(self._tokenizer, token) for token in ids]
-        for piece in pieces:
+        text = ""
+        for token in ids:
+            piece = token_bytes(self._tokenizer, token)
             self.offsets.append(self._characters)
             self._characters += len(self._whole.feed(piece))
-        text = self._cutter.feed(b"".join(pieces), final)
+            marks = self._markup.feed(token) is None
+            text += self._cutter.pass_over(piece) if marks else self._cutter.feed(piece)
+        text += self._cutter.feed(b"", True) if final else ""
         return [("text", text)] if text else []
 
 
@@ -93,6 +104,8 @@ class Channels:
                 self._header = None
                 self._channel = self._NAMES.get(tag) if self._opens else None
                 self._cutter = TextCutter(self._stop)
+            elif self._channel is not None and (text := self._cutter.pass_over()):
+                found.append((self._channel, text))
         if final:
             self._add(found, b"", True)
         return found
