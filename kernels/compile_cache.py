@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def directory() -> Path:
     """Where Triton keeps what it compiles: TRITON_CACHE_DIR, else a folder for these versions in `home`."""
     if named := os.environ.get("TRITON_CACHE_DIR"):
         return Path(named)
-    from importlib.metadata import version
-
+    ptxas.choose()
     used = ptxas.path()
     assembler = ".".join(map(str, (ptxas.version(used) if used else None) or ("none",)))
-    return home() / f"triton-{version('triton')}-ptxas-{assembler}"
+    triton = metadata.version("triton") if dispatch.have_triton() else "none"
+    return home() / f"triton-{triton}-ptxas-{assembler}"
 
 
 def compiled() -> int:
@@ -103,7 +104,6 @@ def use() -> None:
     """
     if not dispatch.have_triton():
         return
-    ptxas.choose()
     folder = directory()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,15 +167,21 @@ def compile_one(one: Specialization) -> bool:
     keys = [tuple(key) for key in about["constant_keys"]]
     constants = dict(zip(keys, map(constant, about["constant_vals"]), strict=True))
     attributes = dict(zip(map(tuple, about["attrs_keys"]), about["attrs_vals"], strict=True))
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in about["options"].items()}
-    if set(about["signature"]) != set(kernel.arg_names):
+    options = {key: _tuples(value) for key, value in about["options"].items()}
+    signature = {key: _tuples(value) for key, value in about["signature"].items()}
+    if set(signature) != set(kernel.arg_names):
         return False
-    source = ASTSource(kernel, about["signature"], constants, attributes)
+    source = ASTSource(kernel, signature, constants, attributes)
     try:
         compile_kernel(source, target=GPUTarget(*one.target), options=options)
     except Exception:  # it will be compiled where it is launched, if it still is, and that says what is wrong
         return False
     return True
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has no tuples, and arguments of kernels are no lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def compile_all(wanted: Sequence[Specialization], processes: int) -> Iterator[int]:

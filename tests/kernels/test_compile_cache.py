@@ -77,6 +77,12 @@ def test_what_is_written_down_is_compiled_ahead_and_found_by_who_launches_it(cac
     assert compile_cache.compiled() == len(NAMES)
 
 
+def test_every_configuration_of_the_table_can_be_written_down() -> None:
+    """Triton makes JSON of a launch for whoever listens, and would fail the launch where it cannot."""
+    for name in compiling.CONFIGURATIONS:
+        assert json.loads(specialization(name).data)["signature"]
+
+
 def test_a_kernel_that_is_no_longer_as_it_was_is_passed_over(cache) -> None:
     one = specialization("norm")
     for changed in ({"name": "gone_kernel"}, {"module": "k3rl.kernels.gone"}, {"data": "{"}):
