@@ -161,10 +161,11 @@ def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
     """
     start, activations = config.model.start, activations_of(config)
     served = str(weights_of(start)) if config.trainer.lora else start
-    loading = None if config.cluster.shares_gpu else fleet.rollouts.start_loading(served, activations)
+    waits = config.cluster.shares_gpu
+    loading = [] if waits else fleet.rollouts.start_loading(served, activations)
     fleet.learner.load(start, config.trainer, config.learner, activations)
     fleet.learner.set_version(0)
-    fleet.rollouts.loaded(fleet.rollouts.start_loading(served, activations) if loading is None else loading)
+    fleet.rollouts.loaded(fleet.rollouts.start_loading(served, activations) if waits else loading)
 
 
 def policy_sampling(config: RolloutStageConfig) -> SamplingParams:
