@@ -67,7 +67,7 @@ def _owners(config: K3Config, layout: Layout, variant: str, lora_rank: int, shar
     of_rest = np.array([0] * len(routed) + [*rest.values()], np.int64)
     runs = [len(expert_run(config.num_experts, place, layout.expert)) for place in range(layout.expert)]
     if not sharded:
-        return (_owned(kinds, of_expert * max(runs) + of_rest),)
+        return _owned(kinds, (of_expert * max(runs) + of_rest)[None])
     held = np.zeros((layout.stage_devices, len(kinds)), np.int64)
     if layout.expert == 1:
         _assign(held, kinds, of_rest + of_expert * runs[0])
@@ -77,7 +77,7 @@ def _owners(config: K3Config, layout: Layout, variant: str, lora_rank: int, shar
             _assign(replicas, kinds, of_expert * run)
         held = np.concatenate([among[run] for run in runs])
         _assign(held, kinds, of_rest)
-    return tuple(_owned(kinds, own) for own in np.unique(held, axis=0))
+    return _owned(kinds, held)
 
 
 def _matrices(config: K3Config, pipeline: int, variant: str, lora_rank: int) -> tuple[Counter[Matrix], Counter[Matrix]]:
@@ -107,7 +107,8 @@ def _matrices(config: K3Config, pipeline: int, variant: str, lora_rank: int) -> 
     return routed, rest
 
 
-def _matrix(info: ParamInfo, shape: Sequence[int]) -> Matrix:
+@lru_cache(maxsize=1 << 12)
+def _matrix(info: ParamInfo, shape: tuple[int, ...]) -> Matrix:
     muon = info.group == "muon"
     flops = sum(newton_schulz_flops(rows, shape[1]) for rows in info.row_blocks) if muon else 0.0
     return Matrix(math.prod(shape), muon, step_cost(info, shape), flops)
@@ -143,8 +144,10 @@ def _level(load: np.ndarray, cost: float, count: int) -> np.ndarray:
     return given
 
 
-def _owned(kinds: Sequence[Matrix], counts: np.ndarray) -> Owned:
-    pairs = list(zip(kinds, counts.tolist(), strict=True))
-    muon = sum(kind.numbers * count for kind, count in pairs if kind.muon)
-    adamw = sum(kind.numbers * count for kind, count in pairs if not kind.muon)
-    return Owned(muon, adamw, sum(kind.flops * count for kind, count in pairs))
+def _owned(kinds: Sequence[Matrix], held: np.ndarray) -> tuple[Owned, ...]:
+    """What ranks own [ranks, K], equal ones once."""
+    numbers = np.array([kind.numbers for kind in kinds], np.int64)
+    muon = np.array([kind.muon for kind in kinds])
+    both = (held @ (numbers * muon)).tolist(), (held @ (numbers * ~muon)).tolist()
+    flops = (held @ np.array([kind.flops for kind in kinds])).tolist()
+    return tuple(Owned(*row) for row in dict.fromkeys(zip(*both, flops, strict=True)))
