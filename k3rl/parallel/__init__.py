@@ -30,7 +30,7 @@ from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.statistics import Statistics
 from k3rl.parallel.trainer import Trainer, make_trainer
 from k3rl.parallel.world import Axis, RanksDisagree, World
-from k3rl.parallel.zero import assign_owners, candidates_of, gather_tensors, step_cost
+from k3rl.parallel.zero import gather_tensors
 
 __all__ = [
     "Axis",
@@ -56,10 +56,8 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "World",
-    "assign_owners",
     "balanced_cuts",
     "balanced_shares",
-    "candidates_of",
     "check_backend",
     "check_slices",
     "data_degree",
@@ -70,5 +68,4 @@ __all__ = [
     "gather_tensors",
     "make_trainer",
     "pair_cost",
-    "step_cost",
 ]

@@ -4,8 +4,7 @@ inputs.py   Cluster, Workload, Method, Layout: what is asked about       plan.py
 search.py   the fastest layout, other methods, smallest clusters          report.py   a plan as plain values
 shares.py   what falls to one device          memory.py   its bytes       traffic.py  what it sends
 work.py     operations and seconds of training       engine.py   memory and time of the engines
-optimizer.py  owners.py    one step's costs, and whose state is where
-frozen.py   frozen weights that ranks share   live_bytes.py   measures a real run
+optimizer.py  frozen.py    one step's costs, frozen weights that ranks share       live_bytes.py   measures a real run
 Not here: what a model costs before it is divided (`k3rl.model.costs`).
 """
 

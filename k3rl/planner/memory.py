@@ -9,12 +9,11 @@ from functools import cache, lru_cache
 
 from k3rl.losses import TABLE_ELEMENTS, tile_elements
 from k3rl.model import K3Config, costs
-from k3rl.model.costs import ROUTED, WIDE, MicroBatch
+from k3rl.model.costs import ROUTED, WIDE, MicroBatch, block_sums
 from k3rl.optim import BUCKET_ELEMENTS, SLOTS
 from k3rl.planner.frozen import cut_bytes, gathered_numbers
 from k3rl.planner.inputs import GIB, Cluster, Layout, Method
 from k3rl.planner.optimizer import optimizer_costs
-from k3rl.planner.owners import owners
 from k3rl.planner.shares import (
     device_parameters,
     expert_load,
@@ -32,9 +31,9 @@ def learner_memory(
 ) -> dict[str, float]:
     """Bytes of one device by part, when forward-backward is at its peak and gradients of earlier ones are there.
 
-    With LoRA the frozen experts stay packed. `step` replaces `activations` during the optimizer's step, `publication`
-    while ranks gather experts; only the largest of them counts, but for CUDA graphs, which keep the memory of both.
-    only_one: a step has one micro-batch; gradients of all but experts then come as activations go.
+    With LoRA the frozen experts stay packed. `step` replaces `activations` during the optimizer's step; only the larger
+    of the two counts, but for CUDA graphs, which keep the memory of both. only_one: a step has one micro-batch;
+    gradients of all but experts then come as activations go.
     """
     held = device_parameters(config, layout, method)
     memory = standing_memory(config, layout, method)
@@ -43,13 +42,11 @@ def learner_memory(
     replacing = held.trained_rest * method.gradient_bytes if only_one and not method.lora_rank else 0.0
     captured = method.captures(layout)
     working = activation_memory(config, layout, method, batch, replacing=0.0 if captured else replacing)
-    most_owned = max(own.numbers for own in owners(config, layout, method))
-    step = _step_workspace(config, method, most_owned)
+    step = _step_workspace(config, method, sum(held.owned(layout, method)))
     if captured:
         # A graph's backward gives the gradients of all but experts together, as they come, to be added.
         return memory | working | {"handed_over": held.trained_rest * method.weight_bytes, "step": step}
-    publication = publication_bytes(config, layout, method)
-    return memory | max(working, {"step": step}, {"publication": publication}, key=lambda parts: sum(parts.values()))
+    return memory | (working if sum(working.values()) >= step else {"step": step})
 
 
 def standing_memory(config: K3Config, layout: Layout, method: Method) -> dict[str, float]:
@@ -76,18 +73,21 @@ def weight_bytes(config: K3Config, layout: Layout, method: Method, *, whole: boo
 
 
 def optimizer_state_bytes(config: K3Config, layout: Layout, method: Method) -> float:
-    """Bytes of masters and momentum of the device that owns most."""
-    return max(own.state_bytes(method.momentum_bytes) for own in owners(config, layout, method))
+    """Bytes of masters and momentum that one device owns."""
+    routed, rest = device_parameters(config, layout, method).owned(layout, method)
+    routed_each, rest_each = _state_each(config, method)
+    return routed * routed_each + rest * rest_each
 
 
-def publication_bytes(config: K3Config, layout: Layout, method: Method) -> float:
-    """Bytes of a layer's experts, packed, which one rank of an expert axis gathers to publish or save them, and its
-    own of them beside it."""
-    if layout.expert == 1 or method.lora_rank:
-        return 0.0
-    facts = model_counts(config)
-    each = PACKED_BYTES if config.quantization.shipped().weights == "mxfp4" else 2.0
-    return facts.routed / max(1, facts.moe) * each * (1 + expert_load(config, layout.expert) / layout.expert)
+def _state_each(config: K3Config, method: Method) -> tuple[float, float]:
+    """Bytes of master and momentum of one number of routed experts, and of all else on average."""
+    adamw = 4.0 + 8
+    if method.lora_rank:
+        return adamw, adamw
+    muon, groups = 4.0 + method.momentum_bytes, optimizer_costs(config, method.optimizer)
+    both = [(groups.muon[routed], groups.adamw[routed]) for routed in (True, False)]
+    found = [(muon * one + adamw * other) / max(1, one + other) for one, other in both]
+    return found[0], found[1]
 
 
 def least_gib(config: K3Config, method: Method, devices: int) -> float:
@@ -177,7 +177,7 @@ def _stage_activations(config: K3Config, layout: Layout, method: Method, batch: 
     count = model_counts(config).layers
     share = math.ceil(count / layout.pipeline) / count
     if method.recompute == "layer":
-        bank = math.ceil(count / config.attn_res_block_size) + 1
+        bank = block_sums(config) + 1
         layers = batch.tokens * config.hidden_size * (2.0 * count * batch.bytes_each + bank * batch.wide_bytes)
     else:
         layers = sum(_layer_activations(config, batch).values())

@@ -11,11 +11,8 @@ from typing import Any
 from k3rl.model import K3Config
 from k3rl.planner.engine import engine_sizes
 from k3rl.planner.inputs import GIB, Cluster, Layout, Method, PlanError, Workload
-from k3rl.planner.memory import least_gib, standing_memory, weight_bytes
+from k3rl.planner.memory import least_gib, standing_memory
 from k3rl.planner.plan import Plan, plan_layout
-from k3rl.planner.shares import device_parameters
-
-_SURELY = 0.9  # of an even share of optimizer state is on the device that has most, whatever stages hold
 
 
 def layouts(config: K3Config, devices: int, *, pipeline: bool = False) -> Iterator[Layout]:
@@ -164,20 +161,8 @@ def _search(
 
 def _cannot_beat(best: Plan | None, config: K3Config, cluster: Cluster, layout: Layout, method: Method) -> bool:
     """Whether what a layout holds before any micro-batch is enough to know that `best` stays."""
-    held = _least_gib(config, layout, method)
+    held = _standing_gib(config, layout, method)
     return held > cluster.free_gib and (best is None or best.fits or held > best.gpu_gib)
-
-
-def _least_gib(config: K3Config, layout: Layout, method: Method) -> float:
-    """GiB that a device holds at least: `_standing_gib` were it not for matrices that stay whole, which takes a hundred
-    times as long to count."""
-    held = device_parameters(config, layout, method)
-    state = 0.0
-    if not method.offload:
-        ranks = (layout.replicas, layout.stage_devices) if method.shard_optimizer else (1, 1)
-        each = 4.0 + (8 if method.lora_rank or method.optimizer == "adamw" else method.momentum_bytes)
-        state = _SURELY * each * (held.trained_routed / ranks[0] + held.trained_rest / ranks[1])
-    return (weight_bytes(config, layout, method) + held.trained * method.gradient_bytes + state) / GIB
 
 
 def _standing_gib(config: K3Config, layout: Layout, method: Method) -> float:

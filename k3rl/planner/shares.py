@@ -11,12 +11,11 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from k3rl.model import K3Config, LoraConfig, TensorEntry, costs, tensor_table
+from k3rl.model import K3Config, costs, tensor_table
 from k3rl.model.costs import ROUTED, MicroBatch
 from k3rl.parallel import balanced_cuts, pair_cost
 from k3rl.planner.inputs import Layout, Method, Workload
 
-_TARGETS = LoraConfig.model_fields["targets"].default
 UNITS = 1 << 14  # that a micro-batch is cut in here: a share is known to one part in a thousand
 
 
@@ -47,18 +46,12 @@ def model_counts(config: K3Config) -> ModelCounts:
     )  # fmt: skip
 
 
-def is_adapted(entry: TensorEntry) -> bool:
-    """Whether an adapter with the default targets trains beside this matrix."""
-    leaf = entry.name.removesuffix(".weight").rpartition(".")[2]
-    return entry.part in ("kda", "mla", "dense_mlp", "shared_experts", ROUTED) and leaf in _TARGETS
-
-
 @cache
 def lora_parameters(config: K3Config, rank: int) -> dict[bool, int]:
-    """Numbers of the adapters {True: of routed experts, each its own; False: of all else that is adapted}."""
+    """Numbers of the adapters {True: of routed experts, each its own; False: of attention and shared experts}."""
     found = {True: 0, False: 0}
     for entry in tensor_table(config):
-        if is_adapted(entry):
+        if entry.part in ("kda", "mla", "shared_experts", ROUTED) and len(entry.shape) == 2:
             found[entry.part == ROUTED] += entry.copies * rank * sum(entry.shape)
     return found
 
@@ -80,6 +73,11 @@ class DeviceParameters:
     @property
     def trained(self) -> float:
         return self.trained_routed + self.trained_rest
+
+    def owned(self, layout: Layout, method: Method) -> tuple[float, float]:
+        """Trained numbers (of routed experts, of the rest) whose optimizer state this device keeps."""
+        experts, rest = (layout.replicas, layout.stage_devices) if method.shard_optimizer else (1, 1)
+        return self.trained_routed / experts, self.trained_rest / rest
 
 
 @lru_cache(maxsize=1 << 14)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from k3rl.model import K3Config
-from k3rl.model.costs import WIDE
+from k3rl.model.costs import WIDE, block_sums
 from k3rl.numerics import mx
 from k3rl.planner.engine import checkpoint_bytes
 from k3rl.planner.frozen import cut_bytes, frozen_parts
@@ -37,7 +37,7 @@ def traffic(
     add("gradients", rest, layout.stage_devices)
     add("gradients", routed, layout.replicas)
     if layout.pipeline > 1:
-        bank = math.ceil(facts.layers / config.attn_res_block_size) + 1
+        bank = block_sums(config) + 1
         found["network"]["stages"] = 2 * tokens * config.hidden_size * method.weight_bytes * bank
     if method.shard_frozen > 1:
         add("frozen weights", _frozen_bytes(config, workload, method, layout), method.shard_frozen)

@@ -7,9 +7,9 @@ from functools import cache
 from k3rl.model import K3Config, costs
 from k3rl.model.costs import ROUTED, MicroBatch
 from k3rl.planner.inputs import Cluster, Layout, Method, Workload
+from k3rl.planner.memory import optimizer_state_bytes
 from k3rl.planner.optimizer import optimizer_costs
-from k3rl.planner.owners import Owned, owners
-from k3rl.planner.shares import device_tokens, expert_load, micro_batch
+from k3rl.planner.shares import device_parameters, device_tokens, expert_load, micro_batch
 
 
 @cache
@@ -44,19 +44,16 @@ def train_times(
 ) -> dict[str, float]:
     """Seconds of arithmetic by phase, on the device that has most."""
     most = train_flops(config, workload, method, layout, expert_load(config, layout.expert))
-    flops = {name: each / layout.devices for name, each in most.items() if name != "optimizer"}
+    flops = {name: each / layout.devices for name, each in most.items()}
+    optimizer = flops.pop("optimizer", 0.0) / (cluster.gpu.tflops * 1e12 * cluster.efficiency.optimizer)
     tokens = device_tokens(workload, layout)
     most_tokens = tokens * layout.stage_devices / workload.tokens
     times = {name: each * most_tokens / cluster.train_rate for name, each in flops.items()}
     if layout.pipeline > 1:
         micro_batches = max(1.0, tokens / workload.micro_batch_tokens)
         times["bubble"] = sum(times.values()) * (layout.pipeline - 1) / micro_batches
-    times["optimizer"] = max(_step_time(own, cluster, method) for own in owners(config, layout, method))
+    owned = sum(device_parameters(config, layout, method).owned(layout, method))
+    moved = owned * (method.gradient_bytes + method.weight_bytes)
+    moved += 2 * optimizer_state_bytes(config, layout, method)
+    times["optimizer"] = optimizer + moved / cluster.memory_rate
     return times
-
-
-def _step_time(own: Owned, cluster: Cluster, method: Method) -> float:
-    """Seconds of the optimizer's step on a device that owns these numbers."""
-    moved = own.numbers * (method.gradient_bytes + method.weight_bytes) + 2 * own.state_bytes(method.momentum_bytes)
-    work = own.flops / (cluster.gpu.tflops * 1e12 * cluster.efficiency.optimizer)
-    return work + moved / cluster.memory_rate

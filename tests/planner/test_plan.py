@@ -46,8 +46,7 @@ def test_state_of_the_full_model_is_14_bytes_a_parameter_over_all_devices() -> N
     assert 256 * least_gib(K3, Method(), 256) * GIB == pytest.approx(14 * parameters)
     assert least_gib(K3, Method(), 256) == pytest.approx(141.6, abs=0.05)
     # The fullest of 16 stages has 6 of 93 layers, and what is no expert is repeated on 16 ranks.
-    head = 12 * K3.vocab_size * K3.hidden_size  # whole on one of them
-    assert 14 * parameters / 256 < state < 1.3 * 14 * parameters / 256 + head
+    assert 14 * parameters / 256 < state < 1.3 * 14 * parameters / 256
 
 
 def test_what_does_not_fit_names_the_part_and_what_would() -> None:
@@ -78,8 +77,7 @@ def test_sharding_divides_and_offload_moves_to_the_host() -> None:
     facts, counts = model_counts(SMALL), optimizer_costs(SMALL)
     rest = 8 * counts.muon[False] + 12 * counts.adamw[False]
     assert whole["optimizer"] == pytest.approx(8 * facts.routed / 2 + rest, rel=1e-4)  # balancing biases
-    even = 8 * facts.routed / 2 / 4 + rest / 8
-    assert even < shared["optimizer"] < 1.05 * even  # matrices stay whole
+    assert shared["optimizer"] == pytest.approx(8 * facts.routed / 2 / 4 + rest / 8, rel=1e-4)
     method = Method(offload=True)
     assert learner_memory(SMALL, layout, method, batch)["optimizer"] == 0
     assert host_gib(SMALL, Cluster(8), layout, method) * GIB == pytest.approx(8 * shared["optimizer"])
