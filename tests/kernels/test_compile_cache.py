@@ -64,17 +64,21 @@ def write_down(names) -> None:
     (compile_cache.home() / compile_cache.TABLE).write_text("\n".join([*lines, "{torn"]) + "\n")
 
 
-def test_what_is_written_down_is_compiled_ahead_and_found_by_who_launches_it(cache) -> None:
+def test_what_is_written_down_is_compiled_by_a_process_of_its_own(cache) -> None:
     write_down(NAMES)
     done = subprocess.run(
         [sys.executable, "-m", "k3rl.kernels.compile_cache"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert [line.split()[:2] for line in done[:-1]] == [[str(n), "3"] for n in range(4)]
     assert compile_cache.compiled() == len(NAMES)
-    for name in NAMES:  # as a process would that launches it: compiled by the same name, so nothing is added
+
+
+def test_what_is_compiled_ahead_is_found_by_who_launches_it(cache) -> None:
+    for number, name in enumerate(NAMES, start=1):
         assert compile_cache.compile_one(specialization(name))
+        assert compile_cache.compiled() == number
         compiling.compiled(*compiling.CONFIGURATIONS[name])
-    assert compile_cache.compiled() == len(NAMES)
+        assert compile_cache.compiled() == number, "it is the same entry of the cache"
 
 
 def test_every_configuration_of_the_table_can_be_written_down() -> None:
