@@ -128,6 +128,12 @@ class ClusterConfig(Config):
         by_store = self.weight_delta == "auto" and self.weight_transfer == "object_store"
         return self.rollout.backend == "k3rl" and (self.weight_delta == "on" or by_store)
 
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether an engine may be on the learner's GPU."""
+        on_gpus = self.learner_device == self.rollout_device == "cuda" and self.rollout.backend == "k3rl"
+        return on_gpus and self.learner_gpus < 1.0
+
     @model_validator(mode="after")
     def _a_server_for_each_actor(self) -> ClusterConfig:
         urls = self.rollout.url

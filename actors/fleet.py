@@ -90,25 +90,38 @@ class Fleet:
             self.learner.notes += self._publisher.notes()
         return done
 
+    def slow_paths(self) -> list[str]:
+        """What of the GPUs runs without kernels: a sentence for each kind of actor and reason."""
+        found: list[str] = []
+        if self._config.learner and self._config.cluster.learner_device == "cuda":
+            found += [f"learner: {text}" for text in self.learner.slow_paths()]
+        if self._config.env is not None and self._config.cluster.rollout_device == "cuda":
+            found += [f"engines: {text}" for text in self.rollouts.slow_paths()]
+        return found
+
     def start(self) -> None:
         """Makes the actors, each in its part of the reservation."""
+        cluster = self._config.cluster
+        ranks: list[Any] = []
         if self._config.learner:
-            self._start_learner()
+            ranks = self._make_learner()
         if self._config.env is not None:
             self._start_rollouts(self._config.env)
+        if ranks:  # they wait for each other while the other actors come up
+            self.learner = LearnerGroup(ranks, cluster.call_timeout_s, keeps_base=cluster.sends_deltas)
         if self._config.learner and self._config.env is not None and self._config.canary is not None:
             self._publisher = WeightPublisher(
                 self.learner.actors, self.rollouts.engines, self._config.canary, self._config.cluster
             )
 
-    def _start_learner(self) -> None:
+    def _make_learner(self) -> list[Any]:
         cluster = self._config.cluster
         ranks = [
             self._place(f"learner {i}", LearnerActor, cluster.learner_threads, cluster.learner_device)
             for i in range(cluster.learner_actors)
         ]
         self._started += ranks
-        self.learner = LearnerGroup(ranks, cluster.call_timeout_s, keeps_base=cluster.sends_deltas)
+        return ranks
 
     def _start_rollouts(self, env: EnvConfig) -> None:
         config, cluster, made = self._config, self._config.cluster, make(env.name, **env.args)
@@ -152,7 +165,7 @@ class Fleet:
 
     def settle(self) -> None:
         """Waits for a training state that is being written; its error gives way to the one under way."""
-        if self._started and self._config.learner:
+        if self._started and "learner" in vars(self):  # its ranks may never have met
             with suppress(K3Error):
                 self.learner.state_saved()
 

@@ -26,8 +26,19 @@ from k3rl.checkpoint import (
     weights_of,
 )
 from k3rl.data import TrainBatch
+from k3rl.kernels import compile_cache, slow_paths
 from k3rl.model import DeviceName, K3Config, K3ForCausalLM, adapted, place_of
-from k3rl.parallel import LearnerConfig, Loss, Mesh, Trainer, TrainerConfig, World, make_trainer, pair_cost
+from k3rl.parallel import (
+    LearnerConfig,
+    Loss,
+    Mesh,
+    ScorerConfig,
+    Trainer,
+    TrainerConfig,
+    World,
+    make_trainer,
+    pair_cost,
+)
 from k3rl.run import Accumulator
 from k3rl.tokens import Tokenizer
 
@@ -43,6 +54,8 @@ class LearnerActor:
 
     def __init__(self, threads: int, device: DeviceName = "cpu") -> None:
         """device: where models are, in float32 on the CPU and in bf16 on a GPU, masters in float32 either way."""
+        if device == "cuda":
+            compile_cache.use()
         torch.set_num_threads(threads)
         torch.set_flush_denormal(True)
         torch.manual_seed(0)  # draws of k3rl have seeds of their own; this is for libraries, and part of a state
@@ -56,6 +69,7 @@ class LearnerActor:
         self.weights = WeightSource(self._device)
         self._tokenizer: Tokenizer | None = None
         self._start: str | None = None  # the checkpoint that the weights came from
+        self._told: list[str] = []  # of slow paths
         self._seed = 0  # what fresh weights came from
         self._frozen: str | None = None  # on rank 0: fingerprint of weights that stay
         self._computes = "float32"  # in what steps are computed, which masters are rounded to
@@ -139,9 +153,9 @@ class LearnerActor:
             self._frozen = weights_fingerprint(self._start, self._seed)
         return size
 
-    def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
+    def load_teachers(self, checkpoints: Mapping[str, str], scorer: ScorerConfig) -> None:
         """A frozen policy for each domain, whole on each rank; domains that name one directory share its weights."""
-        self._teachers.load(checkpoints, trainer)
+        self._teachers.load(checkpoints, scorer)
 
     def train(
         self, batches: Sequence[TrainBatch | None], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
@@ -163,14 +177,20 @@ class LearnerActor:
             )
         return metrics
 
+    def warm_up(self, loss: Loss, temperature: float = 1.0, *, routes: bool = False, teacher: bool = False) -> None:
+        """See `Trainer.warm_up`."""
+        self.trainer.warm_up(loss, temperature=temperature, routes=routes, teacher=teacher)
+
     def pair_cost(self) -> float:
         """What a pair of tokens costs this model (`k3rl.parallel.pair_cost`)."""
         return pair_cost(self.trainer.model.config)
 
     def notes(self) -> list[str]:
-        """What a person should read about the last steps; each is given once."""
+        """What a person should read about this rank's GPU and the last steps; each is given once."""
+        slow = [text for text in slow_paths(self._device) if text not in self._told]
+        self._told += slow
         notes, self.trainer.notes = self.trainer.notes, []
-        return notes
+        return [*slow, *notes]
 
     def evaluate(self, batch: TrainBatch | None, loss: Loss) -> Accumulator:
         """The loss's metrics on this rank's share."""

@@ -13,7 +13,7 @@ import ray
 from k3rl.actors.calls import ActorHung, ActorLost, no_answer, wait
 from k3rl.config import K3Error
 from k3rl.data import TrainBatch, sequence_costs
-from k3rl.parallel import LearnerConfig, Loss, PeerFailed, TrainerConfig, balanced_shares, find_lost
+from k3rl.parallel import LearnerConfig, Loss, PeerFailed, ScorerConfig, TrainerConfig, balanced_shares, find_lost
 from k3rl.run import Accumulator
 
 
@@ -24,6 +24,7 @@ class LearnerGroup:
         """keeps_base: whether deltas start from the weights that engines are loaded with."""
         self.actors = actors
         self.notes: list[str] = []  # about steps, for a person; whoever shows them clears them
+        self._warming: list[Any] = []
         self._note_calls: list[Any] = []  # for the notes of a step that is under way
         self._timeout_s, self._keeps_base = timeout_s, keeps_base
         self._context = 1  # ranks that share each sequence
@@ -54,11 +55,24 @@ class LearnerGroup:
             self._pair_cost = wait(self.actors[0].pair_cost.remote(), self._timeout_s, "learner.pair_cost")
         return sizes[0]
 
-    def load_teachers(self, checkpoints: Mapping[str, str], trainer: TrainerConfig) -> None:
-        self._every("load_teachers", [(checkpoints, trainer)] * len(self.actors))
+    def load_teachers(self, checkpoints: Mapping[str, str], scorer: ScorerConfig) -> None:
+        self._every("load_teachers", [(checkpoints, scorer)] * len(self.actors))
 
     def load_state(self, directory: str) -> dict[str, Any]:
         return self._every("load_state", [(directory,)] * len(self.actors))[0]
+
+    def start_warm_up(
+        self, loss: Loss, temperature: float = 1.0, *, routes: bool = False, teacher: bool = False
+    ) -> None:
+        """Has the ranks compile what the first step needs, before whatever they are asked next."""
+        self._warming = [
+            actor.warm_up.remote(loss, temperature, routes=routes, teacher=teacher) for actor in self.actors
+        ]
+
+    def slow_paths(self) -> list[str]:
+        """What of the ranks' GPUs runs without kernels, each sentence once, before a first step."""
+        every = self._every("notes", [()] * len(self.actors))
+        return list(dict.fromkeys(text for texts in every for text in texts))
 
     def set_version(self, number: int) -> None:
         self._every("set_version", [(number, self._keeps_base)] * len(self.actors))
@@ -92,6 +106,8 @@ class LearnerGroup:
     def trained(self, started: list[Any]) -> Accumulator:
         """The metrics of `start_training`, added up over the ranks."""
         metrics = Accumulator()
+        warming, self._warming = self._warming, []
+        self._results("learner.warm_up", warming)
         for part in self._results("learner.train", started):
             metrics.merge(part)
         calls, self._note_calls = self._note_calls, []

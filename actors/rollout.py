@@ -44,6 +44,10 @@ class RolloutActor(AnswerStreams):
 
         from k3rl.actors.weight_sync import WeightSink
 
+        if config.rollout_device == "cuda" and config.rollout.backend == "k3rl":
+            from k3rl.kernels import compile_cache
+
+            compile_cache.use()
         torch.set_num_threads(config.rollout_threads)
         torch.set_flush_denormal(True)
         super().__init__()
@@ -83,6 +87,15 @@ class RolloutActor(AnswerStreams):
         elif self._resting:
             await self._between_steps(self._wake)
         return (await asyncio.wrap_future(self._thread.load(make))).version
+
+    async def slow_paths(self) -> list[str]:
+        """What of this actor's GPU runs without its kernels."""
+        from k3rl.kernels import slow_paths
+        from k3rl.model import place_of
+
+        if self._config.rollout.backend == "vllm":
+            return []
+        return slow_paths(place_of(self._config.rollout_device)[0])
 
     @property
     def engine(self) -> Engine | VLLMEngine:

@@ -58,10 +58,21 @@ class RolloutWorkers:
 
         quantization: what experts are computed with instead of what the checkpoint says (`load_checkpoint`).
         """
+        self.loaded(self.start_loading(checkpoint, quantization))
+
+    def start_loading(self, checkpoint: str, quantization: Mapping[str, str] | None = None) -> list[Any]:
+        """Begins `load`; `loaded` waits for it."""
         self.close()
         self._checkpoint = checkpoint
-        calls = [actor.load.remote(checkpoint, quantization) for actor in self.engines]
-        wait(calls, self._timeout_s, "loading a checkpoint into the engines")
+        return [actor.load.remote(checkpoint, quantization) for actor in self.engines]
+
+    def loaded(self, started: list[Any]) -> None:
+        wait(started, self._timeout_s, "loading a checkpoint into the engines")
+
+    def slow_paths(self) -> list[str]:
+        """What of the engines' GPUs runs without kernels, each sentence once."""
+        every = wait([actor.slow_paths.remote() for actor in self.engines], self._timeout_s, "asking the engines")
+        return list(dict.fromkeys(text for texts in every for text in texts))
 
     @property
     def skipped_families(self) -> frozenset[str]:

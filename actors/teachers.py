@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from k3rl.checkpoint import load_checkpoint
 from k3rl.data import TrainBatch
-from k3rl.parallel import Trainer, TrainerConfig
+from k3rl.parallel import Scorer, ScorerConfig
 
 
 class Teachers:
@@ -18,29 +17,23 @@ class Teachers:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._of: dict[str, Trainer] = {}
+        self._of: dict[str, Scorer] = {}
 
-    def load(self, checkpoints: Mapping[str, str], config: TrainerConfig) -> None:
-        """Loads a checkpoint for each domain; domains that name one directory share its weights."""
-        config = config.replace(expert_parallel=1, context_parallel=1, shard_frozen=1, exact=False)
-        shared = {path: self._teacher(path, config) for path in set(checkpoints.values())}
+    def load(self, checkpoints: Mapping[str, str], config: ScorerConfig) -> None:
+        """Loads a checkpoint or an adapter for each domain; domains that name one directory share its weights."""
+        self.clear()  # before others come, so that both need not fit
+        shared = {path: self._teacher(path, config) for path in sorted(set(checkpoints.values()))}
         self._of = {domain: shared[path] for domain, path in checkpoints.items()}
 
     def clear(self) -> None:
         """Lets all of them go."""
         self._of.clear()
 
-    def _teacher(self, checkpoint: str, config: TrainerConfig) -> Trainer:
-        """A frozen policy; its adapter, if it has one, stays attached."""
-        model = load_checkpoint(checkpoint, self._dtype, self._device)
-        return Trainer(model, config.replace(lora=None if model.adapter is None else model.adapter.config))
+    def _teacher(self, checkpoint: str, config: ScorerConfig) -> Scorer:
+        return Scorer(load_checkpoint(checkpoint, self._dtype, self._device, packed="served"), config)
 
     def logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
-        """float32 [N]: each sequence scored by the teacher of its domain. Raises KeyError for one without a teacher.
-
-        Routes of the batch are those of the policy; a teacher goes its own.
-        """
-        batch = dataclasses.replace(batch, routes=None)
+        """float32 [N]: each sequence scored by the teacher of its domain. Raises KeyError for one without a teacher."""
         chosen = [domain if domain in self._of else "*" for domain in domains]
         if missing := sorted(set(chosen) - set(self._of)):
             raise KeyError(f"no teacher for {missing}; there are {sorted(self._of)}")

@@ -67,20 +67,37 @@ def use_kernel(
 
 def why_not(tensors: tuple[torch.Tensor, ...], head_dims: tuple[int, int] | None, float32_rows: bool) -> str | None:
     """The reason why no kernel takes this call, with the fix where there is one; None if one does."""
-    device = tensors[0].device
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"kernels are written for NVIDIA GPUs, got device {device}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability not in CAPABILITIES:
-        return f"compute capability {capability} is not among the tested {CAPABILITIES}"
+    refused = device_refusal(tensors[0].device)
+    if refused is not None:
+        return refused
     found = {x.dtype for x in tensors}
     allowed = (torch.bfloat16, torch.float32) if float32_rows else (torch.bfloat16,)
     if len(found) != 1 or not found <= set(allowed):
         return f"row dtypes {sorted(map(str, found))} are not one of {[str(dtype) for dtype in allowed]}"
     if head_dims is not None and head_dims not in HEAD_DIMS:
         return f"head dimensions (K, V) = {head_dims} are not among {HEAD_DIMS}"
+    return None
+
+
+def device_refusal(device: torch.device) -> str | None:
+    """Why no kernel at all runs on this device, with the fix where there is one; None if they do."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"kernels are written for NVIDIA GPUs, got device {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in CAPABILITIES:
+        return f"compute capability {capability} is not among the tested {CAPABILITIES}"
     if not have_triton():
-        return "triton is not installed (pip install 'k3rl[kernels]')"
+        return "triton is not installed (pip install 'k3rl[gpu]')"
     from k3rl.kernels import ptxas
 
     return ptxas.refusal()
+
+
+def slow_paths(device: torch.device) -> list[str]:
+    """What a person should know of a GPU's slow paths: that no kernel runs at all, else each fallback that was met."""
+    if device.type == "cpu":
+        return []
+    refused = device_refusal(device)
+    if refused is not None:
+        return [f"no kernel runs on {device}, and the torch code in their place is 20 times as slow: {refused}"]
+    return [f"{family}: the torch reference runs instead of the kernel: {reason}" for family, reason in sorted(_said)]

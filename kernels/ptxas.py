@@ -2,10 +2,8 @@
 
 ptxas before 13.1 may reuse the input registers of an asynchronous WGMMA before it has read them: wrong numbers without
 an error (triton-lang/triton#11781, NVIDIA's CUDA 13.3 release notes). Triton 3.6 bundles 12.8. The scan kernels feed
-WGMMA from registers, so they are refused there. The remedy is a newer ptxas:
-
-    pip install nvidia-cuda-nvcc==13.5.37
-    export TRITON_PTXAS_PATH=$(python -c "import k3rl.kernels.ptxas as p; print(p.packaged())")
+WGMMA from registers, so they are refused there. The remedy is a newer ptxas, which `pip install 'k3rl[gpu]'` brings as
+the package nvidia-cuda-nvcc. It is taken by itself where TRITON_PTXAS_PATH names no other.
 """
 
 from __future__ import annotations
@@ -19,17 +17,32 @@ import subprocess
 from pathlib import Path
 
 FIRST_GOOD = (13, 1)
-FIX = "pip install nvidia-cuda-nvcc==13.5.37 and set TRITON_PTXAS_PATH to its bin/ptxas (k3rl.kernels.ptxas.packaged())"
+FIX = (
+    "pip install 'k3rl[gpu]', which brings a newer one (nvidia-cuda-nvcc), or set TRITON_PTXAS_PATH to a ptxas of 13.1 "
+    "or later"
+)
 
 
 def path() -> str | None:
     """The ptxas that Triton would run for Hopper: TRITON_PTXAS_PATH, else the bundled one; None without Triton."""
-    if os.environ.get("TRITON_PTXAS_PATH"):
-        return os.environ["TRITON_PTXAS_PATH"]
+    return os.environ.get("TRITON_PTXAS_PATH") or bundled()
+
+
+def bundled() -> str | None:
+    """The ptxas that came with Triton; None without Triton."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         return None
     return str(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas")
+
+
+def choose() -> None:
+    """Has Triton take the packaged ptxas in this process, where none is named and the bundled one is refused."""
+    own, other = bundled(), packaged()
+    if os.environ.get("TRITON_PTXAS_PATH") or own is None or other is None:
+        return
+    if (version(own) or (0,)) < FIRST_GOOD <= (version(other) or (0,)):
+        os.environ["TRITON_PTXAS_PATH"] = other
 
 
 def packaged() -> str | None:
@@ -54,6 +67,7 @@ def version(ptxas: str) -> tuple[int, ...] | None:
 
 def refusal() -> str | None:
     """Why the kernels must not run with the ptxas in use, with the fix; None if they may."""
+    choose()
     ptxas = path()
     if ptxas is None:
         return None
@@ -70,9 +84,9 @@ def doctor_checks() -> list[dict[str, object]]:
     checks: list[dict[str, object]] = []
     have = importlib.util.find_spec("triton") is not None
     triton = importlib.metadata.version("triton") if have else "not installed"
-    checks.append({"name": "triton", "ok": have, "found": triton, "fix": "" if have else "pip install 'k3rl[kernels]'"})
+    checks.append({"name": "triton", "ok": have, "found": triton, "fix": "" if have else "pip install 'k3rl[gpu]'"})
     if have:
-        why = refusal()
+        why = refusal()  # which chooses one first
         found = version(str(path()))
         shown = f"{_dotted(found)} at {path()}" if found else f"none at {path()}"
         checks.append(

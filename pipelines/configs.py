@@ -11,7 +11,7 @@ from k3rl.config import NOT_HASHED, Config, ConfigError
 from k3rl.envs import EnvConfig
 from k3rl.losses import GRPO, Correction, CrossEntropy, K3Policy, OnPolicyDistill
 from k3rl.optim import Schedule
-from k3rl.parallel import LearnerConfig, TrainerConfig, check_backend
+from k3rl.parallel import LearnerConfig, ScorerConfig, TrainerConfig, check_backend
 from k3rl.run import MetricsConfig
 
 
@@ -353,7 +353,9 @@ class DistillConfig(RolloutStageConfig):
     """On-policy distillation: the student's own tokens, rewarded by the teacher's log-ratio."""
 
     teachers: dict[str, str] = {}
-    """Checkpoint directory of the teacher of each domain; `*` serves every domain not named."""
+    """Checkpoint or adapter directory of the teacher of each domain; `*` serves every domain not named."""
+    teacher: ScorerConfig = ScorerConfig()
+    """How teachers score. Each is whole on each rank of the learner, and nothing of `trainer` is theirs."""
     reward_max: float = Field(3.0, gt=0)
     """The log-ratio of a token is clipped to +- this many nats."""
     ratio_low: float = Field(0.5, gt=0, lt=1)

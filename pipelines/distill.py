@@ -26,7 +26,7 @@ class Distillation:
         self.loss: Loss = config.loss()
 
     def prepare(self, learner: LearnerGroup) -> None:
-        learner.load_teachers(teachers_of(self._config), self._config.trainer)
+        learner.load_teachers(teachers_of(self._config), self._config.teacher)
 
     def regraded(self, groups: list[Group], step: int) -> list[Group]:
         return groups

@@ -74,6 +74,7 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
     learner, workers = session.fleet.learner, session.fleet.rollouts
     start_policy(session.fleet, config)
     algorithm.prepare(learner)
+    stage.note_slow_paths()
     curriculum = Curriculum(config.env, config.seed, make(config.env.name, **config.env.args).source)
     guard, evaluations = Guard(config.guard), run_evaluations(config)
     if (state := stage.restore()) is not None:
@@ -82,6 +83,9 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         evaluations.restore(state.get("best_evaluation"))
         if curriculum.left_out:
             session.progress.note(f"{stage.name}: families left out before stay so: {', '.join(curriculum.left_out)}")
+    if config.cluster.learner_device == "cuda":  # while the first episodes run
+        routes, teacher = config.sampling.replay_routes, isinstance(config, DistillConfig)
+        learner.start_warm_up(algorithm.loss, config.sampling.temperature, routes=routes, teacher=teacher)
     buffer = RolloutBuffer(stage, config, curriculum, evaluations)
     schedule, temperature = config.schedule.build(config.steps), config.sampling.temperature
 

@@ -21,6 +21,7 @@ from k3rl.parallel import PeerFailed
 from k3rl.pipelines.background import Background
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
+from k3rl.pipelines.kernel_watch import KernelWatch
 from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
@@ -48,6 +49,7 @@ class Session:
     background: Background  # writes them
     resume: bool
     restarts: int = 0  # of all actors, in this process
+    kernels: KernelWatch | None = None  # on GPUs
 
     def record(self, groups: Sequence[Group], step: int) -> None:
         """Queues every episode for the live stream and begins to write the step's trajectories, whole or not at all.
@@ -120,6 +122,9 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
             more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
         progress.note("starting Ray and the actors")
+        watch: KernelWatch | None = None
+        if "cuda" in (config.cluster.learner_device, config.cluster.rollout_device):
+            watch = stack.enter_context(KernelWatch(progress.note))
         stack.enter_context(start_ray(config.cluster))
         memory = stack.enter_context(MemoryWatch())
         first = config.sft if isinstance(config, QuickstartConfig) else config
@@ -129,7 +134,7 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         max_running = config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
         kept = _trajectories(run, tokenizer)
-        yield Session(
+        opened = Session(
             run,
             metrics,
             recorder,
@@ -143,6 +148,7 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
             beside,
             options.resume,
         )
+        yield replace(opened, kernels=watch)
 
 
 def canary_prompt(env: EnvConfig, tokenizer: Tokenizer) -> list[int]:

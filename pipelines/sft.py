@@ -93,6 +93,7 @@ def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: fl
         return result
     learner, loss = session.fleet.learner, config.loss()
     start_learner(learner, config)
+    stage.note_slow_paths()
     data, heldout = chat_data(session, config, name)
     plateau, course = Plateau(config.patience, config.min_gain), Course(config, compute)
     losses: list[tuple[int, float]] = []

@@ -85,6 +85,7 @@ class Stage:
         self.step = 0
         self.totals = {"trained_tokens": 0.0, "sampled_tokens": 0.0}
         self._clocks: dict[str, float] = {}
+        self._at_start = Accumulator()  # what the first step's metrics have besides
         self._memory: dict[str, float] = {}  # the most of each part
         self._loop_began = self._step_began = time.monotonic()
         self._first_step = 0
@@ -135,6 +136,26 @@ class Stage:
         aside = f"; {', '.join(left)} are set aside in {self._states / 'abandoned'}" if left else ""
         self.session.progress.note(f"{self.name}: going on after step {self.step}{aside}")
         return extra["loop"]
+
+    def note_slow_paths(self) -> None:
+        """Says which GPUs run without their kernels, and keeps it in run.json and in the first step's metrics."""
+        if not self._on_gpus:
+            return
+        found = self.session.fleet.slow_paths()
+        for text in found:
+            self.session.progress.note(f"{self.name}: {text}")
+            self.session.run.add_note(text)
+        self._at_start.add("kernels/refused", len(found))
+
+    @property
+    def _on_gpus(self) -> bool:
+        return "cuda" in (self._config.cluster.learner_device, self._config.cluster.rollout_device)
+
+    def _end_start(self, metrics: Accumulator) -> None:
+        """The first step is done, so what is compiled is no longer waited for."""
+        if self._on_gpus and self.session.kernels is not None:
+            self.session.kernels.end()
+            metrics.add("kernels/compiled", self.session.kernels.compiled)
 
     def steps(self) -> Iterator[int]:
         """The steps still to do. Ends early on `max_seconds`, but never before a step that `more` promised; raises
@@ -202,6 +223,11 @@ class Stage:
         now = time.monotonic()
         self._clocks["step"], self._step_began = now - self._step_began, now
         metrics.add("perf/goodput", trained_tokens, self._clocks["step"])
+        if self.step == self._first_step:
+            self._clocks["first_step"] = now - self._started
+            self._end_start(metrics)
+        metrics.merge(self._at_start)
+        self._at_start = Accumulator()
         for clock, seconds in self._clocks.items():
             metrics.add(f"time/{clock}", seconds)
         self._clocks = {}

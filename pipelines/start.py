@@ -106,7 +106,7 @@ def check_start(config: StageConfig) -> None:
             got=config.model.start,
         )
     if isinstance(config, DistillConfig):
-        teachers_of(config)
+        check_teachers(config)
     quantization_of(config)
 
 
@@ -169,11 +169,17 @@ def check_layout(cluster: ClusterConfig, *stages: StageConfig) -> None:
 
 
 def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
-    """The checkpoint that a rollout stage starts from, in the learner and in every engine."""
+    """The checkpoint that a rollout stage starts from, in the learner and in every engine.
+
+    They load side by side, but where they share a GPU: an engine takes a share of what it finds free there.
+    """
     start, quantization = config.model.start, quantization_of(config)
+    served = str(weights_of(start)) if config.trainer.lora else start
+    waits = config.cluster.shares_gpu
+    loading = [] if waits else fleet.rollouts.start_loading(served, quantization)
     fleet.learner.load(start, trainer_of(config), config.learner, quantization)
     fleet.learner.set_version(0)
-    fleet.rollouts.load(str(weights_of(start)) if config.trainer.lora else start, quantization)
+    fleet.rollouts.loaded(fleet.rollouts.start_loading(served, quantization) if waits else loading)
 
 
 def with_routes(config: Policy, cluster: ClusterConfig) -> Policy:
@@ -217,6 +223,22 @@ def teachers_of(config: DistillConfig) -> dict[str, str]:
                 f"the teacher of {domain} is {directory!r}, which holds no checkpoint", key=f"teachers.{domain}"
             )
     return dict(config.teachers)
+
+
+def check_teachers(config: DistillConfig) -> None:
+    """Refuses teachers that cannot score what the student samples. Raises ConfigError."""
+    teachers = teachers_of(config)
+    wanted = K3Config.from_json(weights_of(config.model.start) / "config.json").vocab_size
+    for domain, directory in teachers.items():
+        found = K3Config.from_json(weights_of(directory) / "config.json").vocab_size
+        if found != wanted:
+            raise ConfigError(
+                f"the teacher of {domain}, {directory}, has a vocabulary of {found}, and the student one of {wanted}; "
+                "a teacher scores the student's own tokens: name one with the same vocabulary",
+                key=f"teachers.{domain}",
+                got=found,
+                wanted=wanted,
+            )
 
 
 def model_config(config: StageConfig) -> K3Config:

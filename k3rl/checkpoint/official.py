@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from k3rl.checkpoint.threads import map_in_order
 from k3rl.config import K3Error
 from k3rl.model import (
     EXPERT_NAME,
@@ -39,6 +40,7 @@ from k3rl.parallel import Mesh, expert_run
 NAN_SCALE = 255
 STACK_ELEMENTS = 2**22  # of experts packed or unpacked in one call
 _PACKED, _SCALE = "_packed", "_scale"
+_READERS = 4  # threads that bring packed experts to a GPU, which decodes them
 _RUNS = 3  # that a view holds: who reads in order is ahead, by less than one, of who asks again for a neighbour
 
 Named = tuple[str, Tensor]
@@ -316,13 +318,16 @@ def _decode(model: K3ForCausalLM, mapping: Mapping[str, Tensor], losses: _Losses
     for name, _ in packed_names if model.packed else ():
         source = mapping[f"{name}_packed"], mapping[f"{name}_scale"]
         yield _Value(name, parameters[name], source)
-    for names in _stacks([] if model.packed else packed_names):
+    device = model.device
+
+    def read(names: list[str]) -> tuple[list[str], Tensor, list[tuple[Tensor, Tensor]]]:
+        """A stack of equal matrices as stored, and their values, decoded where the model is."""
         sources = [(mapping[f"{name}_packed"], mapping[f"{name}_scale"]) for name in names]
-        values = mx.dequantize_mxfp4(
-            torch.stack([packed for packed, _ in sources]),
-            torch.stack([scale for _, scale in sources]),
-            parameters[names[0]].dtype,
-        )
+        packed, scale = (torch.stack(parts).to(device) for parts in zip(*sources, strict=True))
+        return names, mx.dequantize_mxfp4(packed, scale, parameters[names[0]].dtype), sources
+
+    stacks = _stacks([] if model.packed else packed_names)
+    for names, values, sources in map_in_order(read, stacks, _READERS if device.type == "cuda" else 1):
         for name, value, source in zip(names, values, sources, strict=True):
             yield _Value(name, value, source)
 

@@ -9,6 +9,7 @@ model_on_mesh.py     a forward on its ranks: expert.py rows to experts on other 
                      of a micro-batch, frozen.py frozen weights cut over ranks
 balance.py           sequences over ranks
 agree.py             what ranks compare before they start      nonfinite.py  where a NaN comes from
+scorer.py            a frozen policy's logprobs, without a trainer
 exact.py             logprobs with the bits of an exact engine
 Nothing here knows Ray, environments or files.
 """
@@ -23,7 +24,8 @@ from k3rl.parallel.forward_backward import Loss
 from k3rl.parallel.frozen import FrozenSlices, check_slices
 from k3rl.parallel.liveness import PeerFailed, RankFailed, find_lost
 from k3rl.parallel.mesh import Mesh, data_degree, expert_run
-from k3rl.parallel.nonfinite import NonFiniteGradients, NonFiniteLoss, NonFiniteStep
+from k3rl.parallel.nonfinite import NonFiniteGradients, NonFiniteLogprobs, NonFiniteLoss, NonFiniteStep
+from k3rl.parallel.scorer import Scorer, ScorerConfig
 from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.statistics import Statistics
 from k3rl.parallel.trainer import Trainer, make_trainer
@@ -42,11 +44,14 @@ __all__ = [
     "Mesh",
     "NativeBackend",
     "NonFiniteGradients",
+    "NonFiniteLogprobs",
     "NonFiniteLoss",
     "NonFiniteStep",
     "PeerFailed",
     "RankFailed",
     "RanksDisagree",
+    "Scorer",
+    "ScorerConfig",
     "Statistics",
     "Trainer",
     "TrainerConfig",

@@ -272,6 +272,29 @@ class CapturedForwardBackward:
         """Gives parameters their place in `places` as `.grad`, as every replay does."""
         self._gradients.hold()
 
+    def warm_up(self, micro: TrainBatch, loss: Loss, temperature: float) -> None:
+        """Has what a micro-batch like this launches compiled: it runs once without weights, and nothing is kept.
+
+        Adds zeros to gradients. Nothing is captured, as shapes of real batches are not known yet.
+        """
+        if self.refusal(micro, loss) is not None:
+            return
+        self.begin()
+        self._made_for = loss, temperature
+        found = self._step_for(ShapeBucket.of(micro, self._config.micro_batch_tokens))
+        found.inputs.fill(micro, None, self._model.config.pad_token_id, weighs=False)
+        try:
+            found.step()
+        except _Refused as error:
+            self._refused.append((loss, str(error)))
+            self._tell(str(error))
+        except torch.OutOfMemoryError:
+            self._tell("there was no room to compile kernels ahead of the first step, which does it")
+        finally:
+            self.forget()
+            if self.capture:
+                torch.cuda.empty_cache()  # an engine may be about to measure what is free
+
     def run(self, micro: TrainBatch | None, step: StepInputs, metrics: Accumulator) -> Failure | None:
         if micro is None or not self._replay(micro, step, metrics):
             return self.eager.run(micro, step, metrics)

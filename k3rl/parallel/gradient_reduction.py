@@ -32,6 +32,7 @@ class GradientReduction:
         self._planned: list[tuple[BankGradients | None, list[FlatBucket]]] | None = None
         self._planned_for = 0  # parameters with a place
         self.launched = False  # for this step
+        self._cleared: torch.cuda.Event | None = None  # since when sums hold nothing of the step before
         self._overlaps = overlap and self._world.device.type == "cuda"
         for sums in self._experts.sums if self._overlaps else ():
             sums.done = torch.cuda.Event(external=True)
@@ -42,6 +43,8 @@ class GradientReduction:
         for parameter in self._experts.by_autograd:
             parameter.grad = None
         self._experts.clear(leaves=leaves)
+        if self._overlaps:
+            self._cleared = torch.cuda.current_stream().record_event()
 
     def collect(self) -> None:
         """Gives experts their `.grad` after backwards, where rows were counted on the device."""
@@ -96,6 +99,8 @@ class GradientReduction:
         """Sums each bank's gradients on the side stream, once the last backward has added to it."""
         current = torch.cuda.current_stream()
         side = side_stream(current.device_index)
+        if self._cleared is not None:  # of a rank without micro-batches no backward of this step records `done`
+            side.wait_event(self._cleared)
         for bank, buckets in planned:
             if bank is None:
                 current.wait_stream(side)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -108,22 +108,12 @@ class ModelOnMesh:
 
     def _inputs(self, batch: TrainBatch, share: ContextShare, temperature: float) -> LossInputs:
         """Logprobs and entropies [P] by the usual forward, and the batch's streams at the targets [P]."""
-        model, device = self.model, self.model.device
-        ids = torch.from_numpy(batch.input_ids).to(device)
-        targets = torch.from_numpy(share.targets).to(device)
-        rows = ids[share.tokens].repeat_interleave(torch.from_numpy(share.rows_per_token).to(device))
-        routes = None if batch.routes is None else torch.from_numpy(batch.routes[share.rows])[None].to(device)
-        out = model.hidden(
-            rows[None],
-            cu_seqlens=torch.from_numpy(share.cu_seqlens),
-            routes=routes,
-            images=_images(model, share),
-            context=share.communicator,
-        )
-        before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
-        head = self.frozen.gather(model.language_model.lm_head).weight
-        sampling_mask = None if batch.sampling_mask is None else batch.sampling_mask.take(share.targets)
-        logprobs, entropy = target_logprobs(before, head, ids[targets], temperature, sampling_mask)
+        device = self.model.device
+
+        def head() -> Tensor:
+            return self.frozen.gather(self.model.language_model.lm_head).weight
+
+        logprobs, entropy = scored_targets(self.model, batch, share, head, temperature)
 
         def at_targets(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values[share.targets]).to(device, logprobs.dtype)
@@ -137,6 +127,30 @@ class ModelOnMesh:
             teacher_logprobs=None if teacher is None else at_targets(teacher),
             entropy=entropy,
         )
+
+
+def scored_targets(
+    model: K3ForCausalLM, batch: TrainBatch, share: ContextShare, head: Callable[[], Tensor], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [P] of the P targets of a share of a packed micro-batch, by the usual forward.
+
+    head: gives its weight [V, H] once the layers have run.
+    """
+    device = model.device
+    ids = torch.from_numpy(batch.input_ids).to(device)
+    targets = torch.from_numpy(share.targets).to(device)
+    rows = ids[share.tokens].repeat_interleave(torch.from_numpy(share.rows_per_token).to(device))
+    routes = None if batch.routes is None else torch.from_numpy(batch.routes[share.rows])[None].to(device)
+    out = model.hidden(
+        rows[None],
+        cu_seqlens=torch.from_numpy(share.cu_seqlens),
+        routes=routes,
+        images=_images(model, share),
+        context=share.communicator,
+    )
+    before = out.hidden[0].index_select(0, torch.from_numpy(share.before).to(device))
+    sampling_mask = None if batch.sampling_mask is None else batch.sampling_mask.take(share.targets)
+    return target_logprobs(before, head(), ids[targets], temperature, sampling_mask)
 
 
 def _images(model: K3ForCausalLM, share: ContextShare) -> tuple[Tensor, Tensor] | None:

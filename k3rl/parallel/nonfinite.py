@@ -26,6 +26,10 @@ class NonFiniteLoss(NonFiniteStep):
     """The loss of a micro-batch is NaN or infinite."""
 
 
+class NonFiniteLogprobs(NonFiniteStep):
+    """A frozen policy scores tokens with NaN or infinity."""
+
+
 class NonFiniteGradients(NonFiniteStep):
     """A gradient is NaN or infinite though every loss was finite."""
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from k3rl.config import ConfigError
-from k3rl.data import TrainBatch
+from k3rl.data import TrainBatch, TrainSequence
 from k3rl.losses import LossInputs, LossOutput
 from k3rl.model import K3ForCausalLM
 from k3rl.optim import QuantileBalancer
@@ -35,6 +35,8 @@ from k3rl.parallel.side_stream import on_side_stream, record_event
 from k3rl.parallel.statistics import Statistics, balance, balance_due
 from k3rl.parallel.zero import gather_tensors
 from k3rl.run import Accumulator
+
+_BLANKS = 8  # sequences of a batch that warms up
 
 
 class Trainer:
@@ -137,6 +139,20 @@ class Trainer:
             metrics.add("perf/expert_bytes", self.on_mesh.sent_bytes - sent)
         metrics.add("time/train_step", time.perf_counter() - started)
         return metrics
+
+    def warm_up(self, loss: Loss, *, temperature: float = 1.0, routes: bool = False, teacher: bool = False) -> None:
+        """Compiles what the first step would wait for, on a GPU that captures steps; changes nothing.
+
+        routes, teacher: whether batches record routes and a teacher's logprobs.
+        """
+        config = self.model.config
+        shape = len(config.moe_layers), config.num_experts_per_token
+        micro = _blank_batch(self.config.micro_batch_tokens, shape if routes else None, teacher=teacher)
+        try:
+            self.backend.warm_up(micro, loss, temperature)
+        finally:
+            self.statistics.begin()
+            self.balancer.clear()
 
     def gradients(
         self, batch: TrainBatch | None, loss: Loss, *, temperature: float = 1.0
@@ -338,6 +354,30 @@ class Trainer:
                     bias.copy_(state[f"router_bias.{layer}"])
             self.steps = int(state["steps"])
         self.backend.load_shared(state)
+
+
+def _blank_batch(tokens: int, routes: tuple[int, int] | None, *, teacher: bool) -> TrainBatch:
+    """Sequences of token 0 whose second halves are targets of no weight, of so many tokens together.
+
+    routes: (MoE layers, choices) of recorded ones.
+    """
+    length = max(2, tokens // _BLANKS)
+    nothing, mask = np.zeros(length, np.float32), np.arange(length) >= length // 2
+    chosen = None if routes is None else np.tile(np.arange(routes[1], dtype=np.int16), (length, routes[0], 1))
+    return TrainBatch.pack(
+        [
+            TrainSequence(
+                f"blank-{number}",
+                np.zeros(length, np.int64),
+                mask,
+                nothing,
+                nothing,
+                routes=chosen,
+                teacher_logprobs=nothing if teacher else None,
+            )
+            for number in range(max(1, tokens // length))
+        ]
+    )
 
 
 def make_trainer(

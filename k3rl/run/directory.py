@@ -27,7 +27,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -69,6 +69,8 @@ class RunInfo:
     git: Mapping[str, Any] | None
     versions: Mapping[str, str]
     error: str | None = None
+    notes: Sequence[str] = ()
+    """What a person should know of this attempt: a GPU without kernels, for example."""
 
 
 class RunDirectory:
@@ -134,21 +136,26 @@ class RunDirectory:
     def next_attempt(self) -> None:
         """Count on, in the same process and with the same configuration: its actors were started again."""
         before = self.attempt_dir()
-        values = asdict(self.info) | {"attempt": self.info.attempt + 1, "started": time.time()}
-        self.info = RunInfo(**values)
-        write_atomic(self.root / "run.json", json.dumps(values, indent=1) + "\n")
+        self._write(attempt=self.info.attempt + 1, started=time.time(), notes=())
         shutil.copytree(before, self.attempt_dir())
         self.logs_dir.mkdir(parents=True)
         for path in (self.attempt_dir(), self.logs_dir):
             link_atomic(path.with_name("latest"), path.name)
 
+    def add_note(self, text: str) -> None:
+        """Keeps a sentence about this attempt in run.json, once."""
+        if (text := redact(text)) not in self.info.notes:
+            self._write(notes=[*self.info.notes, text])
+
+    def _write(self, **changes: Any) -> None:
+        self.info = RunInfo(**asdict(self.info) | changes)
+        write_atomic(self.root / "run.json", json.dumps(asdict(self.info), indent=1) + "\n")
+
     # -------------------------------------------------------------------------------------------------- ending
 
     def finish(self, status: str, error: str | None = None) -> None:
         """Write how the attempt ended and give the lock back."""
-        values = asdict(self.info) | {"status": status, "ended": time.time(), "error": error and redact(error)}
-        self.info = RunInfo(**values)
-        write_atomic(self.root / "run.json", json.dumps(values, indent=1) + "\n")
+        self._write(status=status, ended=time.time(), error=error and redact(error))
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -64,6 +64,28 @@ def captured(trainers: list[Trainer]) -> CapturedForwardBackward:
     return found
 
 
+@pytest.mark.parametrize("teacher", [False, True])
+def test_a_warm_up_runs_a_step_and_leaves_nothing_of_it(teacher):
+    """Steps afterwards are those of a trainer without one, to the bit, router biases too."""
+    cold, warm = trainer_with("on"), trainer_with("on")
+    loss = OnPolicyDistill() if teacher else K3Policy()
+    steps = captured([cold, warm])
+    ran: list[ShapeBucket] = []
+    inner = steps.compute
+    steps.compute = lambda inputs: (ran.append(inputs.bucket), inner(inputs))[1]
+    warm.warm_up(loss, temperature=0.7, routes=True, teacher=teacher)
+    assert [(one.tokens, one.routes, one.teacher) for one in ran] == [(BUDGET, True, teacher)]
+    assert not steps.steps
+    for number in range(2):
+        given = batch(number, [40, 9], routes=True, teacher=teacher)
+        found = [one.train(given, loss, temperature=0.7).pairs() for one in (cold, warm)]
+        assert {k: v for k, v in found[0].items() if "time" not in k} == {
+            k: v for k, v in found[1].items() if "time" not in k
+        }
+    states = [one.state_tensors() for one in (cold, warm)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
 def sums(trainer: Trainer, whole: TrainBatch, loss) -> tuple[dict, dict, dict, list]:
     """(gradients, metrics, largest logits, [loads, histograms]) of one step's forwards and backwards."""
     metrics, largest = trainer.gradients(whole, loss)

@@ -27,7 +27,9 @@ from k3rl.parallel import LearnerConfig, Mesh, Trainer, TrainerConfig, World, ch
 from k3rl.pipelines.configs import RLConfig
 from k3rl.planner import Cluster, Layout, LiveBytes, Method, Workload, frozen_parts
 from k3rl.planner.traffic import traffic
-from tests.parallel.test_mesh import BOTH, TINY, Unsteady, batch, differences, gradients, outcome, share, trainer
+from tests.parallel.on_ranks import TINY, batch, gradients, outcome, share, trainer
+from tests.parallel.test_mesh import BOTH, differences
+from tests.parallel.unsteady import Unsteady
 
 pytestmark = pytest.mark.timeout(300)  # six ranks start in one fixture: minutes on a busy machine
 ROOT = Path(__file__).parents[2]

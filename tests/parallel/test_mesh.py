@@ -13,9 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,28 @@ from safetensors.torch import load_file, save_file
 
 from k3rl.checkpoint import load_checkpoint, save_checkpoint
 from k3rl.config import ConfigError
-from k3rl.data.batch import TrainBatch, TrainSequence
 from k3rl.losses import CrossEntropy
-from k3rl.model import K3Config, K3ForCausalLM, LoraConfig
-from k3rl.parallel import Mesh, RankFailed, Trainer, TrainerConfig, World, balanced_shares, find_lost
+from k3rl.model import LoraConfig
+from k3rl.parallel import Mesh, RankFailed, Trainer, World, balanced_shares, find_lost
 from k3rl.parallel.zero import gather_tensors
 from k3rl.planner import expert_bytes
+from tests.parallel.on_ranks import (
+    FLOAT32,
+    FLOAT64,
+    SIX,
+    STEPS,
+    TINY,
+    batch,
+    gradients,
+    outcome,
+    scoring_jobs,
+    share,
+    starving_run,
+    trainer,
+)
 from tests.parallel.unsteady import Unsteady
 
 pytestmark = pytest.mark.timeout(300)  # ten ranks start in one fixture: minutes on a busy machine
-NANO = K3Config.named("k3-nano")
-# A layer of each kind: KDA over a dense MLP, KDA and MLA over experts.
-LAYERS = replace(NANO.linear_attn_config, kda_layers=(1, 2), full_attn_layers=(3,))
-TINY = NANO.replace(num_experts=4, num_hidden_layers=3, linear_attn_config=LAYERS)
-SIX = K3Config.named("kimi-linear-nano").replace(num_experts=6)
-ROUTED, STEPS = len(TINY.moe_layers), 3
-FLOAT64, FLOAT32 = torch.float64, torch.float32
 BOTH = ("attention", "mlp")
 # name -> (ranks, expert degree, dtype, more of the trainer's configuration)
 LAYOUTS: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
@@ -73,51 +78,6 @@ WORLDS = {"two": (2, 100.0), "four": (4, 100.0), "hanging": (2, 8.0), "stopped":
 # ------------------------------------------------------------------------------------------------ what is trained
 
 
-def batch(step: int, lengths: tuple[int, ...] = (7, 19, 33, 12, 26), routes: bool = False) -> TrainBatch:
-    """Five sequences; one only in the last step, so that other ranks have none."""
-    lengths = lengths if step < STEPS - 1 else lengths[:1]
-    rng = np.random.default_rng(step)
-    sequences = []
-    for number, length in enumerate(lengths):
-        mask = np.arange(length) >= length // 2
-        nothing = np.zeros(length, np.float32)
-        chosen = rng.permuted(np.tile(np.arange(4), (length, 4, 1)), axis=2)[:, :ROUTED, :2].astype(np.int16)
-        ids = rng.integers(0, 400, length)
-        sequences.append(
-            TrainSequence(f"s{number}", ids, mask, nothing, mask.astype("f4"), routes=chosen if routes else None)
-        )
-    return TrainBatch.pack(sequences)
-
-
-def trainer(
-    mesh: Mesh, dtype: torch.dtype = FLOAT64, *, seed: int = 3, model: K3Config = TINY, **config: Any
-) -> Trainer:
-    made = K3ForCausalLM(model, dtype=dtype, experts=mesh.experts(model.num_experts))
-    made.init_weights(seed)
-    # Small enough that clipping scales every gradient and QK-clip touches heads.
-    degrees = {"expert_parallel": mesh.expert.size, "context_parallel": mesh.context.size}
-    return Trainer(made, TrainerConfig(**({"qk_clip": 0.02, "grad_clip": 0.5} | degrees | config)), mesh)
-
-
-def share(whole: TrainBatch, mesh: Mesh) -> TrainBatch | None:
-    members = balanced_shares(whole.lengths.tolist(), mesh.batch_size)[mesh.batch_rank]
-    return whole.select(members) if members else None
-
-
-def gradients(of: Trainer, whole: TrainBatch) -> dict[str, torch.Tensor]:
-    """Those this rank is the one to give, by official name; and the loss, on rank 0 that of all."""
-    metrics, _ = of.gradients(share(whole, of.mesh), CrossEntropy())
-    of.balancer.clear()
-    total = torch.tensor([metrics.pairs().get("loss/mean", (0.0, 0.0))[0]], dtype=torch.float64)
-    of.mesh.world.sum(total)
-    own = {
-        n: p.grad.clone()
-        for n, p in of.native.shards.params.items()
-        if p.grad is not None and n in of.native.shards.counted
-    }
-    return own | ({"loss": total} if of.mesh.world.rank == 0 else {})
-
-
 def run(of: Trainer) -> dict[str, torch.Tensor]:
     """Gradients of the first batch, then, in float64, the state after three steps: this rank's part of both."""
     found = {f"gradient {name}": value for name, value in gradients(of, batch(0)).items()}
@@ -130,17 +90,6 @@ def run(of: Trainer) -> dict[str, torch.Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------ what ranks do
-
-
-def outcome(job: Callable[[], Any]) -> dict[str, Any]:
-    """How a job ended, as JSON."""
-    begun = time.monotonic()
-    try:
-        job()
-        return {"error": None}
-    except Exception as error:
-        about = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - begun}
-        return about | {key: getattr(error, key) for key in ("rank", "what", "name") if hasattr(error, key)}
 
 
 def counting(of: Any, method: str) -> list[None]:
@@ -255,34 +204,6 @@ def lora_moved(world: World) -> dict[str, torch.Tensor]:
         made.train(share(batch(step), mesh), CrossEntropy())
         state = made.state_tensors()
     return state
-
-
-def scoring_jobs(mesh: Mesh) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Forward passes (of a row that is too long on the last rank, of rows that fit), by name."""
-    made, mine = trainer(mesh, micro_batch_tokens=40), share(batch(0), mesh)
-    last = mesh.world.rank == mesh.world.size - 1
-    given = batch(0, (41,)) if last else mine
-    return {
-        "evaluate": (lambda: made.evaluate(given, CrossEntropy()), lambda: made.evaluate(mine, CrossEntropy())),
-        "logprobs": (lambda: made.logprobs(given), lambda: made.logprobs(mine)),
-    }
-
-
-def starving_run(mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The state after steps in which some of five experts have rows, then others, then the first again.
-
-    Two ranks hold two and three of them. The optimizer's step is that of a GPU: it reads from counts, not from `.grad`,
-    who has a gradient.
-    """
-    made = trainer(mesh, model=TINY.replace(num_experts=5))
-    made.native.optimizer.capture_with(lambda run: run)
-    for step, chosen in enumerate(([0, 3, 4], [0, 1, 2], [0, 3, 2], [1, 4, 3])):
-        whole = batch(0, routes=True)
-        assert whole.routes is not None
-        first = np.random.default_rng(step).integers(0, 3, whole.routes.shape[:2])
-        whole.routes[...] = np.array(chosen, np.int16)[np.stack([first, (first + 1) % 3], axis=2)]
-        made.train(share(whole, mesh), CrossEntropy())
-    return made.owned_state()
 
 
 def do_two(world: World, folder: Path) -> dict[str, Any]:

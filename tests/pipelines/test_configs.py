@@ -113,6 +113,34 @@ def test_distillation_without_a_teacher_names_the_family_that_lacks_one(tmp_path
         check_start(student)
 
 
+def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(tmp_path):
+    for name, size in (("student", 512), ("teacher", 640)):
+        (tmp_path / name).mkdir()
+        about = K3Config.named("k3-nano").replace(vocab_size=size).to_dict()
+        (tmp_path / name / "config.json").write_text(json.dumps(about))
+    start = ModelConfig(start=str(tmp_path / "student"))
+    with pytest.raises(ConfigError, match="vocabulary of 640, and the student one of 512"):
+        check_start(distill().replace(model=start, teachers={"*": str(tmp_path / "teacher")}))
+    check_start(distill().replace(model=start, teachers={"*": str(tmp_path / "student")}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "order"), [(1.0, ["engines begin", "learner", "engines"]), (0.5, ["learner", "engines begin", "engines"])]
+)
+def test_learner_and_engines_load_side_by_side_unless_they_share_a_gpu(gpus, order, tmp_path):
+    """An engine takes a share of what it finds free, so the learner must be there first."""
+    called: list[str] = []
+    fleet = SimpleNamespace(
+        learner=SimpleNamespace(load=lambda *_: called.append("learner"), set_version=lambda _: None),
+        rollouts=SimpleNamespace(
+            start_loading=lambda *_: called.append("engines begin") or [], loaded=lambda _: called.append("engines")
+        ),
+    )
+    both = ClusterConfig(learner_actors=1, learner_device="cuda", rollout_device="cuda", learner_gpus=gpus)
+    start_policy(fleet, stored_config(tmp_path, says=True).replace(cluster=both))
+    assert called == order
+
+
 def stored_config(folder: Path, *, says: bool, **quantization) -> RLConfig:
     """RL from a checkpoint of which only the configuration is there."""
     built = K3Config.named("k3-nano").replace(quantization=Stored(**quantization)).to_dict()
@@ -140,7 +168,7 @@ def test_a_checkpoint_is_trained_as_it_says_or_as_the_configuration_asks(tmp_pat
     calls = []
     fleet = SimpleNamespace(
         learner=SimpleNamespace(load=lambda *given: calls.append(given[-1]), set_version=lambda number: None),
-        rollouts=SimpleNamespace(load=lambda *given: calls.append(given[-1])),
+        rollouts=SimpleNamespace(start_loading=lambda *given: calls.append(given[-1]), loaded=lambda _: None),
     )
     start_policy(fleet, config)
     assert calls == [wanted, wanted]  # learner and engines compute alike

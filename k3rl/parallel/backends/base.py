@@ -41,6 +41,10 @@ class Backend(Protocol):
         """Before a step."""
         ...
 
+    def warm_up(self, micro: TrainBatch, loss: Loss, temperature: float) -> None:
+        """Has what a step launches compiled, where it is captured; changes nothing. No collective."""
+        ...
+
     def overlap_key(self, micros: list[TrainBatch], loss: Loss, temperature: float) -> int:
         """A number that all ranks have to give alike for a reduction that overlaps the backward; 0: none."""
         ...

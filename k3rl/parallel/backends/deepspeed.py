@@ -200,6 +200,9 @@ class DeepSpeedBackend:
     def begin(self) -> None:
         """ZeRO keeps no gradients from one step to the next."""
 
+    def warm_up(self, micro: TrainBatch, loss: Loss, temperature: float) -> None:
+        """Its steps are not captured."""
+
     def overlap_key(self, micros: list[TrainBatch], loss: Loss, temperature: float) -> int:
         return 0
 

@@ -72,6 +72,11 @@ class NativeBackend:
     def begin(self) -> None:
         self.forward_backward.begin()
 
+    def warm_up(self, micro: TrainBatch, loss: Loss, temperature: float) -> None:
+        if isinstance(self.forward_backward, CapturedForwardBackward):
+            self.forward_backward.warm_up(micro, loss, temperature)
+            self.reduction.zero_grad()
+
     def overlap_key(self, micros: list[TrainBatch], loss: Loss, temperature: float) -> int:
         fb = self.forward_backward
         if self._world.size == 1 or not isinstance(fb, CapturedForwardBackward):
