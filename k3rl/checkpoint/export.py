@@ -10,12 +10,12 @@ from typing import Any
 from k3rl.checkpoint.adapter import check_base, load_adapter, save_adapter, weights_of
 from k3rl.checkpoint.card import read_card
 from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.hf import StoredFiles, load_checkpoint, save_checkpoint
+from k3rl.checkpoint.hf import StoredFiles, carried_files, load_checkpoint, save_checkpoint, stored_files
 from k3rl.checkpoint.official import official_tensors
 from k3rl.checkpoint.state_writer import refuse_foreign, restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
 from k3rl.config import K3Error
-from k3rl.model import K3Config, K3ForCausalLM, adapted, merge
+from k3rl.model import K3Config, K3ForCausalLM, Origin, adapted, merge
 from k3rl.parallel import Trainer, TrainerConfig
 from k3rl.tokens import RANKS_FILE, SMALL_FILE, Tokenizer
 
@@ -81,6 +81,7 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
             model.init_weights(seed)
         elif settings.lora is None:
             _keep_stored_bytes(model, Path(start))
+            _keep_origin(model, Path(start))
     trainer = Trainer(model, settings)
     restore(trainer, state)
     if about.get("rounded_to") == "bfloat16":  # by the program that trained it, before anything else
@@ -103,6 +104,17 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
         tensors, model.adapter.config, target, base=start, activations=activations, tokenizer=tokenizer, card=card
     )
     return len(tensors), _size(target)
+
+
+def _keep_origin(model: K3ForCausalLM, start: Path) -> None:
+    """What the start had beside its tensors, for an export in the flat dialect. Warns where the start is gone."""
+    if not model.config.flat:
+        return
+    if not (start / "config.json").is_file():
+        reason = f"{start}, from which the weights came, is gone, and with it what an export carries over from there"
+        warnings.warn(reason, stacklevel=3)
+        return
+    model.origin = Origin(carried_files(start), stored_files(start, model.config).shards)
 
 
 def _keep_stored_bytes(model: K3ForCausalLM, start: Path) -> None:

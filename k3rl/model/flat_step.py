@@ -21,6 +21,8 @@ from torch.linalg import vecdot, vector_norm
 from k3rl.model.ablation import K3_PARTS
 from k3rl.model.cache import Cache
 from k3rl.model.cells import GRID_ROOM, GRID_WASTE, Cells
+from k3rl.model.config import K3Config
+from k3rl.model.dialect_kimi_linear import PARTS
 from k3rl.model.kda import KimiDeltaAttention
 from k3rl.model.kda_chunks import L2_EPS
 from k3rl.model.kda_gates import log_decay
@@ -74,8 +76,29 @@ class _Unit:
         return torch.sigmoid(gate_up.narrow(-1, 0, self.width)).mul_(gate).mul_(up).mul_(self.bound)
 
 
+class _SwiGLU:
+    """silu(gate) * up of [..., 2n], gate first, with the bits of `SwiGLU`."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.split(self.width, -1)
+        return torch.sigmoid(gate).mul_(gate).mul_(up)
+
+
+def _unit(config: K3Config, width: int, dtype: torch.dtype) -> _Unit | _SwiGLU:
+    """The gated unit of a model, for outputs of this width."""
+    if config.ablation.activation == "swiglu":
+        return _SwiGLU(width)
+    return _Unit((config.activation_situ_beta, config.activation_situ_linear_beta), width, dtype)
+
+
 class _Stream:
-    """`ResidualStream` of R rows whose block sums and running sum are one tensor [blocks + 1, R, H]."""
+    """`ResidualStream` of R rows whose block sums and running sum are one tensor [blocks + 1, R, H].
+
+    Without blocks it is a plain sum.
+    """
 
     def __init__(self, blocks: int, rows: int, norm: _Norm) -> None:
         width, dtype = norm.weight.shape[0], norm.weight.dtype
@@ -91,11 +114,11 @@ class _Stream:
         self.blocks, self.is_new = 0, False
         torch.index_select(table, 0, ids, out=self.source[0])
 
-    def read(self, query: Tensor) -> Tensor:
-        """The mix for a pseudo-query [H, 1]."""
+    def read(self, query: Tensor | None) -> Tensor:
+        """The mix for a pseudo-query [H, 1], which a plain sum has none of."""
         n = self.blocks
-        if n == 0:
-            return self.source[0]
+        if n == 0 or query is None:
+            return self.source[n]
         self._measure()
         scores = torch.mm(self._flat[n], query).view(n + 1, -1, 1).mul_(self._inverses[n])
         p = scores.softmax(0).unbind()
@@ -140,10 +163,12 @@ class _KDA:
 
     def __init__(self, part: KimiDeltaAttention, copies: bool) -> None:
         self.layer, self.heads, self.width, self.bound = part.layer, part.heads, part.width, part.bound
-        names = (part.q_proj, part.k_proj, part.v_proj, part.g_proj, part.f_a_proj, part.b_proj)
+        gate = part.g_a_proj if part.gate_rank else part.g_proj
+        names = (part.q_proj, part.k_proj, part.v_proj, gate, part.f_a_proj, part.b_proj)
         self.inputs = _inputs_first([name.weight for name in names], copies)
         inner = self.heads * self.width
-        self.split = [3 * inner, inner, self.width, self.heads]
+        self.split = [3 * inner, part.gate_rank or inner, self.width, self.heads]
+        self.g_b = _inputs_first([part.g_b_proj.weight], copies) if part.gate_rank else None
         self.f_b = _inputs_first([part.f_b_proj.weight], copies)
         self.output = _inputs_first([part.o_proj.weight], copies)
         taps = [part.q_conv1d.weight, part.k_conv1d.weight, part.v_conv1d.weight]
@@ -170,6 +195,8 @@ class _KDA:
         cache.store_recurrent(self.layer, state)
         length = vector_norm(o, dim=-1, keepdim=True)
         o *= torch.addcmul(self.eps, length, length, value=1 / width).rsqrt_()
+        if self.g_b is not None:
+            gate = torch.mm(gate, self.g_b)
         return o.mul_(self.norm).view(rows, -1).mul_(torch.sigmoid(gate))
 
     def _convolved(self, raw: Tensor, cache: Cache) -> Tensor:
@@ -215,11 +242,14 @@ class _MLA:
     def __init__(self, part: GatedMLA, copies: bool) -> None:
         self.layer, self.heads, self.scale = part.layer, part.heads, part.scale
         self.latent, self.parts = part.latent, [part.nope, part.rope]
-        names = (part.q_a_proj, part.kv_a_proj_with_mqa, part.g_proj)
+        self.low_rank, self.gates = part.q_rank is not None, part.gates
+        names = [part.q_a_proj if self.low_rank else part.q_proj, part.kv_a_proj_with_mqa]
+        names += [part.g_proj] if self.gates else []
         self.inputs = _inputs_first([name.weight for name in names], copies)
-        self.split = [part.q_a_proj.weight.shape[0], part.latent, part.rope, part.heads * part.value]
-        self.q_norm, self.norm = _Norm(part.q_a_layernorm), _Norm(part.kv_a_layernorm)
-        self.q_b = _inputs_first([part.q_b_proj.weight], copies)
+        width = part.heads * part.value if self.gates else 0
+        self.split, self.norm = [len(names[0].weight), part.latent, part.rope, width], _Norm(part.kv_a_layernorm)
+        if self.low_rank:
+            self.q_norm, self.q_b = _Norm(part.q_a_layernorm), _inputs_first([part.q_b_proj.weight], copies)
         kv_b = part.kv_b_proj.weight.detach().view(part.heads, part.nope + part.value, part.latent)
         self.keys, self.values = kv_b[:, : part.nope], kv_b[:, part.nope :].mT
         self.output = _inputs_first([part.o_proj.weight], copies)
@@ -229,7 +259,7 @@ class _MLA:
         rows = x.shape[0]
         q_a, c, k_r, gate = torch.mm(x, self.inputs).split(self.split, -1)
         cache.put_latent(self.layer, reads.places, torch.cat([self.norm(c), k_r], -1))
-        q = torch.mm(self.q_norm(q_a), self.q_b).view(rows, self.heads, -1)
+        q = (torch.mm(self.q_norm(q_a), self.q_b) if self.low_rank else q_a).reshape(rows, self.heads, -1)
         q_n, q_r = q.split(self.parts, -1)
         query = torch.cat([torch.bmm(q_n.transpose(0, 1), self.keys).transpose(0, 1), q_r], -1)
         latent = cache.latent(self.layer, reads.tokens)
@@ -238,7 +268,8 @@ class _MLA:
         pieces = [self._attend(*given) for given in zip(query.split(step), latent.split(step), masks, strict=False)]
         context = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         o = torch.bmm(context.transpose(0, 1), self.values).transpose(0, 1)
-        return o.reshape(rows, -1).mul_(torch.sigmoid(gate))
+        o = o.reshape(rows, -1)
+        return o.mul_(torch.sigmoid(gate)) if self.gates else o
 
     def _attend(self, query: Tensor, latent: Tensor, mask: Tensor | None) -> Tensor:
         """Some rows: query [r, h, Z + r] over latents [r, S, Z + r] -> sums of latents [r, h, Z]."""
@@ -252,10 +283,10 @@ class _MLA:
 class _Dense:
     """`MLP`."""
 
-    def __init__(self, part: MLP, betas: tuple[float, float], copies: bool) -> None:
+    def __init__(self, part: MLP, config: K3Config, copies: bool) -> None:
         width = part.gate_proj.weight.shape[0]
         self.inputs = _inputs_first([part.gate_proj.weight, part.up_proj.weight], copies)
-        self.output, self.unit = _inputs_first([part.down_proj.weight], copies), _Unit(betas, width, self.inputs.dtype)
+        self.output, self.unit = _inputs_first([part.down_proj.weight], copies), _unit(config, width, self.inputs.dtype)
 
     def __call__(self, x: Tensor, stream: _Stream) -> None:
         stream.add_product(self.unit(torch.mm(x, self.inputs)), self.output)
@@ -264,22 +295,25 @@ class _Dense:
 class _MoE:
     """`LatentMoE`."""
 
-    def __init__(self, part: LatentMoE, betas: tuple[float, float], copies: bool) -> None:
+    def __init__(self, part: LatentMoE, config: K3Config, copies: bool) -> None:
         self.part, self.bank, self.k = part, part.bank, part.k
         shared, dtype = part.shared_experts, part.gate.weight.dtype
         width = shared.gate_proj.weight.shape[0]
-        first = [part.gate.weight, shared.gate_proj.weight, shared.up_proj.weight, part.routed_expert_down_proj.weight]
+        first, latent = [part.gate.weight, shared.gate_proj.weight, shared.up_proj.weight], 0
+        if part.in_latent:
+            first.append(part.routed_expert_down_proj.weight)
+            latent = len(first[-1])
+            self.norm = _Norm(part.routed_expert_norm)
+            self.up = _inputs_first([part.routed_expert_up_proj.weight], copies)
         self.inputs = _inputs_first(first, copies)
-        self.split = [len(part.gate.weight), 2 * width, part.routed_expert_down_proj.weight.shape[0]]
+        self.split = [len(part.gate.weight), 2 * width, latent]
         self.shared_unit, self.shared_output = (
-            _Unit(betas, width, dtype),
+            _unit(config, width, dtype),
             _inputs_first([shared.down_proj.weight], copies),
         )
         self.bias = part.gate.e_score_correction_bias.detach()
-        self.norm = _Norm(part.routed_expert_norm)
-        self.up = _inputs_first([part.routed_expert_up_proj.weight], copies)
         self.first, self.second = self.bank.inputs_first()
-        self.unit = _Unit(betas, self.second.shape[1], dtype)
+        self.unit = _unit(config, self.second.shape[1], dtype)
 
     def __call__(self, x: Tensor, stream: _Stream) -> Tensor:
         """Adds to the stream what normed rows [R, H] give; -> the experts [R, k]."""
@@ -292,8 +326,10 @@ class _MoE:
         if self.part.scaling != 1.0:
             weights = weights * self.part.scaling
         shared = torch.mm(self.shared_unit(gate_up), self.shared_output)
-        routed = self.norm(self._experts(z, weights, ids))
-        stream.add(shared.addmm_(routed, self.up))
+        if self.part.in_latent:
+            stream.add(shared.addmm_(self.norm(self._experts(z, weights, ids)), self.up))
+        else:
+            stream.add(shared.add_(self._experts(x, weights, ids)))
         return ids
 
     def _experts(self, z: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -318,15 +354,16 @@ class _MoE:
 
 
 class _Layer:
-    def __init__(self, layer: DecoderLayer, betas: tuple[float, float], copies: bool) -> None:
-        self.queries, self.norms = [], [_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)]
-        for site in ("self_attention", "mlp"):
+    def __init__(self, layer: DecoderLayer, config: K3Config, copies: bool) -> None:
+        self.norms = [_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)]
+        self.queries: list[Tensor | None] = [] if layer.mixes else [None, None]
+        for site in ("self_attention", "mlp") if layer.mixes else ():
             norm, proj = getattr(layer, f"{site}_res_norm").weight, getattr(layer, f"{site}_res_proj").weight
             self.queries.append((norm.detach() * proj.detach()[0]).unsqueeze(-1))
         self.kda = _KDA(layer.self_attn, copies) if isinstance(layer.self_attn, KimiDeltaAttention) else None
         self.mla = _MLA(layer.self_attn, copies) if isinstance(layer.self_attn, GatedMLA) else None
-        self.moe = _MoE(layer.block_sparse_moe, betas, copies) if layer.is_moe else None
-        self.dense = None if layer.is_moe else _Dense(layer.mlp, betas, copies)
+        self.moe = _MoE(layer.block_sparse_moe, config, copies) if layer.is_moe else None
+        self.dense = None if layer.is_moe else _Dense(layer.mlp, config, copies)
         self.starts_block = layer.starts_block
 
     def __call__(self, stream: _Stream, cache: Cache, reads: _Reads | None) -> Tensor | None:
@@ -364,8 +401,10 @@ class FlatStep:
 
     @staticmethod
     def takes(model: K3ForCausalLM) -> bool:
-        """Whether it computes this model: K3's own parts, all of them here, on a CPU in float32 or wider."""
-        own = model.config.ablation == K3_PARTS and model.holds_all and model.slices is None and not model.packed
+        """Whether it computes this model: a family's own parts, all of them here, on a CPU in float32 or wider."""
+        config = model.config
+        own = config.ablation == (PARTS if config.flat else K3_PARTS) and config.num_expert_group == 1
+        own = own and model.holds_all and model.slices is None and not model.packed
         held = list(model.parameters())
         same = all(p.dtype == model.dtype and p.device.type == "cpu" and not p.is_inference() for p in held)
         return own and same and wide(model.dtype) == model.dtype
@@ -375,13 +414,14 @@ class FlatStep:
         if writes == self._writes:
             return
         stack, config, copies = self.model.language_model.model, self.model.config, self._copies
-        betas = config.activation_situ_beta, config.activation_situ_linear_beta
-        self._layers = [_Layer(layer, betas, copies) for layer in stack.layers]  # type: ignore[arg-type]
+        self._layers = [_Layer(layer, config, copies) for layer in stack.layers]  # type: ignore[arg-type]
         self._reads_latents = any(layer.mla is not None for layer in self._layers)
         self._blocks = sum(layer.starts_block for layer in self._layers)
         self._table, self._norm = stack.embed_tokens.weight.detach(), _Norm(stack.norm)
-        norm, proj = stack.output_attn_res_norm.weight, stack.output_attn_res_proj.weight
-        self._query = (norm.detach() * proj.detach()[0]).unsqueeze(-1)
+        self._query: Tensor | None = None
+        if stack.mixes:
+            norm, proj = stack.output_attn_res_norm.weight, stack.output_attn_res_proj.weight
+            self._query = (norm.detach() * proj.detach()[0]).unsqueeze(-1)
         self._writes, self._stream = writes, None
 
     def hidden(self, ids: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:

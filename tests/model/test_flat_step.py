@@ -12,8 +12,8 @@ from k3rl.model.flat_step import FlatStep
 ROWS, TOKENS = 5, 9
 
 
-def nano(dtype=torch.float64, **changes):
-    model = K3ForCausalLM(K3Config.named("k3-nano").replace(**changes), dtype=dtype)
+def nano(dtype=torch.float64, name="k3-nano", **changes):
+    model = K3ForCausalLM(K3Config.named(name).replace(**changes), dtype=dtype)
     model.init_weights(0)
     return model
 
@@ -34,13 +34,14 @@ def new_cache(model, kind):
     return model.new_cache(ROWS) if kind == "dense" else PagedCache(model.config, ROWS, 16, 4, model.dtype)
 
 
-@pytest.mark.parametrize("kind", ["dense", "paged"])
+@pytest.mark.parametrize(("name", "kind"), [("k3-nano", "dense"), ("k3-nano", "paged"), ("kimi-linear-nano", "paged")])
 @pytest.mark.parametrize("rows", [[1, 2, 3], [4, 0, 2]], ids=["neighbours", "scattered"])
 @pytest.mark.parametrize("state_bytes", [1, 1 << 20])
-def test_gives_what_the_forward_gives_and_leaves_the_same_states(monkeypatch, kind, rows, state_bytes):
+def test_gives_what_the_forward_gives_and_leaves_the_same_states(monkeypatch, name, kind, rows, state_bytes):
     """float64: sums in another order, 1e-12 relative to numbers of the order of 1. Routes are equal."""
     monkeypatch.setattr(flat_step, "STATE_BYTES", state_bytes)
-    model = nano()
+    model = nano(name=name)
+    assert FlatStep.takes(model)
     step, given = FlatStep(model, copies=True), torch.Generator().manual_seed(2)
     with torch.inference_mode():
         wanted, found = (prompted(model, new_cache(model, kind), rows) for _ in range(2))

@@ -41,6 +41,7 @@ LAYERS = LinearAttnConfig(
 TINY = K3Config.named("k3-nano").replace(
     num_hidden_layers=4, num_experts=4, hidden_size=32, linear_attn_config=LAYERS, intermediate_size=64
 )  # fmt: skip
+LINEAR = K3Config.named("kimi-linear-nano").replace(num_experts=4)
 VISION = VisionConfig(
     init_pos_emb_height=4, init_pos_emb_width=4, vt_num_attention_heads=2, vt_num_hidden_layers=1, vt_hidden_size=16,
     vt_intermediate_size=16, qkv_hidden_size=16, mm_hidden_size=16, text_hidden_size=32,
@@ -84,6 +85,8 @@ CASES = {
     "float32": Case((37, 5, 1, 60), dtype=torch.float32),
     "packed": Case((70, 5, 1, 30), packed=True),
     "packed, short ranges": Case((9, 4), {2: [0, 12, 13], 4: [0, 2, 3, 4, 13]}, packed=True),
+    "Kimi Linear": Case((37, 5, 1, 60), config=LINEAR),
+    "Kimi Linear, packed": Case((70, 5), config=LINEAR, packed=True),
     "rotated": Case((50,), config=TINY.replace(ablation=AblationConfig(attention="mla_rope"))),
     "images and recorded routes": Case((9, 14), config=TINY.replace(vision_config=VISION), images=True, routes=True),
     **{f"drawn {seed}": _drawn(seed) for seed in range(2)},
