@@ -174,9 +174,12 @@ class RolloutActor(AnswerStreams):
         """See `AnswerStreams`."""
         from k3rl.engine import Engine, EngineStopped
 
+        def end(engine: Engine | VLLMEngine) -> None:
+            if isinstance(engine, Engine):  # a vLLM server keeps what it has room for
+                engine.end_sessions(*names)
+
         with suppress(EngineStopped):  # and with it what it had kept
-            if isinstance(self.engine, Engine):  # a vLLM server keeps what it has room for
-                self._thread.run(lambda engine: engine.end_sessions(*names) if isinstance(engine, Engine) else None)
+            self._thread.run(end)
 
     async def take_counts(self) -> dict[str, float]:
         """See `AnswerStreams`."""
