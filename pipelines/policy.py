@@ -84,7 +84,7 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         if curriculum.left_out:
             session.progress.note(f"{stage.name}: families left out before stay so: {', '.join(curriculum.left_out)}")
     if config.cluster.learner_device == "cuda":  # while the first episodes run
-        routes, teacher = config.sampling.replay_routes, isinstance(config, DistillConfig)
+        routes, teacher = bool(config.sampling.replay_routes), isinstance(config, DistillConfig)
         learner.start_warm_up(algorithm.loss, config.sampling.temperature, routes=routes, teacher=teacher)
     buffer = RolloutBuffer(stage, config, curriculum, evaluations)
     schedule, temperature = config.schedule.build(config.steps), config.sampling.temperature

@@ -237,7 +237,7 @@ def check_teachers(config: DistillConfig) -> None:
                 "a teacher scores the student's own tokens: name one with the same vocabulary",
                 key=f"teachers.{domain}",
                 got=found,
-                wanted=wanted,
+                wanted=str(wanted),
             )
 
 

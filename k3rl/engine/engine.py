@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -114,7 +115,7 @@ class Engine(BlockingCalls):
             prefix = PrefixStates(prefix_cache, pool, table, self.weights, carries=not self._recomputes)
         self.batch = Batch(Scheduler(rows, prefill_tokens, pages, page_tokens), pool, table, prefix, seed)
 
-        super().__init__(self.batch.ended, self.batch.requests, self._refuse_to_wait_paused)
+        super().__init__(self.batch.ended, self.batch.requests, partial(_refuse_to_wait, self))
 
         self.captured_decode: CapturedDecode | None = None
         self.captured_prefill: CapturedPrefill | None = None
@@ -193,11 +194,6 @@ class Engine(BlockingCalls):
     def end_sessions(self, *names: str) -> None:
         """These conversations do not go on: what is kept for them is let go."""
         self.batch.end_sessions(names)
-
-    def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """(ids, logprobs) of what a live request has sampled from its `start`-th token on; nothing while it waits."""
-        found = self.new_tokens(request, start)
-        return ((), ()) if found is None else (found.ids, found.logprobs)
 
     def new_tokens(self, request: int, seen: int, routed: int = 0) -> Tokens | None:
         """What a live request has sampled beyond `seen` tokens, if anything, with its routes beyond those of `routed`
@@ -339,3 +335,9 @@ def totals_of(engine: Engine) -> dict[str, float]:
         "uncaptured_steps": counters.uncaptured_steps,
         "evicted_states": 0 if cache is None else cache.evicted,
     }
+
+
+def _refuse_to_wait(engine: Engine) -> None:
+    """Raises EngineError while the engine is paused: whoever waited for its requests would do so without end."""
+    if engine.is_paused:
+        raise EngineError(f"the engine is paused ({engine._pause}) and requests wait; call resume first")

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from k3rl.data import ImagePatches
-from k3rl.engine.protocol import EngineError, Outcome, Prompt
+from k3rl.engine.protocol import EngineError, Outcome, Prompt, Tokens
 from k3rl.types import Completion, SamplingParams
 
 
@@ -55,6 +55,15 @@ class BlockingCalls(ABC):
     @abstractmethod
     def step(self) -> list[tuple[int, Outcome]]:
         """See `RolloutEngine`."""
+
+    @abstractmethod
+    def new_tokens(self, request: int, seen: int, routed: int = 0) -> Tokens | None:
+        """See `RolloutEngine`."""
+
+    def sampled(self, request: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """(ids, logprobs) of what a live request has sampled from its `start`-th token on; nothing while it waits."""
+        found = self.new_tokens(request, start)
+        return ((), ()) if found is None else (found.ids, found.logprobs)
 
     def generate(
         self,
