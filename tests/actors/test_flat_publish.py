@@ -208,4 +208,4 @@ def test_running_requests_go_on_with_the_states_that_the_configuration_names(tmp
             wanted = torch.log_softmax(new(ids).logits[0], -1)[len(PROMPT) - 1 : -1]
         after = wanted[range(SAMPLED), list(answer.token_ids)][switched:].numpy()
         difference = np.abs(after - np.asarray(answer.logprobs[switched:]))
-        assert (difference.max() < 1e-3) is close, f"{mode}: {difference.max()}"  # float32, another batch shape
+        assert bool(difference.max() < 1e-3) is close, f"{mode}: {difference.max()}"  # float32, another batch shape
