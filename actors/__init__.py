@@ -4,8 +4,9 @@
 `fleet.py` holds all actors of a run. A file for each kind: `learner.py` (all ranks as one: `learner_group.py`, with
 `teachers.py`), `rollout.py` (its engine: `engines.py`), `environment.py`, `reward.py`. `rollout_workers.py` gets
 `jobs.py` done by a `worker_pool.py` of each role: `rollout_stream.py` does what `dispatcher.py` decides over
-`groups.py` by a `schedule.py`. `answers.py` brings requests to engines and answers back, `conversations.py` each of
-their tokens once; `calls.py` types what goes wrong between actors; `weight_sync/` brings weights to the engines.
+`groups.py` by a `schedule.py`, with an evaluation beside it in `evaluating.py`. `answers.py` brings requests to engines
+and answers back, `conversations.py` each of their tokens once; `calls.py` types what goes wrong between actors;
+`weight_sync/` brings weights to the engines.
 """
 
 from __future__ import annotations

@@ -137,11 +137,6 @@ class AnswerStreams(ABC):
         return
 
 
-def _row(prompt: Sequence[int]) -> np.ndarray:
-    """The ids of a prompt, int32 [P]. What holds them in an `array` of its own is not walked through."""
-    return np.asarray(getattr(prompt, "array", prompt), np.int32)
-
-
 class Increments:
     """What sums have grown by since they were last asked for. Sums that start again count from 0."""
 
@@ -176,7 +171,7 @@ class EngineClient:
         """The completion of a request, of the conversation of this episode that its prompt goes on; last: the episode
         asks for nothing more. Raises ContextOutgrown, and EngineFailed for whatever else goes wrong."""
         prompt, params, images = request if len(request) == 3 else (*request, ())
-        ids, shown = _row(prompt), tuple(images)
+        ids, shown = np.asarray(prompt, np.int32), tuple(images)
         with self._conversations.turn(episode, ids) as (mine, base):
             turn = turn_of(mine, base, ids, shown, params, last)
             try:

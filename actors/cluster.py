@@ -22,6 +22,9 @@ class EngineConfig(Config):
     in_flight: Literal["recompute", "carry"] = "recompute"
     """What running requests do when the weights change: their states are computed again from their tokens by the new
     weights, or carried on as the old ones computed them."""
+    max_context: int | None = Field(None, ge=2)
+    """Tokens of one conversation, prompt and answer, at most: memory is planned for it, and an episode that outgrows it
+    ends. None takes what the model allows; a vLLM server has its own `--max-model-len`."""
     memory_mb: int | None = Field(None, ge=1)
     """Memory of states and latents together; None takes a share of what the machine has free, if it must be bounded."""
     prefix_cache_mb: int | None = Field(None, ge=0)

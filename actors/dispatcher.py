@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from k3rl.actors.groups import ActiveGroup, Assignments, Groups, Member, Room, State
+from k3rl.actors.groups import ActiveGroup, Assignments, Groups, Loads, Member, Room, State
 from k3rl.actors.jobs import EpisodeJob
 from k3rl.actors.schedule import Abort, Counts, Finished, Grade, Header, Mode, Schedule, Start
 from k3rl.types import Failed, FailureKind, Score
-
-_MANY = 1 << 30  # episodes that a worker takes, where nothing else bounds them
 
 
 class Dispatcher:
@@ -67,14 +65,14 @@ class Dispatcher:
 
     # ---- what may start
 
-    def start(self, room: Mapping[int, int]) -> list[Start]:
-        """Episodes to start now. room: worker -> how many more episodes it takes.
+    def start(self, room: Mapping[int, int] | None = None) -> list[Start]:
+        """Episodes to start now. room: worker -> how many more episodes it takes; None: any number, on each open one.
 
         A group begins on the worker with most room, so that none idles while another has a queue; what it has no room
         for, and what goes again, goes to whoever has most room then.
         """
         starts: list[Start] = []
-        left = Room(room)
+        left = self._assigned.loads if room is None else Room(room)
         self._start_again(left, starts)
         while left and not self._full():
             if not self._waiting and not self._begin_group():
@@ -92,18 +90,20 @@ class Dispatcher:
                 starts.append(self._start(self._waiting.popleft(), worker))
         return starts
 
-    def start_on(self, workers: Collection[int]) -> list[Start]:
-        """Episodes to start now on workers that take any number; those that play fewest come first."""
-        if not self._waiting and not self._again and not self._may_begin():
-            return []  # most often, and without a look at every worker
-        return self.start({worker: _MANY - self._assigned.on(worker) for worker in workers}) if not self._full() else []
+    def open(self, worker: int) -> None:
+        """A worker takes any number of episodes from now on, until it is closed or lost."""
+        self._assigned.loads.open(worker, self._assigned.on(worker))
+
+    def close(self, worker: int) -> None:
+        """A worker takes no more episodes."""
+        self._assigned.loads.close(worker)
 
     def _full(self) -> bool:
         """Whether no episode may start, whatever the room."""
         limit = self.schedule.in_flight
         return self.phase_over or (limit is not None and self._assigned.running >= limit)
 
-    def _start_again(self, left: Room, starts: list[Start]) -> None:
+    def _start_again(self, left: Room | Loads, starts: list[Start]) -> None:
         """Starts what goes again, suspects only where no other cohort of them runs."""
         if self.schedule.mode is Mode.SYNCHRONOUS:
             if self._assigned.running:

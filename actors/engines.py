@@ -10,6 +10,7 @@ import torch
 
 from k3rl.actors.cluster import ClusterConfig
 from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint
+from k3rl.config import ConfigError
 from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError, device_bytes
 from k3rl.model import K3Config, place_of
 from k3rl.tokens import Tokenizer
@@ -27,9 +28,14 @@ def k3rl_engine(
 ) -> Engine:
     """A fresh engine over a checkpoint directory."""
     (device, dtype), own = place_of(config.rollout_device), config.engine
+    model = load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served", quantization=quantization)
+    most = model.config.max_position_embeddings
+    if own.max_context is not None and own.max_context > most:
+        raise ConfigError(f"cluster.engine.max_context is {own.max_context}; the model of {checkpoint} allows {most}")
     return Engine(
-        load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served", quantization=quantization),
+        model,
         max_running=max_running,
+        max_context=own.max_context,
         seed=seed,
         tokenizer=Tokenizer.load(checkpoint),
         in_flight=own.in_flight,

@@ -25,6 +25,7 @@ class Evaluating:
         self.training, self.schedule = training, training.schedule
         self.evaluation: Dispatcher | None = None
         self._rows = rows
+        self._workers: set[int] = set()  # that are open
 
     # ---- of the evaluation
 
@@ -69,10 +70,18 @@ class Evaluating:
     def _both(self) -> list[Dispatcher]:
         return [self.training] if self.evaluation is None else [self.training, self.evaluation]
 
-    def start_on(self, workers: Collection[int]) -> list[Start]:
+    def open(self, worker: int) -> None:
+        self.training.open(worker)
+        self._workers.add(worker)
+
+    def close(self, worker: int) -> None:
+        self.training.close(worker)
+        self._workers.discard(worker)
+
+    def start(self) -> list[Start]:
         """Episodes of training first."""
-        starts = self.training.start_on(workers)
-        if self.evaluation is not None and (left := self._room(workers)):
+        starts = self.training.start()
+        if self.evaluation is not None and (left := self._room(self._workers)):
             starts += self.evaluation.start(left)
         return starts
 
@@ -97,6 +106,7 @@ class Evaluating:
             each.gone({name: attempt for name, attempt in episodes.items() if self._of(name) is each})
 
     def lost(self, worker: int, *, kind: FailureKind = FailureKind.DIED, why: str = "") -> list[Grade]:
+        self._workers.discard(worker)
         return [grade for each in self._both() for grade in each.lost(worker, kind=kind, why=why)]
 
     def attempt_of(self, episode_id: str) -> int | None:
@@ -106,9 +116,6 @@ class Evaluating:
     def member(self, episode_id: str) -> Member:
         """Raises KeyError where its group is gone."""
         return self._of(episode_id).groups.member(episode_id)
-
-    def running_on(self, worker: int) -> int:
-        return sum(each.running_on(worker) for each in self._both())
 
     @property
     def phase_over(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -160,15 +160,7 @@ class Room:
 
     def most(self, without: Collection[int] = ()) -> int | None:
         """The worker with most room, but for those that are excluded."""
-        skipped = []
-        while self._heap and (self._stale(self._heap[0]) or self._heap[0][1] in without):
-            entry = heapq.heappop(self._heap)
-            if not self._stale(entry):
-                skipped.append(entry)
-        found = self._heap[0][1] if self._heap else None
-        for entry in skipped:
-            heapq.heappush(self._heap, entry)
-        return found
+        return _first(self._heap, self._stale, without)
 
     def _stale(self, entry: tuple[int, int]) -> bool:
         free, worker = entry
@@ -186,12 +178,68 @@ class Room:
         return True
 
 
+class Loads:
+    """Workers that take any number of episodes, kept from one event to the next: `Room`, without a look at each.
+
+    The one that plays fewest comes first, of equals the first.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []  # (episodes, worker), with stale entries, which are skipped
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    def open(self, worker: int, running: int) -> None:
+        """A worker takes episodes from now on."""
+        self._running[worker] = running
+        heapq.heappush(self._heap, (running, worker))
+
+    def close(self, worker: int) -> None:
+        self._running.pop(worker, None)
+
+    def change(self, worker: int, more: int) -> None:
+        """A worker, if it is open, plays so many more."""
+        if worker not in self._running:
+            return
+        self._running[worker] += more
+        heapq.heappush(self._heap, (self._running[worker], worker))
+        if len(self._heap) > 64 + 4 * len(self._running):
+            self._heap = [(running, worker) for worker, running in self._running.items()]
+            heapq.heapify(self._heap)
+
+    def most(self, without: Collection[int] = ()) -> int | None:
+        """See `Room.most`."""
+        return _first(self._heap, lambda entry: self._running.get(entry[1]) != entry[0], without)
+
+    def take(self, worker: int | None) -> bool:
+        """Whether a worker takes one more episode; `change` counts it."""
+        return worker in self._running
+
+
+def _first(
+    heap: list[tuple[int, int]], stale: Callable[[tuple[int, int]], bool], without: Collection[int]
+) -> int | None:
+    """The worker of the first entry (key, worker) that is not stale, but for those that are excluded."""
+    skipped = []
+    while heap and (stale(heap[0]) or heap[0][1] in without):
+        entry = heapq.heappop(heap)
+        if not stale(entry):
+            skipped.append(entry)
+    found = heap[0][1] if heap else None
+    for entry in skipped:
+        heapq.heappush(heap, entry)
+    return found
+
+
 class Assignments:
     """Which episodes each worker plays. A worker that was lost makes suspects, in cohorts, of those it played; a worker
     plays one cohort at a time."""
 
     def __init__(self) -> None:
         self.running = 0
+        self.loads = Loads()
         self._on_worker: dict[int, set[str]] = {}
         self._suspects: dict[int, tuple[int, set[str]]] = {}  # worker -> its cohort, and who runs
         self._cohorts = 0
@@ -202,6 +250,7 @@ class Assignments:
 
     def start(self, worker: int, member: Member) -> None:
         self.running += 1
+        self.loads.change(worker, 1)
         member.worker = worker
         self._on_worker.setdefault(worker, set()).add(member.job.episode_id)
         if member.cohort is not None:
@@ -213,6 +262,7 @@ class Assignments:
         if worker is None:
             return
         self.running -= 1
+        self.loads.change(worker, -1)
         self._on_worker[worker].discard(episode_id)
         if worker in self._suspects:
             self._suspects[worker][1].discard(episode_id)
@@ -225,6 +275,7 @@ class Assignments:
         names = self._on_worker.pop(worker, set())
         cohort = self._suspects.pop(worker, None)
         self.running -= len(names)
+        self.loads.close(worker)
         return names, names if cohort is None else cohort[1]
 
     def suspect(self, members: Sequence[Member]) -> None:
@@ -233,7 +284,7 @@ class Assignments:
         for member in members:
             member.cohort = self._cohorts
 
-    def worker_for(self, cohort: int, room: Room) -> int | None:
+    def worker_for(self, cohort: int, room: Room | Loads) -> int | None:
         """The worker that plays this cohort of suspects, or one that plays none."""
         plays = [worker for worker, (own, _) in self._suspects.items() if own == cohort]
         return plays[0] if plays else room.most(without=self._suspects)

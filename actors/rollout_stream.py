@@ -15,41 +15,22 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost, no_answer, wait
+from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost, wait
 from k3rl.actors.evaluating import Evaluating
+from k3rl.actors.grading import Grading
 from k3rl.actors.jobs import EpisodeJob
-from k3rl.actors.schedule import Finished, Grade, Header, Mode
-from k3rl.actors.worker_pool import WorkerPool
-from k3rl.config import K3Error
-from k3rl.envs import BlockWatch, Breaker, FaultConfig
+from k3rl.actors.rollout_actors import Actors
+from k3rl.actors.schedule import Finished, Header, Mode
+from k3rl.envs import Breaker
 from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams, Score
 
-_LOOK_S = 30.0  # between two looks at engines
 _CLOSE_S = 20.0  # for workers to end what they play
-_SLACK_S = 60.0  # beyond what a worker's own watch takes to end code that does not give way
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Actors:
-    """Who makes rollouts. env: the environment's name in episodes. timeout_s: of any call but an episode's."""
-
-    engines: Sequence[Any]
-    environments: WorkerPool
-    rewards: WorkerPool
-    env: str
-    faults: FaultConfig
-    timeout_s: float
-
-    @property
-    def silence_s(self) -> float:
-        """How long a worker may be silent before it counts as hung."""
-        return self.faults.deadline_s or BlockWatch.KILL_AFTER * self.faults.blocked_s + _SLACK_S
 
 
 class RolloutStream:
@@ -77,8 +58,7 @@ class RolloutStream:
         self._closed = self._begun = False
         self._open: set[int] = set()  # places of environment workers that take episodes
         self._clients: dict[int, str] = {}
-        self._grades: list[Grade] = []
-        self._idle = set(range(len(actors.rewards)))  # places of reward workers that grade nothing
+        self._grading = Grading(actors, dispatcher, spawn=self._spawn, saw=self._saw, then=self._fill)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._resting = False
         self.aborted_tokens = 0
@@ -220,7 +200,7 @@ class RolloutStream:
     async def _begin(self) -> None:
         for place in range(len(self._actors.environments)):
             self._spawn(self._follow(place))
-        self._spawn(self._watch_engines())
+        self._spawn(self._actors.watch_engines())
 
     async def _end(self) -> None:
         for task in list(self._tasks):
@@ -248,7 +228,7 @@ class RolloutStream:
         self._begun = self._begun or len(self._open) == len(self._actors.environments)
         if len(self._open) < len(self._actors.environments) and (self._synchronous or not self._begun):
             return  # whoever is there first would get everything
-        starts = dispatcher.start_on(self._open)
+        starts = dispatcher.start()
         by_worker: dict[tuple[int, bool], list[tuple[EpisodeJob, int]]] = {}
         for start in starts:
             evaluates = dispatcher.evaluates(start.job.episode_id)
@@ -258,7 +238,7 @@ class RolloutStream:
             if evaluates:
                 sampling = self._evaluation_sampling
             self._spawn(_sent(worker.start.remote(jobs, sampling, self._synchronous)))
-        self._give_out(dispatcher.take_due())
+        self._grading.give_out(dispatcher.take_due())
         if dispatcher.phase_over and not self._resting:
             self._resting = True
             self._spawn(_rest(self._actors.engines))
@@ -282,13 +262,14 @@ class RolloutStream:
             except RayError as error:  # an answer that cannot travel, or that was lost with its node
                 lost = Failed(f"environment worker {place}: {type(error).__name__}: {error}"[:500], FailureKind.DIED)
             self._open.discard(place)
-            await self._check_engines()
+            self._dispatcher.close(place)
+            await self._actors.check_engines()
             if not pool.can_replace:
                 raise ActorLost(lost.reason)
             for engine in self._actors.engines:
                 engine.cancel.remote(client)
             pool.replace(place)
-            self._give_out(self._dispatcher.lost(place, kind=lost.kind, why=lost.reason))
+            self._grading.give_out(self._dispatcher.lost(place, kind=lost.kind, why=lost.reason))
             for job, failed in self._dispatcher.take_guilty():
                 self._saw(job, failed)
             self._fill()
@@ -301,6 +282,7 @@ class RolloutStream:
         await asyncio.wait_for(asyncio.wrap_future(worker.open.remote(client).future()), limit_s)
         events = worker.events.remote()
         self._open.add(place)
+        self._dispatcher.open(place)
         self._fill()
         while True:
             payload = await asyncio.wait_for(anext(events), self._actors.silence_s)
@@ -319,13 +301,13 @@ class RolloutStream:
     async def _ended(self, headers: Sequence[tuple[Header, int]], payload: Any) -> None:
         failures = [header.score for header, _ in headers if isinstance(header.score, Failed)]
         if any(failed.kind is FailureKind.ENGINE for failed in failures):
-            await self._check_engines()
+            await self._actors.check_engines()
         for header, attempt in headers:
             if self._dispatcher.attempt_of(header.episode_id) == attempt:
                 job = self._dispatcher.member(header.episode_id).job
                 if isinstance(header.score, Failed):
                     self._saw(job, header.score)
-            self._give_out(self._dispatcher.ended(replace(header, payload=payload), attempt))
+            self._grading.give_out(self._dispatcher.ended(replace(header, payload=payload), attempt))
         self._fill()
 
     def _saw(self, job: EpisodeJob, score: Score) -> None:
@@ -334,98 +316,6 @@ class RolloutStream:
         if isinstance(score, Failed):
             self._counts[f"failed_{score.kind}"] += 1
         self._breaker.saw(job.task.family, score)
-
-    # ------------------------------------------------------------------------------------------- reward workers
-
-    def _give_out(self, grades: Sequence[Grade]) -> None:
-        """Queues grades; each reward worker takes all that wait when it is free."""
-        self._grades += grades
-        while self._grades and self._idle:
-            share = -(-len(self._grades) // len(self._idle))
-            place, mine = min(self._idle), self._grades[:share]
-            self._idle.discard(place)
-            del self._grades[:share]
-            self._spawn(self._grade(place, mine))
-
-    async def _grade(self, place: int, grades: Sequence[Grade]) -> None:
-        """One call for all; where that breaks, one for each group, in a worker that may be a fresh one."""
-        scores = await self._scores(place, grades)
-        if not isinstance(scores, dict):
-            found, scores = scores, {}
-            for grade in grades:
-                own = found if len(grades) == 1 else await self._scores(place, [grade])
-                if own is None:
-                    self._gone(grade)
-                    continue
-                scores |= dict.fromkeys((h.episode_id for h in grade.headers), own) if isinstance(own, Failed) else own
-        attempts = {name: self._dispatcher.attempt_of(name) for name in scores}
-        known = {name: attempt for name, attempt in attempts.items() if attempt is not None}
-        for name in known:
-            self._saw(self._dispatcher.member(name).job, scores[name])
-        self._idle.add(place)
-        self._give_out(self._dispatcher.graded({name: scores[name] for name in known}, known))
-        self._fill()
-
-    def _gone(self, grade: Grade) -> None:
-        """The records of some of these episodes are gone, and nothing says whose: all are played again."""
-        attempts = {header.episode_id: self._dispatcher.attempt_of(header.episode_id) for header in grade.headers}
-        self._dispatcher.gone({name: attempt for name, attempt in attempts.items() if attempt is not None})
-
-    async def _scores(self, place: int, grades: Sequence[Grade]) -> dict[str, Score] | Failed | None:
-        """Scores by episode, or why the worker gave none; None where records of these episodes are gone."""
-        headers = [
-            header
-            for grade in grades
-            for header in grade.headers
-            if self._dispatcher.attempt_of(header.episode_id) is not None
-        ]
-        if not headers:
-            return {}
-        jobs = [self._dispatcher.member(header.episode_id).job for header in headers]
-        payloads = list({header.payload for header in headers})
-        limit_s = self._actors.faults.deadline_s or self._actors.timeout_s
-        ref = self._actors.rewards.actors[place].grade.remote(jobs, *payloads)
-        try:
-            scores: dict[str, Score] = await asyncio.wait_for(asyncio.wrap_future(ref.future()), limit_s)
-            return scores
-        except TimeoutError:
-            failed = Failed(f"grading took more than {limit_s:g} s and was ended", FailureKind.HUNG)
-        except RayTaskError as error:
-            if isinstance(error.cause, K3Error):
-                raise error.cause from None
-            if isinstance(error.cause, ObjectLostError):
-                return None
-            return Failed(f"grading: {type(error.cause).__name__}: {error.cause}"[:500], FailureKind.RAISED)
-        except RayActorError as error:
-            if error.actor_init_failed:
-                raise ActorFailure(f"reward worker {place} cannot be started:\n{error}") from error
-            failed = Failed(f"the process of reward worker {place} died", FailureKind.DIED)
-        except ObjectLostError:
-            return None
-        except RayError as error:
-            failed = Failed(f"grading: {type(error).__name__}: {error}"[:500], FailureKind.DIED)
-        self._actors.rewards.replace(place)
-        return failed
-
-    # ------------------------------------------------------------------------------------------------- engines
-
-    async def _watch_engines(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            await self._check_engines()
-
-    async def _check_engines(self) -> None:
-        """Raises ActorLost where an engine is gone or broken: no other one may take its requests."""
-        for number, engine in enumerate(self._actors.engines):
-            what = f"rollout actor {number}"
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(engine.check.remote().future()), self._actors.timeout_s)
-            except TimeoutError:
-                raise no_answer(what, self._actors.timeout_s) from None
-            except RayActorError as error:
-                raise ActorLost(f"{what} died:\n{error}") from error
-            except RayTaskError as error:
-                raise ActorLost(f"{what} is broken:\n{error}") from error
 
 
 async def _sent(ref: Any) -> None:

@@ -10,7 +10,8 @@ from k3rl.actors.calls import wait
 from k3rl.actors.dispatcher import Dispatcher
 from k3rl.actors.evaluating import Evaluating
 from k3rl.actors.jobs import EpisodeJob
-from k3rl.actors.rollout_stream import Actors, RolloutStream
+from k3rl.actors.rollout_actors import Actors
+from k3rl.actors.rollout_stream import RolloutStream
 from k3rl.actors.schedule import Mode, Schedule
 from k3rl.actors.worker_pool import WorkerPool
 from k3rl.envs import Breaker, FaultConfig

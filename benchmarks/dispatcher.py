@@ -46,6 +46,8 @@ class Simulation:
         schedule = Schedule(mode, groups, SIZE, bound, 0.8 if mode is Mode.PARTIAL else 1.0, in_flight)
         self._dispatcher = Dispatcher(schedule, _jobs)
         self._running: list[list[Start]] = [[] for _ in range(workers)]
+        for place in range(workers):
+            self._dispatcher.open(place)
         self._grades: list[Grade] = []
         self._played = 0  # episodes in them
         self._fill()
@@ -77,7 +79,7 @@ class Simulation:
 
     def _grade(self) -> None:
         """The scores of what waits for them, as a reward worker sends them."""
-        while self._grades and (self._played >= GRADED or self._dispatcher.phase_over):
+        while self._grades and (self._played >= GRADED or self._dispatcher.phase_over or not self._dispatcher.running):
             mine, self._grades, self._played = self._grades, [], 0
             names = [header.episode_id for grade in mine for header in grade.headers]
             scores = pickle.loads(pickle.dumps({name: Scored(1.0, {"tests": 1.0}) for name in names}))
@@ -92,7 +94,7 @@ class Simulation:
             self._dispatcher.take()
             self.batches += 1
             self._dispatcher.published(self._dispatcher.version + 1)
-        starts = self._dispatcher.start_on(range(len(self._running)))
+        starts = self._dispatcher.start()
         self.cpu_s += time.process_time() - began
         for start in starts:
             self._running[start.worker].append(start)

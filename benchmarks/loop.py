@@ -99,15 +99,19 @@ class Bench:
         return [*words, "--env.sandbox", self.given.sandbox]
 
     def command(self, verb: str, *words: str, variables: dict[str, str] | None = None) -> tuple[Path, float]:
-        """(the run's directory, when it was started) of a finished `k3rl` command."""
+        """(the run's directory, when it was started) of a `k3rl` command that finished, or was cut by `--timeout`."""
         self.runs += 1
         out = self.folder / f"run{self.runs}"
         measured = ["--evaluation.n", "8", "--evaluation.n-family", "0", "--save-every", "100000"]
         line = [sys.executable, "-m", "k3rl", verb, *words, *self.cluster(), *measured, "--out", str(out)]
         began = time.time()
-        ended = subprocess.run(
-            line, env=os.environ | (variables or {}), capture_output=True, text=True, timeout=self.given.timeout
-        )
+        try:
+            ended = subprocess.run(
+                line, env=os.environ | (variables or {}), capture_output=True, text=True, timeout=self.given.timeout
+            )
+        except subprocess.TimeoutExpired:
+            print(f"cut after {self.given.timeout:g} s: {' '.join(line)}", file=sys.stderr)
+            return out, began
         if ended.returncode:
             raise SystemExit(f"{' '.join(line)}\nended with status {ended.returncode}:\n{ended.stderr[-4000:]}")
         return out, began

@@ -82,7 +82,8 @@ class Sweep:
         else:
             model.load_state_dict(self.best[1])
         rates = {"muon_lr": factor * default.muon_lr, "adamw_lr": factor * default.adamw_lr}
-        return Trainer(model, default.replace(**rates, scaling=scaling))
+        chosen = default.replace(**rates, scaling=scaling).settled(model.config.flat, samples=pipeline == "rl")
+        return Trainer(model, chosen)
 
     def sft(self, factor: float, scaling: str) -> dict[str, float]:
         """The held-out loss after SFT, in nats a token."""

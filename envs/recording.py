@@ -218,7 +218,7 @@ class EpisodeRecorder:
         turn = Turn(
             prompt_ids=ids[: len(prompt)],
             sampled_ids=ids[len(prompt) :],
-            logprobs=completion.logprobs,
+            logprobs=Packed.of(completion.logprobs, np.float32),
             stop_reason=completion.stop_reason,
             first_version=completion.first_version,
             last_version=completion.weight_version,

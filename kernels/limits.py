@@ -441,6 +441,18 @@ class LogitsSliceLimits:
         return fits and dispatch.use_kernel("logits_slice", logits)
 
 
+@dataclass(frozen=True)
+class DrawCutLimits:
+    """`sampling.cut`: a program has a chunk of a row, and its order is that of float32."""
+
+    chunks: int = 1024  # of a row, of `cut_kernels.CHUNK` tokens each: a program holds a number for each
+
+    def takes(self, logits: Tensor) -> bool:
+        """Logits [B, V], bf16 or float32."""
+        fits = logits.shape[0] > 0 and logits.shape[1] <= self.chunks * 4096
+        return fits and dispatch.use_kernel("draw_cut", logits)
+
+
 KDA, SHORT_CONV = KDALimits(), ShortConvLimits()
 PAGED_LATENTS, MLA_DECODE_STEP = PagedLatentsLimits(), MLADecodeStepLimits()
 MLA_HEADS, MAX_LOGITS = MLAHeadsLimits(), MaxLogitsLimits()
@@ -451,4 +463,4 @@ ATTN_RES, RMS_NORM, GATED_NORM = AttnResLimits(), RMSNormLimits(), GatedNormLimi
 SKINNY, SPLIT_K = SkinnyLimits(), SplitKLimits()
 GROUPED_SKINNY, W4_GROUPED_SKINNY = GroupedSkinnyLimits(), W4GroupedSkinnyLimits()
 MUON, SYMMETRIC, ADD_MANY = MuonLimits(), SymmetricLimits(), AddManyLimits()
-DRAW, LOGITS_SLICE = DrawLimits(), LogitsSliceLimits()
+DRAW, DRAW_CUT, LOGITS_SLICE = DrawLimits(), DrawCutLimits(), LogitsSliceLimits()

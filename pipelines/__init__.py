@@ -1,9 +1,10 @@
 """The loops: SFT, and the one policy loop of RL and distillation; and the quickstart that chains them.
 
 Read `policy.py` first, then `rl.py` and `distill.py`, which say what an algorithm adds to it. `rollout_buffer.py` and
-`curriculum.py` are where its batches come from. Configs are in `configs.py`, presets in `presets.py`; a loop's steps
-and files are in `stage.py`, its first weights in `start.py`, what a run is open with in `session.py`. `launch.py` runs
-a config to its end. Actors are in `k3rl.actors`, one optimizer step in `k3rl.parallel`.
+`curriculum.py` are where its batches come from, `guard.py` and `evaluation.py` what watches it. Configs are in
+`configs.py`, presets in `presets.py`; a loop's steps and files are in `stage.py`, its first weights in `start.py`, what
+a run is open with in `session.py`. `launch.py` runs a config to its end. Actors are in `k3rl.actors`, one optimizer
+step in `k3rl.parallel`.
 """
 
 from __future__ import annotations

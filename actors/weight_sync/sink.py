@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -136,7 +137,7 @@ class WeightSink:
 
         for number, receiver in enumerate(self._receivers):
             try:
-                asyncio.run(receiver.receive(payload.stream, lambda bucket, number=number: take(number, bucket)))
+                asyncio.run(receiver.receive(payload.stream, partial(take, number)))
             except TransferBroken:
                 raise
             except K3Error as error:

@@ -172,7 +172,8 @@ def write_flat(model: K3ForCausalLM, layout: FlatLayout, buffer: Tensor) -> None
     Experts are packed anew from their values, a layer's matrices at a time; bytes that were loaded are not looked up,
     so that a block that did not change may have other bytes of equal values than its checkpoint.
     """
-    into, given = [], []
+    into: list[Tensor] = []
+    given: list[Tensor] = []
     for entry in layout.plain:  # by its name: to list all parameters takes longer than to copy them
         value = model.get_parameter(entry.name).detach()
         view = entry.of(buffer)[0]
@@ -219,7 +220,8 @@ def read_flat(model: K3ForCausalLM, layout: FlatLayout, buffer: Tensor) -> None:
     Raises CheckpointError for numbers that are not finite and scale bytes 255, by the tensor's name.
     """
     _check_finite(layout, buffer)
-    into, given = [], []
+    into: list[Tensor] = []
+    given: list[Tensor] = []
     for entry in layout.plain:
         parameter, view = model.get_parameter(entry.name), entry.of(buffer)[0]
         into.append(parameter)

@@ -32,6 +32,7 @@ class Batch:
     ) -> None:
         self.scheduler, self.pool, self.table, self.prefix = scheduler, pool, table, prefix
         self.requests: dict[int, Running] = {}
+        self._of_session: dict[str, list[Running]] = {}
         self.ended = Outcomes()
         self._seed, self._submitted = seed, 0
 
@@ -43,6 +44,8 @@ class Batch:
         self.requests[running.number] = running
         if self.prefix is not None:
             self.prefix.saw(running)
+        if running.session:
+            self._of_session.setdefault(running.session, []).append(running)
         key = running.key, params.cache_salt, params.adapter
         self.scheduler.submit(running.number, key, len(running.prompt), urgent=running.params.priority > 0)
         return running.number
@@ -80,6 +83,7 @@ class Batch:
         self.pool.free(rows)
         self.table.free(rows)
         self.requests.clear()
+        self._of_session.clear()
         self.ended.take()
         if self.prefix is not None:
             self.prefix.forget()
@@ -122,15 +126,21 @@ class Batch:
         self._follow(self.scheduler.remove([running.number for running, _ in ended]), used)
         for running, _ in ended:
             del self.requests[running.number]
+            self._leave_session(running)
         self.ended.add((running.number, outcome) for running, outcome in ended)
+
+    def _leave_session(self, running: Running) -> None:
+        if running in (own := self._of_session.get(running.session, [])):
+            own.remove(running)
+            if not own:
+                del self._of_session[running.session]
 
     def end_sessions(self, names: Sequence[str]) -> None:
         """These conversations do not go on: their states are let go, and those of their live requests not kept."""
         if self.prefix is None:
             return
-        ended = set(names)
-        for running in self.requests.values():
-            if running.session in ended:
+        for name in names:
+            for running in self._of_session.pop(name, ()):
                 running.session = ""
         self.prefix.end_sessions(names)
 

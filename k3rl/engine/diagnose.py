@@ -1,4 +1,5 @@
-"""Finding where a non-finite number came from, after the fact: costs one forward, and only when something broke."""
+"""Finding where a non-finite number came from, after the fact: one forward over few tokens, inside the step in which
+something broke. Others wait for it, so that longer requests are not run again."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from k3rl.engine.protocol import NonFiniteLogits
 from k3rl.engine.rows import RowTable
 from k3rl.engine.weights import ServedWeights
 from k3rl.model import K3ForCausalLM
+
+EXAMINED = 1024  # tokens that are run again, at most
 
 
 def first_bad_module(model: K3ForCausalLM, ids: Tensor, images: Placed = ()) -> str | None:
@@ -43,12 +46,16 @@ def describe(
     model: K3ForCausalLM, pool: StatePool, row: int, ids: Tensor, images: Placed = ()
 ) -> tuple[str | None, str]:
     """(first bad module or None, sentence for the error) for a request whose tokens so far are ids [T] in rows."""
-    name = first_bad_module(model, ids, images)
+    short = len(ids) <= EXAMINED
+    name = first_bad_module(model, ids, images) if short else None
     if name is not None:
         broken = [n for n, parameter in model.official_parameters() if not parameter.isfinite().all()]
         cause = f"not finite is {broken[0]} (and {len(broken) - 1} more)" if broken else "all weights are finite"
         return name, f"the first non-finite output is that of {name}; of the weights, {cause}"
     layer = _first_bad_state(model, pool, row)
+    if not short:
+        state = "is finite" if layer is None else f"is not finite in layer {layer}"
+        return None, f"its cached state {state}; it has more than the {EXAMINED} tokens that are examined further"
     if layer is not None:
         return (
             None,

@@ -200,15 +200,9 @@ class RowTable:
 
     def _append_sampling_masks(self, rows: np.ndarray, draws: Draws) -> None:
         """Records the ids left (int32, ascending) of the rows where something is cut; a set like the last one is it."""
-        if not draws.cut_rows.size:
-            return
-        ids = (np.flatnonzero(draws.sampling_mask) % draws.sampling_mask.shape[1]).astype(np.int32)
-        ends = np.cumsum(np.count_nonzero(draws.sampling_mask, axis=1))
-        start = 0
-        for index, end in zip(draws.cut_rows.tolist(), ends.tolist(), strict=True):
-            sets, own = self.running[rows[index]].sampling_mask, ids[start:end]
-            sets.append(sets[-1] if sets and np.array_equal(sets[-1], own) else own)
-            start = end
+        for index, own in zip(draws.cut_rows.tolist(), draws.kept.rows, strict=True):
+            sets = self.running[rows[index]].sampling_mask
+            sets.append(sets[-1] if sets and np.array_equal(sets[-1], own) else own.copy())
 
 
 class TokenColumn:

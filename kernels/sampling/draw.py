@@ -1,6 +1,7 @@
 """Drawing one token a row from logits, where nothing is cut: by inverting the cumulative distribution in id order.
 
-`draw` is one launch on a GPU that the kernel supports, `draw_reference` in plain torch its definition. Everything is
+`draw` is one launch on a GPU that the kernel supports (five over more tokens than a program holds), `draw_reference` in
+plain torch its definition. Everything is
 computed in float64 whatever the logits are, and nothing is read by the host.
 """
 
@@ -21,6 +22,10 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor)
         from k3rl.kernels.sampling import draw_kernels
 
         return draw_kernels.draw(logits, temperature, uniform)
+    if limits.DRAW_CUT.takes(logits):
+        from k3rl.kernels.sampling import cut_kernels
+
+        return cut_kernels.draw_wide(logits, temperature, uniform)
     return draw_reference(logits, temperature, uniform)
 
 

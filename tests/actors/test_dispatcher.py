@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3rl.actors.dispatcher import Dispatcher
+from k3rl.actors.groups import Loads
 from k3rl.actors.jobs import EpisodeJob, TaskRef
 from k3rl.actors.schedule import Finished, Header, Mode, Schedule
 from k3rl.types import Failed, FailureKind, Scored
@@ -293,19 +294,36 @@ def test_episodes_whose_records_are_gone_before_they_are_graded_are_played_again
     assert [header.score for header in control.take()[0].headers] == [Scored(1.0)] * 2
 
 
-def test_the_driver_looks_at_no_worker_when_nothing_may_start():
-    class Counted(list):
-        looks = 0
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["open", "close", "start", "stop"]), st.integers(0, 5)), max_size=400))
+def test_the_open_worker_that_plays_fewest_comes_first(events):
+    loads, running, opened = Loads(), Counter(), set()
+    for event, worker in events:
+        if event == "open" and worker not in opened:
+            opened.add(worker)
+            loads.open(worker, running[worker])
+        elif event == "close":
+            opened.discard(worker)
+            loads.close(worker)
+        elif event in ("start", "stop") and running[worker] + (event == "start") > 0:
+            running[worker] += 1 if event == "start" else -1
+            loads.change(worker, 1 if event == "start" else -1)
+        for without in ((), (0, 3)):
+            wanted = min(opened - set(without), key=lambda own: (running[own], own), default=None)
+            assert loads.most(without) == wanted
+        assert bool(loads) == bool(opened)
 
-        def __iter__(self):
-            self.looks += 1
-            return super().__iter__()
 
-    control, workers = dispatcher(Mode.ASYNCHRONOUS, groups=1, max_off_policy_steps=1), Counted(range(3))
-    starts = control.start_on(workers)
-    assert [start.worker for start in starts] == [0, 0, 1, 1], "those that play fewest first, of equals the first"
-    assert control.start_on(workers) == []
-    assert workers.looks == 1
+def test_open_workers_share_the_episodes_until_they_are_closed_or_lost():
+    control = dispatcher(Mode.ASYNCHRONOUS, groups=3, max_off_policy_steps=1)
+    for worker in (2, 1, 0):
+        control.open(worker)
+    control.close(1)
+    starts = control.start()
+    assert Counter(start.worker for start in starts) == {0: 6, 2: 6}
+    control.lost(0)
+    control.open(1)
+    assert {start.worker for start in control.start()} == {1, 2}, "a half of the lost one's each"
 
 
 def test_a_group_begins_on_the_worker_with_most_room_and_stays_there_while_it_fits():

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from k3rl.actors import ClusterConfig, RolloutActor
+from k3rl.actors import ClusterConfig, EngineConfig, RolloutActor
 from k3rl.actors.answers import EngineClient
 from k3rl.checkpoint import save_checkpoint
 from k3rl.engine import EngineError
-from k3rl.envs.faults import EngineFailed
+from k3rl.envs import ContextOutgrown, EngineFailed
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.tokens import Tokenizer
 from k3rl.types import Completion, SamplingParams, StopReason
@@ -178,6 +178,26 @@ def test_a_checkpoint_is_loaded_only_when_nothing_is_in_flight_and_an_engine_tha
 
     whole, again = asyncio.run(ask())
     assert (len(whole.token_ids), len(again.token_ids)) == (60, 60)
+
+
+def test_a_run_says_how_long_a_conversation_may_be_and_plans_memory_for_it(checkpoint):
+    found = []
+    for context in (64, 4096):
+
+        async def one(context=context):
+            actor = RolloutActor(ClusterConfig(engine=EngineConfig(max_context=context, memory_mb=4)), max_running=64)
+            await actor.load(str(checkpoint))
+            answers = await actor.generate([(PROMPT, SamplingParams(max_tokens=n)) for n in (20, 60)])
+            rows = actor.engine.batch.scheduler.rows
+            await actor.close()
+            return *answers, rows
+
+        found.append(asyncio.run(one()))
+    (short, refused, many), (_, taken, few) = found
+    assert len(short.token_ids) == 20
+    assert isinstance(refused, ContextOutgrown)
+    assert len(taken.token_ids) == 60
+    assert many > few
 
 
 def test_an_engine_that_keeps_failing_says_so_when_it_is_asked(checkpoint):

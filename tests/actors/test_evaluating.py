@@ -38,8 +38,12 @@ class World:
     started: list[str] = field(default_factory=list)
     running: list[tuple[str, int]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for worker in WORKERS:
+            self.both.open(worker)
+
     def start(self) -> list[str]:
-        starts = self.both.start_on(WORKERS)
+        starts = self.both.start()
         self.running += [(one.job.episode_id, one.attempt) for one in starts]
         self.started += [one.job.episode_id for one in starts]
         return [one.job.episode_id for one in starts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from k3rl.checkpoint import manifest_of, official_tensors
-from k3rl.engine import Engine, RolloutEngine
+from k3rl.engine import Engine, RolloutEngine, diagnose
 from k3rl.engine.protocol import EngineError, InvalidRequest, NonFiniteLogits, UnknownRequest
 from k3rl.model import QuantizationConfig
 from k3rl.types import Completion, SamplingParams, StopReason
@@ -298,7 +299,8 @@ def test_broken_weights_name_the_request_and_the_first_bad_layer_and_spare_the_o
             if name.endswith("embed_tokens.weight"):
                 parameter[33] = float("nan")  # only requests that read token 33 break
     engine = Engine(model, max_running=4)
-    bad, good = engine.submit([1, 33, 2], params()), engine.submit([1, 2], params())
+    without = params(logit_bias=((33, -math.inf),))
+    bad, good = engine.submit([1, 33, 2], without), engine.submit([1, 2], without)
     outcomes = by_number(engine.drain())
     assert isinstance(outcomes[good], Completion)
     assert isinstance(outcomes[bad], NonFiniteLogits)
@@ -308,6 +310,20 @@ def test_broken_weights_name_the_request_and_the_first_bad_layer_and_spare_the_o
     assert str(pickle.loads(pickle.dumps(outcomes[bad]))) == str(outcomes[bad])
     with pytest.raises(NonFiniteLogits, match="embed"):
         engine.generate([[33]], params())
+
+
+def test_a_long_request_with_broken_logits_fails_without_being_run_again(model, monkeypatch):
+    monkeypatch.setattr(diagnose, "EXAMINED", 4)
+    monkeypatch.setattr(diagnose, "first_bad_module", lambda *given: pytest.fail("others wait for it"))
+    engine = Engine(model, max_running=4)
+    bad, good = engine.submit([1, 4, 2, 5, 3], params()), engine.submit([1, 2], params())
+    engine.step()
+    with torch.inference_mode():
+        engine.batch.pool.cache.recurrent(1)[engine.batch.requests[bad].row] = float("nan")
+    outcomes = by_number(engine.drain())
+    assert isinstance(outcomes[good], Completion)
+    assert isinstance(outcomes[bad], NonFiniteLogits)
+    assert "is not finite in layer 1; it has more than the 4 tokens" in str(outcomes[bad])
 
 
 def test_a_corrupted_state_is_told_from_broken_weights(model):

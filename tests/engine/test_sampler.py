@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.engine.sampling import sampler
+from k3rl.engine.sampling import device_sampler, sampler
 from k3rl.types import SamplingParams
 
 
@@ -216,3 +216,36 @@ def test_request_seeds_are_the_callers_or_differ_by_engine_and_number():
     assert sampler.request_seed(-1, engine_seed=1, request=2) == 2**64 - 1
     derived = {sampler.request_seed(None, engine, request) for engine in range(20) for request in range(20)}
     assert len(derived) == 400
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.lists(option_params, min_size=1, max_size=5), st.booleans())
+def test_a_device_leaves_and_draws_what_the_definition_says(seed, params, ties):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(len(params), 40)).astype(np.float32) * 3
+    logits = np.round(logits) if ties else logits
+    flat = [(*own, least) for own, least, _ in params]
+    temperature, top_p, top_k, uniform, min_p = (np.array([one[i] for one in flat]) for i in range(5))
+    given = torch.from_numpy(logits), temperature, uniform, top_p, top_k, min_p
+    rows = np.flatnonzero((temperature > 0) & ((top_p < 1) | (top_k > 0) | (min_p > 0)))
+    found = device_sampler.sample_cut(*given, rows)
+    wanted = sampler.sample(given[0], temperature, top_p, top_k, uniform, min_p)
+    assert np.array_equal(found.ids, wanted.ids)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=0, atol=1e-12)  # float64 sums in another order
+    left = dict(zip(wanted.cut_rows.tolist(), wanted.kept.rows, strict=True))
+    for row, ids in zip(rows.tolist(), found.kept.rows, strict=True):
+        assert np.array_equal(ids, left.get(row, np.arange(40)))
+
+
+@pytest.mark.parametrize("scale", [0.2, 6.0])
+def test_sets_of_a_large_vocabulary_are_those_of_a_sort(scale):
+    """Beyond the first logits that are put in order, too."""
+    rows, size = 3, 5000
+    logits = torch.from_numpy(np.random.default_rng(1).normal(size=(rows, size)) * scale).round(decimals=1)
+    draws = sampler.sample(
+        logits, np.ones(rows), np.array([0.95, 1.0, 0.6]), np.array([0, 2000, 0]), np.full(rows, 0.3)
+    )
+    for row, (p, k), ids in zip(logits, [(0.95, size), (1.0, 2000), (0.6, size)], draws.kept.rows, strict=True):
+        order = np.argsort(-row.numpy(), kind="stable")[:k]
+        share = torch.softmax(row[torch.from_numpy(order)], 0).numpy().cumsum()
+        assert sorted(order[: int((share < p).sum()) + 1].tolist()) == ids.tolist()

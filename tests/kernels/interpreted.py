@@ -25,7 +25,8 @@ from k3rl.kernels.mla import decode_attention, decode_attention_kernels
 from k3rl.kernels.moe import decode_routing, decode_routing_kernels, situ_kernels
 from k3rl.kernels.norm import gated_norm_kernels
 from k3rl.kernels.norm.gated_norm import gated_norm_reference
-from k3rl.kernels.sampling import draw_kernels
+from k3rl.kernels.sampling import cut_kernels, draw_kernels
+from k3rl.kernels.sampling.cut import Cuts, cut_reference
 from k3rl.kernels.sampling.draw import draw_reference
 from k3rl.numerics import mx
 
@@ -521,6 +522,22 @@ def draw() -> None:
             raise SystemExit("draw: an id outside the vocabulary")
 
 
+def draw_cut() -> None:
+    """Ranks and masses over two chunks, equal logits, a row that is greedy and one that is not finite."""
+    logits = torch.tensor([[2.0, 1.0] * 10, [0.0, 3.0] * 10, [1.0, float("nan")] * 10]) + torch.arange(20) // 6
+    reals = torch.tensor([[0.7, 0.0, 1.0], [0.9, 0.5, 0.1], [0.8, 0.9, 1.0], [0.01, 0.0, 0.0]]).double()
+    cuts = Cuts(*reals.unbind(), torch.tensor([9, 0, 0]))
+    got = cut_kernels.draw_cut(logits, cuts, by_rank=True, by_mass=True, chunk=16)
+    want, keep = cut_reference(logits, cuts)
+    require_equal("flags", [got.drawn[:, 2]], [want[:, 2]])
+    require_equal("ids", [got.drawn[:2, 0], got.kept[:2]], [want[:2, 0], keep[:2].sum(1)])
+    torch.testing.assert_close(got.drawn[:2, 1], want[:2, 1], atol=1e-12, rtol=0)
+    counts = torch.tensor([int(got.kept[0]), 0, 0])
+    require_equal("what is left", [got.ids(counts).long()], [keep[0].nonzero()[:, 0]])
+    wide = cut_kernels.draw_wide(logits[:2], cuts.temperature[:2], cuts.uniform[:2])
+    torch.testing.assert_close(wide, draw_reference(logits[:2], *reals[:2, :2]), atol=1e-12, rtol=0)
+
+
 CASES = {
     "kda-fixed": lambda: kda(70, 2, 32, 64, None, "production"),
     "kda-packed": lambda: kda(101, 1, 32, 64, [17, 0, 15, 1, 65], "production"),
@@ -542,6 +559,7 @@ CASES = {
     "splits": splits,
     "conv": conv,
     "norm": norm,
+    "draw-cut": draw_cut,
     "decode-parts": lambda: (routing(), grouped(), w4_grouped(), attention(), draw()),
 }
 

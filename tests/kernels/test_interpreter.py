@@ -12,7 +12,7 @@ CASES = ("kda-fixed", "kda-packed", "kda-slow", "kda-saturated", "kda-mixed", "s
 CASES += ("kda-faults", "kda-lengths", "kda-offsets", "kda-context", "splits")
 CASES += ("unbounded-packed", "unbounded-slow", "unbounded-saturated", "unbounded-mixed", "unbounded-decode")
 CASES += ("decode", "decode-deferred", "conv", "norm")
-CASES += ("decode-parts",)
+CASES += ("decode-parts", "draw-cut")
 
 
 def interpret(*words: str) -> None:

@@ -237,6 +237,4 @@ class Decoder:
         places = launched.places
         if routes is not None:
             self._table.add_routes(launched.rows, routes[places])
-        return Draws(
-            draws.ids[places], draws.logprobs[places], draws.finite[places], draws.cut_rows, draws.sampling_mask
-        )
+        return Draws(draws.ids[places], draws.logprobs[places], draws.finite[places], draws.cut_rows, draws.kept)

@@ -17,7 +17,7 @@ from k3rl.engine.cache import StatePool
 from k3rl.engine.images import Features, Placed, image_inputs
 from k3rl.engine.rows import RowTable
 from k3rl.engine.sampling import sampler
-from k3rl.engine.sampling.sampler import Allowed, Biases, Draws
+from k3rl.engine.sampling.sampler import Allowed, Biases, Draws, Kept
 from k3rl.model import EXACT_BLOCK, K3ForCausalLM, exact_hidden, exact_logits, exact_logprob, fixed_arithmetic
 
 
@@ -84,12 +84,13 @@ def sample(
             z = scores[row].to("cpu", torch.float64, copy=True)
             if bias is not None:
                 z.index_add_(0, torch.from_numpy(bias.ids), torch.from_numpy(bias.values))
-            sampling_mask = torch.from_numpy(drawn.sampling_mask[0]) if len(drawn.sampling_mask) else None
+            sampling_mask = torch.from_numpy(drawn.sampling_mask[0]) if len(drawn.cut_rows) else None
             value = exact_logprob(z, int(drawn.ids[0]), float(temperature[row]), sampling_mask)
             drawn = dataclasses.replace(drawn, logprobs=np.array([value]))
         draws.append(dataclasses.replace(drawn, cut_rows=drawn.cut_rows + row))
-    columns = [[getattr(drawn, field.name) for drawn in draws] for field in dataclasses.fields(Draws)]
-    return Draws(*(np.concatenate(column) for column in columns))
+    names = ("ids", "logprobs", "finite", "cut_rows")
+    columns = {name: np.concatenate([getattr(drawn, name) for drawn in draws]) for name in names}
+    return Draws(**columns, kept=Kept.join([drawn.kept for drawn in draws]))
 
 
 def _biases_of(biases: Biases, row: int) -> Biases | None:

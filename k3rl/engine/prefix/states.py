@@ -40,6 +40,7 @@ class PrefixStates:
         self._carries = carries
         self._sessions: dict[str, Chain] = {}  # of the newest state of each
         self._shared = SharedBeginnings()
+        self._newest: Chain | None = None  # of the prompt that came last
         self._coming: dict[bytes, Running] = {}  # shared beginnings, and whose prompt computes each
         self.read_ahead: Callable[[int], LastRoute | None] = lambda number: None
 
@@ -50,9 +51,13 @@ class PrefixStates:
 
     def saw(self, running: Running) -> None:
         """A request was queued."""
-        if running.session not in self._sessions:
-            running.chain = self._chain_of(running)
-            self._shared.saw(running.chain)
+        if running.session in self._sessions:
+            return
+        newest = self._newest  # a group comes together, and its prompt is hashed once
+        if newest is None or newest.root != self._root(running) or not np.array_equal(newest.ids, running.prompt):
+            newest = self._newest = self._chain_of(running)
+            self._shared.saw(newest)
+        running.chain = newest
 
     def waits(self, leader: Running) -> bool:
         """Whether what the prompt of a group begins with is being computed in another row."""
@@ -129,16 +134,19 @@ class PrefixStates:
         if not self._carries:
             self.forget()
             return
-        self._shared.clear()
-        self._coming.clear()
+        self._forget_prompts()
         self._prefix.clear(keep_owned=True)
 
     def forget(self) -> None:
         """Nothing is kept any more: of other weights, or half written by a step that raised."""
-        self._shared.clear()
-        self._coming.clear()
+        self._forget_prompts()
         self._sessions.clear()
         self._prefix.clear()
+
+    def _forget_prompts(self) -> None:
+        self._shared.clear()
+        self._coming.clear()
+        self._newest = None
 
     def _keep(
         self,

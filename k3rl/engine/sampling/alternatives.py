@@ -21,7 +21,10 @@ def record(table: RowTable, free: Constrained, biases: Biases | None, draws: Dra
             mine = biases.rows == place
             z.index_add_(0, torch.from_numpy(biases.ids[mine]), torch.from_numpy(biases.values[mine]))
         cut = np.flatnonzero(draws.cut_rows == place)  # what a constraint forbids is cut, too
-        sampling_mask = torch.from_numpy(draws.sampling_mask[cut[0]]) if cut.size else None
+        sampling_mask = None
+        if cut.size:
+            sampling_mask = torch.zeros(len(z), dtype=torch.bool)
+            sampling_mask[torch.from_numpy(draws.kept.rows[cut[0]]).long()] = True
         sampled = int(draws.ids[place]), float(draws.logprobs[place])
         found = likeliest(z, float(table.temperature[row]), sampling_mask, int(table.top_logprobs[row]))
         table.running[row].alternatives.append(tuple(sampled if one[0] == sampled[0] else one for one in found))

@@ -13,6 +13,7 @@ logprob is that of the renormalized sampling mask at the request's temperature.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,18 +84,62 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The ids that were left to C rows: ids int32, ascending in a row, row after row; ends int64 [C]."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+    vocabulary: int
+
+    @classmethod
+    def none(cls, vocabulary: int = 0) -> Kept:
+        """No rows."""
+        return cls(np.empty(0, np.int32), np.empty(0, np.int64), vocabulary)
+
+    @classmethod
+    def of(cls, mask: np.ndarray) -> Kept:
+        """What a mask bool [C, V] says."""
+        ids = (np.flatnonzero(mask) % mask.shape[1]).astype(np.int32)
+        return cls(ids, np.cumsum(np.count_nonzero(mask, axis=1)), mask.shape[1])
+
+    @classmethod
+    def join(cls, parts: Sequence[Kept]) -> Kept:
+        """The rows of all parts, which have one vocabulary."""
+        offsets = np.cumsum([0, *(len(part.ids) for part in parts)])
+        ends = [part.ends + offset for part, offset in zip(parts, offsets, strict=False)]
+        return cls(np.concatenate([part.ids for part in parts]), np.concatenate(ends), parts[0].vocabulary)
+
+    @property
+    def rows(self) -> list[np.ndarray]:
+        """The ids of each row."""
+        return np.split(self.ids, self.ends[:-1]) if len(self.ends) else []
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool [C, V]."""
+        found = np.zeros((len(self.ends), self.vocabulary), bool)
+        found[np.repeat(np.arange(len(self.ends)), np.diff(self.ends, prepend=0)), self.ids] = True
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Draws:
     """One token per row.
 
     ids int64 [B]; logprobs float64 [B]; finite bool [B]: False where a logit was NaN or infinite (that row's id
-    and logprob mean nothing). cut_rows int64 [C] are the rows whose sampling_mask bool [C, V] is recorded.
+    and logprob mean nothing). cut_rows int64 [C] are the rows for which is recorded what was left, `kept`.
     """
 
     ids: np.ndarray
     logprobs: np.ndarray
     finite: np.ndarray
     cut_rows: np.ndarray
-    sampling_mask: np.ndarray
+    kept: Kept
+
+    @property
+    def sampling_mask(self) -> np.ndarray:
+        """bool [C, V]: what was left to `cut_rows`."""
+        return self.kept.mask
 
 
 def sample(
@@ -137,12 +182,12 @@ def sample(
     if allowed is not None:
         cuts[allowed.rows] = True
     cut_rows = np.flatnonzero(cuts)
-    sampling_mask = np.empty((0, z.shape[-1]), bool)
+    kept = Kept.none(z.shape[-1])
     if cut_rows.size:
         rows = slice(None) if cut_rows.size == len(z) else torch.from_numpy(cut_rows)
         keep = _keep(z[rows], mass[rows], *_limits(cut_rows, greedy, top_p, top_k, min_p))
         mass[rows] *= keep
-        sampling_mask = keep.numpy()
+        kept = Kept.of(keep.numpy())
 
     cumulative = torch.cumsum(mass, -1, out=mass)
     total = cumulative[:, -1:]
@@ -151,7 +196,7 @@ def sample(
     if greedy.any():
         ids = torch.where(torch.from_numpy(greedy)[:, None], z.argmax(-1, keepdim=True), ids)
     logprobs = z.gather(-1, ids) - total.log()
-    return Draws(ids[:, 0].numpy(), logprobs[:, 0].numpy(), finite.numpy(), cut_rows, sampling_mask)
+    return Draws(ids[:, 0].numpy(), logprobs[:, 0].numpy(), finite.numpy(), cut_rows, kept)
 
 
 def _limits(
