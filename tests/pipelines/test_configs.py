@@ -18,7 +18,14 @@ from k3rl.pipelines.configs import AblationChoices, CorrectionConfig, ModelConfi
 from k3rl.pipelines.distill import Distillation
 from k3rl.pipelines.presets import PRESETS, distill, rl, sft
 from k3rl.pipelines.rl import Reinforcement
-from k3rl.pipelines.start import check_layout, check_start, model_config, policy_sampling, start_policy
+from k3rl.pipelines.start import (
+    check_layout,
+    check_start,
+    model_config,
+    policy_sampling,
+    quantization_of,
+    start_policy,
+)
 
 
 def test_a_group_size_that_does_not_divide_the_batch_names_the_sizes_that_would():
@@ -154,12 +161,12 @@ def stored_config(folder: Path, *, says: bool, **quantization) -> RLConfig:
 @pytest.mark.parametrize(
     ("says", "stored", "chosen", "wanted"),
     [
-        (False, {}, {}, "mxfp8"),  # as the official checkpoint is
-        (False, {}, {"activations": "none"}, "none"),
-        (False, {"weights": "none"}, {}, None),
-        (True, {"activations": "none"}, {}, None),  # obeyed as it is
-        (True, {"activations": "none"}, {"activations": "mxfp8"}, "mxfp8"),
-        (True, {"scale_rule": "floor"}, {"scale_rule": "floor"}, None),
+        (False, {}, {}, {"activations": "mxfp8"}),  # as the official checkpoint is
+        (False, {}, {"activations": "none"}, {"activations": "none"}),
+        (False, {"weights": "none"}, {}, {}),
+        (True, {"activations": "none"}, {}, {}),  # obeyed as it is
+        (True, {"activations": "none"}, {"activations": "mxfp8"}, {"activations": "mxfp8"}),
+        (True, {"scale_rule": "floor"}, {"scale_rule": "floor"}, {}),
     ],
 )
 def test_a_checkpoint_is_trained_as_it_says_or_as_the_configuration_asks(tmp_path, says, stored, chosen, wanted):
@@ -172,6 +179,14 @@ def test_a_checkpoint_is_trained_as_it_says_or_as_the_configuration_asks(tmp_pat
     )
     start_policy(fleet, config)
     assert calls == [wanted, wanted]  # learner and engines compute alike
+
+
+def test_plain_experts_of_kimi_linear_are_quantized_at_load_where_that_is_asked_for(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(K3Config.named("kimi-linear-nano").to_dict()))
+    start = ModelConfig(start=str(tmp_path))
+    asked = start.replace(quantization=QuantizationConfig(weights="mxfp4"))
+    assert quantization_of(rl().replace(model=asked)) == {"weights": "mxfp4"}
+    assert quantization_of(rl().replace(model=start)) == {}
 
 
 @pytest.mark.parametrize("chosen", [{"weights": "none"}, {"scale_rule": "even"}])
