@@ -237,10 +237,6 @@ class Engine(BlockingCalls):
             self.counters.step_s += time.perf_counter() - began
         return self.batch.ended.take()
 
-    def _refuse_to_wait_paused(self) -> None:
-        if self.is_paused:
-            raise EngineError(f"the engine is paused ({self._pause}) and requests wait; call resume first")
-
     def _sample(self, parts: list[RowLogits], drawn: list[DrawnRows]) -> None:
         """Samples the rows of `parts` from their logits; they and those of `drawn` take what they drew."""
         table, ended = self.batch.table, list[tuple[Running, Outcome]]()
