@@ -79,7 +79,8 @@ class Dispatcher:
                 break
             family = self.groups.member(self._waiting[0]).job.task.family
             if (score := self._skipped(family)) is not None:
-                self._skip(self._waiting.popleft(), score)
+                name = self._waiting.popleft()
+                self._due += self._broke(self.groups.member(name), Header(name, score=score))
                 continue
             group = self.groups.of(self._waiting[0])
             if (worker := left.most()) is None:
@@ -116,7 +117,7 @@ class Dispatcher:
                 return
             member = self.groups.member(episode_id)
             if (score := self._skipped(member.job.task.family)) is not None:
-                self._skip(episode_id, score)
+                self._due += self._broke(member, Header(episode_id, score=score))
                 continue
             worker = left.most() if member.cohort is None else self._assigned.worker_for(member.cohort, left)
             if worker is None or not left.take(worker):
@@ -131,10 +132,6 @@ class Dispatcher:
         self.counts.started += 1
         self.counts.most_running = max(self.counts.most_running, self._assigned.running)
         return Start(worker, member.job, member.attempt)
-
-    def _skip(self, episode_id: str, score: Failed) -> None:
-        """An episode is not played."""
-        self._due += self._broke(self.groups.member(episode_id), Header(episode_id, score=score))
 
     def take_guilty(self) -> list[tuple[EpisodeJob, Failed]]:
         """Attempts that took their worker along, since the last call."""
@@ -196,7 +193,7 @@ class Dispatcher:
         self._assigned.stop(member)
         member.cohort = None
         if isinstance(header.score, Failed):
-            if self._goes_again(member, header.score):
+            if self._again_after(member):
                 self._wait_again(member)
                 self.counts.retried += 1
                 return []
@@ -221,7 +218,7 @@ class Dispatcher:
             member.grading = False
             group = touched.setdefault(self.groups.of(episode_id).group_id, self.groups.of(episode_id))
             if isinstance(score, Failed):
-                if self._goes_again(member, score):
+                if self._again_after(member):
                     self.counts.regraded += 1
                     continue
                 score = self._skipped(member.job.task.family) or score
@@ -262,7 +259,7 @@ class Dispatcher:
                 self._assigned.suspect([member])
             failed = Failed(why or f"worker {worker} died or hung while it played this episode", kind)
             self._guilty.append((member.job, failed))
-            if self._goes_again(member, failed):
+            if self._again_after(member):
                 self._wait_again(member)
                 self.counts.retried += 1
             else:
@@ -389,7 +386,8 @@ class Dispatcher:
         self.counts.stale_answers += 1
         return None
 
-    def _goes_again(self, member: Member, failed: Failed) -> bool:
+    def _again_after(self, member: Member) -> bool:
+        """Whether an episode that failed is played again."""
         member.failures += 1
         return member.failures <= self.schedule.retries and self._skipped(member.job.task.family) is None
 

@@ -87,13 +87,6 @@ class LearnerActor:
         self._writer = StateWriter(rank, size, timeout_s=timeout_s)
         self._meshes.clear()
 
-    def _mesh(self, config: TrainerConfig) -> Mesh:
-        """The layout that a trainer asks for; each is made once, as its groups stay."""
-        degrees = config.expert_parallel, config.context_parallel
-        if degrees not in self._meshes:
-            self._meshes[degrees] = Mesh(self._world, expert=degrees[0], context=degrees[1])
-        return self._meshes[degrees]
-
     @property
     def trainer(self) -> Trainer:
         if self._trainer is None:
@@ -105,7 +98,7 @@ class LearnerActor:
     ) -> int:
         """A freshly initialised model from an official-layout config; returns its number of parameters."""
         self._tokenizer, self._start, self._seed = Tokenizer.builtin(), None, seed
-        built, mesh = K3Config.from_dict(dict(config)), self._mesh(trainer)
+        built, mesh = K3Config.from_dict(dict(config)), _mesh_of(self._meshes, self._world, trainer)
         packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
         held = mesh.experts(built.num_experts)
         with self._world.together("making a model"):
@@ -124,7 +117,7 @@ class LearnerActor:
     ) -> int:
         """A checkpoint's model, with fresh optimizer state; quantization as in `load_checkpoint`."""
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
-        mesh = self._mesh(trainer)
+        mesh = _mesh_of(self._meshes, self._world, trainer)
         packed = _packs(trainer, learner)
         device = self._model_device(trainer)
         with self._world.together("loading a checkpoint"):
@@ -303,3 +296,11 @@ class LearnerActor:
 def _packs(trainer: TrainerConfig, learner: LearnerConfig) -> bool:
     """Whether experts are kept packed from the start. DeepSpeed takes hold of every parameter, frozen ones too."""
     return trainer.packs and learner.backend == "native"
+
+
+def _mesh_of(meshes: dict[tuple[int, int], Mesh], world: World, config: TrainerConfig) -> Mesh:
+    """The layout that a trainer asks for; each is made once, as its groups stay."""
+    degrees = config.expert_parallel, config.context_parallel
+    if degrees not in meshes:
+        meshes[degrees] = Mesh(world, expert=degrees[0], context=degrees[1])
+    return meshes[degrees]
