@@ -232,4 +232,5 @@ def wilson(passed: float, n: int, z: float = 1.959964) -> tuple[float, float]:
     rate = passed / n
     centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return (max(0.0, centre - half), min(1.0, centre + half))  # rounding may put 0 and 1 a bit outside
+    # Rounding may put an end a bit outside of [0, 1], or of a rate of 0 or 1 past it.
+    return (min(max(0.0, centre - half), rate), max(min(1.0, centre + half), rate))
