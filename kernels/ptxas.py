@@ -28,6 +28,7 @@ def path() -> str | None:
     return os.environ.get("TRITON_PTXAS_PATH") or bundled()
 
 
+@functools.cache
 def bundled() -> str | None:
     """The ptxas that came with Triton; None without Triton."""
     spec = importlib.util.find_spec("triton")
@@ -45,6 +46,7 @@ def choose() -> None:
         os.environ["TRITON_PTXAS_PATH"] = other
 
 
+@functools.cache
 def packaged() -> str | None:
     """The ptxas of the pip package nvidia-cuda-nvcc, if that is installed."""
     spec = importlib.util.find_spec("nvidia")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from k3rl.engine.protocol import EngineError
+from k3rl.engine.uploads import upload
 
 
 class PageTable:
@@ -30,7 +31,7 @@ class PageTable:
 
     def on_device(self, rows: slice | Tensor | int, blocks: slice = slice(None)) -> Tensor:
         """The pages of rows, int64 on the device."""
-        return torch.from_numpy(self.table)[rows, blocks].to(self._device)
+        return upload(torch.from_numpy(self.table)[rows, blocks], self._device)
 
     def claim(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Gives rows int64 [n] pages for so many tokens [n] -> the pages that they did not have.

@@ -19,6 +19,7 @@ from torch import Tensor
 from k3rl.engine.deferred import DeferredTokens
 from k3rl.engine.page_table import PageTable
 from k3rl.engine.protocol import EngineError
+from k3rl.engine.uploads import upload
 from k3rl.model import K3Config, Slots, StepCache, slot_index
 
 
@@ -52,7 +53,7 @@ class PagedCache:
         self.recurrent = dict(zip(kda, self.every_recurrent.unbind(), strict=True))
         self.conv = dict(zip(kda, self.every_conv.unbind(), strict=True))
         self.latent = dict(zip(mla, self.every_latent.unbind(), strict=True))
-        self.deferred = DeferredTokens(self.recurrent) if deferred and self.recurrent else None
+        self.deferred = DeferredTokens(kda, self.every_recurrent) if deferred and kda else None
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.table = PageTable(batch, pages, page, self.device)
 
@@ -147,7 +148,7 @@ class PagedCache:
 
     def _fill_pages(self, pages: np.ndarray, value: float) -> None:
         if pages.size:
-            self.every_latent.index_fill_(1, torch.from_numpy(pages).to(self.device), value)
+            self.every_latent.index_fill_(1, upload(pages, self.device), value)
 
     def reset(self, rows: Tensor) -> None:
         """Rows [R] become empty and give their pages back."""
@@ -163,7 +164,7 @@ class PagedCache:
             if value != 0.0:
                 self._fill_pages(freed, value)
             self.lengths[row] = 0
-        index = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        index = upload(rows, self.device, torch.int64)
         for storage in (self.every_recurrent, self.every_conv):
             storage.index_fill_(1, index, value)
         if self.deferred is not None and rows:
@@ -191,7 +192,7 @@ class PagedCache:
 
     def _copy_slots(self, source: Tensor, destination: Tensor) -> None:
         self.settle(source.numpy())
-        read, write = source.to(self.device), destination.to(self.device)
+        read, write = upload(source, self.device), upload(destination, self.device)
         for storage in (self.every_recurrent, self.every_conv):
             storage.index_copy_(1, write, storage.index_select(1, read))
         self.lengths[destination] = self.lengths[source]
@@ -285,7 +286,7 @@ class PagedRows:
     def next_places(self) -> Tensor:
         """[B] int64: where `put_latent` puts the next token of each row; its page must have been claimed."""
         places = self._cache.table.places(self._index, self.lengths.numpy())
-        return torch.from_numpy(places).to(self._cache.device)
+        return upload(places, self._cache.device)
 
     def put_latent(self, layer: int, places: Tensor, latent: Tensor) -> None:
         """Writes latent [B, width] of one token of each row, at `next_places`."""

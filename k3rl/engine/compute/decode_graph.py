@@ -25,6 +25,7 @@ from k3rl.engine.compute.shape_buckets import CurrentModel, Shape, ShapeBucket, 
 from k3rl.engine.paged import PagedCache
 from k3rl.engine.sampling.device_sampler import unpacked
 from k3rl.engine.sampling.sampler import Draws
+from k3rl.engine.uploads import upload
 from k3rl.kernels import CapturedStep, StagedInputs, limits
 from k3rl.kernels.sampling import draw
 from k3rl.model import K3ForCausalLM, KimiDeltaAttention, StepCache, fused
@@ -188,7 +189,7 @@ class CapturedDecode:
         for places in pieces:
             _, out = self._step(index[places], tokens[places], nothing[places], nothing[places])
             found.append((out.logits.clone(), out.routes.clone()))
-        back = torch.from_numpy(np.argsort(np.concatenate(pieces))).to(model.device)
+        back = upload(np.argsort(np.concatenate(pieces)), model.device)
         logits, routes = (torch.cat(parts).index_select(0, back) for parts in zip(*found, strict=True))
         return logits, routes
 

@@ -30,6 +30,7 @@ from k3rl.engine.counters import EngineCounters
 from k3rl.engine.memory import keeps_copies
 from k3rl.engine.sampling import sampler
 from k3rl.engine.sampling.sampler import Draws
+from k3rl.engine.uploads import upload
 from k3rl.engine.weights import ServedWeights
 from k3rl.model import FlatStep, K3ForCausalLM
 
@@ -197,7 +198,7 @@ class Decoder:
             logits = model.logits(hidden)
         else:
             with self._weights.adapters.serving(model, adapter):
-                out = model.hidden(torch.from_numpy(tokens).to(model.device)[:, None], cache=self._pool.view(rows))
+                out = model.hidden(upload(tokens, model.device)[:, None], cache=self._pool.view(rows))
             logits, routes = model.logits(out.hidden[:, 0]), out.routes[:, 0]
         self._table.add_routes(index, routes)
         return logits

@@ -24,6 +24,7 @@ from k3rl.engine.protocol import EngineError
 from k3rl.engine.running import PromptState, Running
 from k3rl.engine.sampling.grammar import Grammars
 from k3rl.engine.scheduler import Plan, Segment, portions
+from k3rl.engine.uploads import upload
 from k3rl.engine.weights import ServedWeights
 
 RowLogits = tuple[np.ndarray, Tensor]  # rows int64 [R], and logits [R, V] to sample from
@@ -146,7 +147,7 @@ class Prefill:
         model, requests = self._weights.model, self._batch.requests
         read = [(requests[s.leader].images, self._prompt(s).features, s.start, s.stop) for s in segments]
         out = model.hidden(
-            torch.from_numpy(ids.clip(0)).to(model.device)[None],
+            upload(ids.clip(0), model.device)[None],
             cu_seqlens=torch.from_numpy(bounds),
             cache=self._batch.pool.view([s.row for s in segments]),
             images=image_inputs(model, read),

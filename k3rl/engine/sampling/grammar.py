@@ -25,6 +25,7 @@ from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.rows import RowTable
 from k3rl.engine.sampling.json_schema import SchemaError, check_brackets, enforceable
 from k3rl.engine.sampling.sampler import Allowed
+from k3rl.engine.uploads import upload
 from k3rl.tokens import Tokenizer
 from k3rl.types import Constraint, SamplingParams
 
@@ -215,4 +216,4 @@ def constrain(table: RowTable, rows: np.ndarray, logits: Tensor) -> Constrained:
     keep[places[~alive]] = False
     moved = np.cumsum(keep) - 1
     allowed_rows = Allowed(moved[places[alive]], mask[alive]) if alive.any() else None
-    return Constrained(rows[keep], logits[torch.from_numpy(keep).to(logits.device)], allowed_rows, rows[~keep])
+    return Constrained(rows[keep], logits[upload(keep, logits.device)], allowed_rows, rows[~keep])
