@@ -88,9 +88,11 @@ class FlatDigests:
                 keyed = (part + keys[lane]).to(torch.int64)
                 out[:, lane] = keyed[:, : _WORDS // 2].mul_(keyed[:, _WORDS // 2 :]).sum(1)
         hashed += places.unsqueeze(1)
-        sums = _mixed_(hashed).cumsum(0)
-        sums = torch.cat([sums.new_zeros(1, LANES), sums])  # a tensor of no blocks begins where it ends
-        return sums[ends[1:]] - sums[ends[:-1]]
+        # A GPU scans one long row with all of itself, and columns beside each other with a thread for each.
+        lanes = _mixed_(hashed).t().contiguous()
+        sums = torch.stack([lane.cumsum(0) for lane in lanes])
+        sums = torch.nn.functional.pad(sums, (1, 0))  # a tensor of no blocks begins where it ends
+        return (sums[:, ends[1:]] - sums[:, ends[:-1]]).t().contiguous()
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """On a device: keys int32 [4, 64]; of each block (b + 1) c, int64; where tensors begin, and the end."""
