@@ -84,6 +84,8 @@ class AnswerStreams(ABC):
             row = cast(Sequence[int], ids)
             requests.append((row, params, images) if images else (row, params))
             ready.append((ticket, turn))
+        if not ready:  # conversations that ended, and nothing else
+            return
         for (ticket, turn), future in zip(ready, self.begin(requests), strict=True):
             outbox.live[ticket] = future
             turns = self._tokens.turns(client, turn.session)

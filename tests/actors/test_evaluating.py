@@ -131,6 +131,9 @@ def test_a_lost_worker_gives_back_the_episodes_of_both():
     first = set(made.start())
     for worker in WORKERS:
         made.both.lost(worker)
+    assert not made.start(), "whoever takes their place has not come"
+    for worker in WORKERS:
+        made.both.open(worker)
     made.running.clear()
     assert set(made.start()) <= first
     for _ in range(80):

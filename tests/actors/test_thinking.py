@@ -34,4 +34,4 @@ def test_prompts_ask_for_thinking_and_effort_as_the_job_does(in_process, play, t
     asyncio.run(played)
     messages = make("coding-lists").source.get("train", 0, 0).messages
     rendered = xtml.render(list(messages), thinking=thinking, thinking_effort=effort)
-    assert engine.prompts == [Tokenizer.builtin().encode_segments(rendered)]
+    assert [list(prompt) for prompt in engine.prompts] == [Tokenizer.builtin().encode_segments(rendered)]
