@@ -79,7 +79,7 @@ class EpisodeState:
         rows["branches"] = [_branch_row(branch, files) for branch in self.branches]
         turns = [branch.turns for branch in self.branches]
         rows["turns"] = _columns_row(TurnColumns.of(turns, [branch.parent for branch in self.branches]), arrays, files)
-        rows["prompt"] = _kept(self.prompt.array, arrays)
+        rows["prompt"] = _kept(Packed.of(self.prompt, np.int32).array, arrays)
         rows["messages"] = [message_row(message) for message in self.messages]
         rows["metrics"] = dict(self.metrics)
         target = io.BytesIO()

@@ -287,7 +287,7 @@ def test_a_new_checkpoint_replaces_an_older_one_completely(nano, tmp_path) -> No
 
 
 def test_a_disk_that_returns_other_bytes_is_noticed_and_the_old_checkpoint_stays(nano, tmp_path, monkeypatch) -> None:
-    from k3rl.checkpoint import hf
+    from k3rl.checkpoint import shards
 
     path = tmp_path / "ck"
     save_checkpoint(nano(0), path)
@@ -295,7 +295,7 @@ def test_a_disk_that_returns_other_bytes_is_noticed_and_the_old_checkpoint_stays
     def flip(tensors: dict[str, Tensor], file: Path, **more: object) -> None:
         save_file({n: t + 1 for n, t in tensors.items()}, file)
 
-    monkeypatch.setattr(hf, "save_file", flip)
+    monkeypatch.setattr(shards, "save_file", flip)
     with pytest.raises(CheckpointError, match="does not read back"):
         save_checkpoint(nano(1), path)
     assert equal(stored(load_checkpoint(path, dtype=torch.float32)), stored(nano(0)))
@@ -308,9 +308,9 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(nano, tmp_pat
     save_checkpoint(nano(0), path)
     real = hf.fill
 
-    def fill(model: K3ForCausalLM, files: Mapping[str, Tensor]) -> None:
+    def fill(model: K3ForCausalLM, files: Mapping[str, Tensor], **more: object) -> object:
         save_checkpoint(nano(1), path)
-        real(model, files)
+        return real(model, files, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(hf, "fill", fill)
