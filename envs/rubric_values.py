@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from k3rl import types
+from k3rl.packed import Packed
 
 _DATACLASSES = {
     kind.__name__: kind
@@ -56,6 +57,8 @@ def encode(value: Any) -> Any:
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Packed):
+        return {"packed": encode(value.array)}
     if isinstance(value, np.generic):
         return encode(value.item())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -88,6 +91,9 @@ def decode(value: Any) -> Any:
             return {decode(key): decode(item) for key, item in content}
         case "bytes":
             return base64.b64decode(content)
+        case "packed":
+            array = decode(content)
+            return Packed.of(array, array.dtype)
         case "array":
             dtype, shape, data = content
             return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
