@@ -23,7 +23,7 @@ LAUNCH = {"COLUMNS": 1024, "num_warps": 4}
 
 @triton.jit(do_not_specialize=["width", "start"])
 def add_slice_kernel(
-    logits, targets, most, total, weighted, target, width, stride, start, scale, COLUMNS: tl.constexpr
+    logits, targets, most, total, weighted, target, width, row_stride, start, scale, COLUMNS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     top = tl.load(most + row)
@@ -31,7 +31,7 @@ def add_slice_kernel(
     dotted = tl.load(weighted + row)
     for first in tl.range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        x = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")) * scale
+        x = tl.load(logits + row * row_stride + column, mask=column < width, other=float("-inf")) * scale
         higher = tl.maximum(top, tl.max(x, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp(x - base)
@@ -44,12 +44,12 @@ def add_slice_kernel(
     tl.store(weighted + row, dotted)
     place = tl.load(targets + row) - start
     if (place >= 0) & (place < width):
-        tl.store(target + row, tl.load(logits + row * stride + place) * scale)
+        tl.store(target + row, tl.load(logits + row * row_stride + place) * scale)
 
 
 @triton.jit(do_not_specialize=["width", "start"])
 def slice_gradient_kernel(
-    logits, out, targets, normalizer, grad, width, stride, out_stride, start, scale,
+    logits, out, targets, normalizer, grad, width, row_stride, out_stride, start, scale,
     COLUMNS: tl.constexpr, BF16: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +58,7 @@ def slice_gradient_kernel(
     place = tl.load(targets + row) - start
     for first in tl.range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        x = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf"))
+        x = tl.load(logits + row * row_stride + column, mask=column < width, other=float("-inf"))
         d = tl.where(column == place, each, 0.0) - each * tl.exp(x * scale - level)
         tl.debug_barrier()  # every warp has read its part of the tile
         if BF16:

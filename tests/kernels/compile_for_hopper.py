@@ -109,7 +109,7 @@ OWN_TYPES |= {("symmetric_kernel", "beta"): "fp32"}
 SLICES = ("add_slice_kernel", "slice_gradient_kernel")
 OWN_TYPES |= {(kernel, name): "*fp32" for kernel in SLICES for name in ("logits", "most", "weighted", "target", "grad")}
 OWN_TYPES |= {(kernel, "targets"): "*i64" for kernel in SLICES} | {(kernel, "start"): "i32" for kernel in SLICES}
-OWN_TYPES |= {(SLICES[1], "normalizer"): "*fp32", (SLICES[0], "stride"): "i32", (SLICES[1], "stride"): "i32"}
+OWN_TYPES |= {(SLICES[1], "normalizer"): "*fp32"}
 OWN_TYPES |= {("gather_kernel", "index"): "*i64", ("gather_kernel", "rows"): "*bf16"}
 
 K, C = {"K": 128}, {"C": forward_kernels.CHUNK}
