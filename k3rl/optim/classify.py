@@ -106,10 +106,12 @@ _BALANCED = re.compile(r"\.e_score_correction_bias$")
 
 def is_mla_query(name: str, config: HeadLayout) -> bool:
     """Whether this is the matrix that makes the queries of an MLA layer: q_b_proj, or q_proj without a low rank."""
-    if config.q_lora_rank is not None:
-        return name.endswith(".q_b_proj.weight")
-    found = _LAYER.search(name)
-    return found is not None and int(found[1]) not in config.kda_layers
+    if name.endswith(".q_b_proj.weight"):
+        return True
+    # Who knows K3 alone says nothing of a rank, and its `q_proj` are those of KDA.
+    if (found := _LAYER.search(name)) is None or getattr(config, "q_lora_rank", 0) is not None:
+        return False
+    return int(found[1]) not in config.kda_layers
 
 
 def _head_cut(name: str, kind: str, config: HeadLayout) -> tuple[int, tuple[int, ...]]:
