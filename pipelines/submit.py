@@ -6,10 +6,14 @@ import asyncio
 import os
 import shlex
 import sys
+import time
+from typing import Any
 
 from k3rl.config import K3Error, MissingResource
 
 _GOOD = "SUCCEEDED"
+_NO_AGENT = "No available agent"
+_AGENT_S = 180.0  # a busy machine takes minutes to start one
 
 
 class JobFailed(K3Error):
@@ -37,7 +41,7 @@ def submit(words: list[str], address: str) -> int:
     entrypoint = shlex.join([sys.executable, "-m", "k3rl", *words])
     # The token itself does not travel: the job's processes inherit the one that the cluster was started with.
     variables = {"RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"], "PYTHONSAFEPATH": "1", "RAY_DEDUP_LOGS": "0"}
-    job = client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": variables})
+    job = _submitted(client, address, entrypoint, variables)
     print(f"job {job} at {address}", file=sys.stderr)
     try:
         asyncio.run(_follow(client, job))
@@ -49,6 +53,24 @@ def submit(words: list[str], address: str) -> int:
     if str(status) != _GOOD and getattr(status, "value", None) != _GOOD:
         raise JobFailed(f"job {job} ended as {status}: {client.get_job_info(job).message}")
     return 0
+
+
+def _submitted(client: Any, address: str, entrypoint: str, variables: dict[str, str]) -> str:
+    """The id of the job. The dashboard answers a little before the agent that starts jobs has come up."""
+    until = time.monotonic() + _AGENT_S
+    while True:
+        try:
+            job: str = client.submit_job(entrypoint=entrypoint, runtime_env={"env_vars": variables})
+            return job
+        except RuntimeError as error:
+            if _NO_AGENT not in str(error):
+                raise
+            if time.monotonic() > until:
+                raise MissingResource(
+                    f"no agent of the cluster at {address} came up to start a job within {_AGENT_S:g} s; "
+                    "see dashboard_agent.log among Ray's logs on its head, and submit again"
+                ) from error
+        time.sleep(1.0)
 
 
 async def _follow(client: object, job: str) -> None:

@@ -20,6 +20,8 @@ import torch
 
 from k3rl.checkpoint.train_state import TrainState, latest_train_state
 from k3rl.cli import main
+from k3rl.config import MissingResource
+from k3rl.pipelines import submit as pipelines_submit
 
 pytestmark = pytest.mark.timeout(400)  # a fixture is several runs of the command
 
@@ -30,13 +32,8 @@ def submit(head) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(folder: Path, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "k3rl", "submit", *words, "--address", head.dashboard]
-        chosen = {"env": {**head.environment, **changes}, "cwd": folder, "timeout": 240}
-        deadline = time.monotonic() + 60
-        while True:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, **chosen)
-            # The dashboard answers a little before the agent that starts jobs has come up.
-            if "No available agent" not in done.stderr or time.monotonic() > deadline:
-                return done
+        chosen = {"env": {**head.environment, **changes}, "cwd": folder, "timeout": 300}
+        return subprocess.run(command, capture_output=True, text=True, check=False, **chosen)
 
     return run
 
@@ -122,3 +119,23 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(resumed, submi
     one, two = (TrainState(latest_train_state(run / "checkpoints" / "sft")).tensors() for run in (resumed, straight))
     assert one.keys() == two.keys()
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_a_job_waits_for_the_agent_that_starts_it_and_says_when_none_comes(monkeypatch):
+    answers = iter(["Request failed with status code 500: No available agent to submit job"] * 2)
+
+    class Client:
+        def submit_job(self, **given):
+            if (refused := next(answers, None)) is not None:
+                raise RuntimeError(refused)
+            return given["entrypoint"]
+
+    monkeypatch.setattr(pipelines_submit.time, "sleep", lambda seconds: None)
+    assert pipelines_submit._submitted(Client(), "http://head:8265", "k3rl sft", {}) == "k3rl sft"
+    answers = iter(["No available agent"])
+    monkeypatch.setattr(pipelines_submit, "_AGENT_S", -1.0)
+    with pytest.raises(MissingResource, match="no agent of the cluster"):
+        pipelines_submit._submitted(Client(), "http://head:8265", "k3rl sft", {})
+    answers = iter(["Request failed with status code 400"])
+    with pytest.raises(RuntimeError, match="400"):
+        pipelines_submit._submitted(Client(), "http://head:8265", "k3rl sft", {})
