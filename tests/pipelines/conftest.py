@@ -120,11 +120,11 @@ class Head:
 
     def __init__(self, folder: Path) -> None:
         log = folder / "ray.log"
-        for _ in range(3):  # a raylet gives up where its agent takes more than 20 s to come up on a busy machine
+        for _ in range(4):  # Ray gives up where a node takes more than 30 s to come up, as on a busy machine
             self._start(log)
             deadline = time.monotonic() + 100
             while self._process.poll() is None and time.monotonic() < deadline:
-                if _answers(self.dashboard) and self._has_agent():
+                if b"Ray runtime started" in log.read_bytes() and _answers(self.dashboard):
                     return
                 time.sleep(0.3)
             self.end()
@@ -137,7 +137,7 @@ class Head:
         self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
         words = f"start --head --block --port {port} --dashboard-port {dashboard} --num-cpus 4"
         ray = Path(sys.executable).with_name("ray")
-        with log.open("ab") as output:
+        with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [str(ray), *words.split(), "--object-store-memory", "209715200"],
                 env=self.environment,
@@ -145,10 +145,6 @@ class Head:
                 stderr=output,
                 start_new_session=True,
             )
-
-    def _has_agent(self) -> bool:
-        """Whether the agent that its raylet waits for has come up."""
-        return any(Path("/tmp/ray").glob(f"session_*_{self._process.pid}/metrics_agent_port_*"))
 
     def processes(self) -> set[int]:
         """Ids of its daemons, and of the actors on it."""
