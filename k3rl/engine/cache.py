@@ -161,8 +161,12 @@ class StatePool:
     @torch.inference_mode()
     def free(self, rows: Sequence[int]) -> None:
         """Nobody owns these rows any more."""
-        if self.poison and len(rows):
+        if not len(rows):
+            return
+        if self.poison:
             self.cache.poison(_index(rows))
+        elif self.paged is not None:
+            self.paged.release(_index(rows))
         else:
             self.reset(rows)
 

@@ -8,6 +8,9 @@ Order is first come, first served by group. A group takes as many free rows as i
 out, its prompt state is parked in one row more and its other members are admitted from there, before any new
 group. A group closes to newcomers when it starts, so a stream of equal prompts starves nobody. An urgent request goes
 before all of them, and takes the row of the youngest where none is free.
+
+A step with a few prompts costs nearly what one with many does, and the decoding rows wait for it. So while many rows
+decode, new groups wait until they are some share of those, or for a few steps.
 """
 
 from __future__ import annotations
@@ -86,6 +89,11 @@ class Plan:
     segments: list[Segment]
 
 
+GATHER_FROM = 128  # decoding rows from which on new groups wait for company
+_SHARE = 8  # they wait until one in so many rows could begin,
+_STEPS = 4  # or for so many steps
+
+
 class Excess(NamedTuple):
     """Running requests, and groups whose prompt is being computed, that take more memory than there is."""
 
@@ -112,6 +120,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Forgets every request."""
+        self._gathered = 0  # steps that groups have waited for company
         self.waiting: OrderedDict[Hashable, PromptGroup] = OrderedDict()
         self.urgent: OrderedDict[Hashable, PromptGroup] = OrderedDict()  # wait too, before those
         self.prefilling: list[PromptGroup] = []
@@ -317,6 +326,8 @@ class Scheduler:
                 self.parked = None
         for group in self.prefilling:
             self._reserve(group)
+        if self._gathers():
+            return from_parked
         while self.waiting and self.parked is None and len(self.occupants) < self.rows:
             group = next(iter(self.waiting.values()))
             if not self._room(group.length + 1) or (done := known(tuple(group.members))) is None:
@@ -326,6 +337,15 @@ class Scheduler:
             self.prefilling.append(group)
             self._reserve(group)
         return from_parked
+
+    def _gathers(self) -> bool:
+        """Whether new groups wait for more of them to begin together."""
+        free = self.rows - len(self.occupants)
+        if not self.waiting or not free or len(self.tokens) < GATHER_FROM or self.parked is not None:
+            return False
+        begin = min(free, self.num_waiting)
+        self._gathered = 0 if begin * _SHARE >= len(self.tokens) or self._gathered == _STEPS else self._gathered + 1
+        return self._gathered > 0
 
     def _reserve(self, group: PromptGroup) -> None:
         while len(group.rows) < len(group.members) and len(self.occupants) < self.rows:
