@@ -185,11 +185,12 @@ class RolloutActor(AnswerStreams):
         """See `AnswerStreams`."""
         from k3rl.engine import Engine, EngineStopped, totals_of
 
+        counts = await super().take_counts()
         try:
             engine = self.engine
         except EngineStopped:  # nothing is loaded, or `check` says what happened
-            return {}
-        return self._counts.since(totals_of(engine)) if isinstance(engine, Engine) else {}
+            return counts
+        return counts | self._counts.since(totals_of(engine)) if isinstance(engine, Engine) else counts
 
     async def check(self) -> None:
         """See `AnswerStreams`."""
