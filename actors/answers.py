@@ -68,13 +68,18 @@ class AnswerStreams(ABC):
         """Conversations that do not go on, by the names that their requests' parameters had."""
         return
 
-    async def demand(self) -> int:
-        """Requests that have no answer, of all clients."""
-        return sum(len(outbox.live) for outbox in self._outboxes.values())
+    @property
+    def rows(self) -> int | None:
+        """Requests that the engine decodes at a time, where that is known."""
+        return None
+
+    async def demand(self) -> tuple[int, int | None]:
+        """(requests of all clients that have no answer, `rows`)."""
+        return sum(len(outbox.live) for outbox in self._outboxes.values()), self.rows
 
     async def submit(
         self, client: str, batch: Sequence[tuple[int, SessionTurn]], ended: Sequence[int] = (), moved: int = 0
-    ) -> int:
+    ) -> tuple[int, int | None]:
         """Starts the requests of these tickets; `answers` gives what becomes of them. ended: conversations that do not
         go on. moved: conversations among them that another engine had; returns the `demand` with them."""
         self._end(client, ended)
@@ -165,8 +170,8 @@ class Increments:
 class EngineClient:
     """An engine's actor as one client sees it. Requests of one turn of the event loop travel together."""
 
-    def __init__(self, engine: Any, name: str, told: Callable[[int], None] = lambda _: None) -> None:
-        """engine: the handle of an actor that has `AnswerStreams`. told: is given its demand as that becomes known."""
+    def __init__(self, engine: Any, name: str, told: Callable[[int, int | None], None] = lambda *_: None) -> None:
+        """engine: the handle of an actor that has `AnswerStreams`. told: is given its demand and rows as they become known."""
         self._engine, self._name, self._told = engine, name, told
         self._moved = 0  # of what goes out next
         self._tickets = itertools.count()
@@ -211,7 +216,7 @@ class EngineClient:
 
     async def look(self) -> None:
         """Has the engine tell its demand."""
-        self._told(await self._engine.demand.remote())
+        self._told(*await self._engine.demand.remote())
 
     def end(self, episode: str) -> None:
         """The conversations of an episode do not go on."""
@@ -238,7 +243,7 @@ class EngineClient:
 
     async def _submit(self, batch: Sequence[tuple[int, SessionTurn]], ended: Sequence[int], moved: int) -> None:
         try:
-            self._told(await self._engine.submit.remote(self._name, batch, ended, moved))
+            self._told(*await self._engine.submit.remote(self._name, batch, ended, moved))
         except Exception as error:  # a lost engine is every waiting episode's error, and each reports it
             self._answer([(ticket, error) for ticket, _ in batch])
 

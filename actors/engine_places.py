@@ -30,11 +30,12 @@ class EnginePlaces:
     """The engines of a worker's episodes.
 
     home: numbers of those on which episodes begin. engines: how many there are in all. rows: requests that one decodes
-    at a time; None: no episode moves.
+    at a time, until it says so itself; None: no episode moves.
     """
 
     def __init__(self, home: Sequence[int], engines: int, rows: int | None = None) -> None:
-        self.home, self.rows = list(home), rows
+        self.home, self._moves = list(home), rows is not None
+        self._rows = [rows or 1] * engines
         self.moved = 0
         """Conversations that another engine took, in all."""
         self._episodes: Counter[int] = Counter()  # that are at an engine
@@ -61,9 +62,13 @@ class EnginePlaces:
         """Requests that an engine has, as far as is known here."""
         return self._asking[engine] + self._others[engine]
 
-    def told(self, engine: int, load: int, asking: int) -> None:
-        """An engine has said how many requests it had, when `asking` of them were this worker's."""
+    def told(self, engine: int, load: int, asking: int, rows: int | None = None) -> None:
+        """An engine has said how many requests it had, when `asking` of them were this worker's, and its rows."""
         self._others[engine] = max(0, load - asking)
+        self._rows[engine] = rows or self._rows[engine]
+
+    def _full(self, engine: int) -> bool:
+        return self.load(engine) >= self._rows[engine]
 
     def asking(self, engine: int) -> int:
         """Requests of this worker that an engine has."""
@@ -72,18 +77,18 @@ class EnginePlaces:
     @property
     def crowded(self) -> bool:
         """Whether an engine of this worker has no row free, so that it is of use to know what others do."""
-        return self.rows is not None and any(self.load(number) >= self.rows for number in self.home)
+        return self._moves and any(map(self._full, self.home))
 
     def ask(self, place: Place, *, stay: bool = False) -> bool:
         """An episode asks for a turn at `place`, which may change; True where another engine takes it.
 
-        It moves from an engine without a free row to the one with fewest requests, if at most half of the rows of that
-        are taken: what moves is computed again, so it must not move to and fro. stay: it may not.
+        It moves from an engine without a free row to the one with fewest requests for its rows, if at most half of
+        these are taken: what moves is computed again, so it must not move to and fro. stay: it may not.
         """
-        moves = not stay and self.rows is not None and self.load(place.engine) >= self.rows
+        moves = self._moves and not stay and self._full(place.engine)
         if moves:
-            best = min(range(len(self._asking)), key=lambda number: (self.load(number), number))
-            moves = best != place.engine and 2 * (self.load(best) + 1) <= (self.rows or 0)
+            best = min(range(len(self._asking)), key=lambda number: (self.load(number) / self._rows[number], number))
+            moves = best != place.engine and 2 * (self.load(best) + 1) <= self._rows[best]
             if moves:
                 self._episodes[place.engine] -= 1
                 self._episodes[best] += 1

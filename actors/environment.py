@@ -173,8 +173,8 @@ class EnvironmentWorker:
         self._watch = self._watch or BlockWatch(self._faults.blocked_s)  # on the thread of the event loop
         places = self._places = EnginePlaces(self._home, len(self._engines), self._rows)
 
-        def told(number: int, load: int) -> None:
-            places.told(number, load, places.asking(number))
+        def told(number: int, load: int, rows: int | None) -> None:
+            places.told(number, load, places.asking(number), rows)
 
         self._clients = [
             EngineClient(engine, client, partial(told, number)) for number, engine in enumerate(self._engines)

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from k3rl.actors.calls import ActorLost, typed_errors
-from k3rl.actors.cluster import ClusterConfig
+from k3rl.actors.cluster import ClusterConfig, most_rows
 from k3rl.actors.engine_places import home_engines
 from k3rl.actors.environment import EnvironmentWorker
 from k3rl.actors.learner import LearnerActor
@@ -31,13 +31,14 @@ class FleetConfig:
     """What a fleet is made of.
 
     cluster: how many actors of each kind, and what each may use. env: None for a run without rollouts. max_running:
-    sequences that one engine decodes at a time. seed: of the engines; each adds its number. canary: checked after each
-    switch of weights; None for a fleet that publishes none. learner: whether there is one.
+    sequences that one engine decodes at a time; None: as many as suit model and device, `cluster.most_rows` at most.
+    seed: of the engines; each adds its number. canary: checked after each switch of weights; None for a fleet that
+    publishes none. learner: whether there is one.
     """
 
     cluster: ClusterConfig
     env: EnvConfig | None = None
-    max_running: int = 64
+    max_running: int | None = None
     seed: int = 0
     canary: Canary | None = None
     learner: bool = True
@@ -127,10 +128,11 @@ class Fleet:
             for i in range(cluster.rollout_actors)
         ]
         self._started += engines
+        rows = config.max_running or most_rows(cluster)
 
         def environment(i: int) -> Any:
             home = home_engines(len(engines), i, cluster.environment_actors)
-            return self._place(f"environment {i}", EnvironmentWorker, env, *engines, home=home, rows=config.max_running)
+            return self._place(f"environment {i}", EnvironmentWorker, env, *engines, home=home, rows=rows)
 
         def reward(i: int) -> Any:
             return self._place(f"reward {i}", RewardWorker, env)
@@ -144,7 +146,7 @@ class Fleet:
             faults=env.faults,
             compares=about.compares,
             timeout_s=cluster.call_timeout_s,
-            rows=config.max_running * len(engines),
+            rows=rows * len(engines),
             lost_nodes=self._reservation.lost_nodes,
         )
 

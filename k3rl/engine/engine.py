@@ -113,7 +113,8 @@ class Engine(BlockingCalls):
         prefix = None
         if prefix_cache is not None:
             prefix = PrefixStates(prefix_cache, pool, table, self.weights, carries=not self._recomputes)
-        self.batch = Batch(Scheduler(rows, prefill_tokens, pages, page_tokens), pool, table, prefix, seed)
+        scheduler = Scheduler(rows, prefill_tokens, pages, page_tokens, dense=not fixed)
+        self.batch = Batch(scheduler, pool, table, prefix, seed)
 
         super().__init__(self.batch.ended, self.batch.requests, partial(_refuse_to_wait, self))
 
