@@ -171,7 +171,8 @@ class EngineClient:
     """An engine's actor as one client sees it. Requests of one turn of the event loop travel together."""
 
     def __init__(self, engine: Any, name: str, told: Callable[[int, int | None], None] = lambda *_: None) -> None:
-        """engine: the handle of an actor that has `AnswerStreams`. told: is given its demand and rows as they become known."""
+        """engine: the handle of an actor that has `AnswerStreams`. told: is given its demand and rows, as they become
+        known."""
         self._engine, self._name, self._told = engine, name, told
         self._moved = 0  # of what goes out next
         self._tickets = itertools.count()

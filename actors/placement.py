@@ -51,18 +51,21 @@ class Reservation:
         self._roles_of: dict[str, list[str]] = {}
         for index, node in placed.items():
             self._roles_of.setdefault(node, []).append(self._roles[int(index)][0])
+        self._answering = {
+            node["NodeID"] for node in ray.nodes() if node["NodeID"] in self._roles_of and _answers(node)
+        }
 
     def lost_nodes(self) -> list[str]:
         """Nodes with bundles of this run that answer no more, each with the roles that it had: a sentence for each.
 
-        They are asked themselves, because Ray says that a node is dead only after its health checks have failed for
-        some time.
+        They are asked themselves, where that has worked before, because Ray says that a node is dead only after its
+        health checks have failed for some time.
         """
         known = {node["NodeID"]: node for node in ray.nodes()}
         return [
             f"node {known[name]['NodeManagerAddress'] if name in known else name}, which had {', '.join(own)}, is gone"
             for name, own in self._roles_of.items()
-            if name not in known or not _answers(known[name])
+            if name not in known or not known[name]["Alive"] or (name in self._answering and not _answers(known[name]))
         ]
 
     def renew(self) -> None:
@@ -81,8 +84,6 @@ class Reservation:
 
 def _answers(node: dict[str, Any]) -> bool:
     """Whether the daemon of a node that Ray lists takes a connection."""
-    if not node["Alive"]:
-        return False
     with suppress(OSError), socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), _ANSWER_S):
         return True
     return False
