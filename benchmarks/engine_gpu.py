@@ -59,7 +59,7 @@ def _neighbour(name: str) -> Any:
 
 gpu, prefixes = _neighbour("gpu"), _neighbour("engine_prefix_gpu")
 
-PARTS = ("checks", "decode", "split", "prefix", "memory", "group")
+PARTS = ("checks", "decode", "split", "prefix", "memory", "group", "head")
 PROMPT = 128
 
 
@@ -529,6 +529,16 @@ def group(report: Any, setting: Setting) -> None:
                 lambda b=batch: split_rows(report, setting, model, "real-width group", b))  # fmt: skip
 
 
+def head(report: Any, setting: Setting) -> None:
+    """The group with K3's vocabulary: its head and the draw of each token are in these steps."""
+    config = gpu.dry_model() if setting.dry else gpu.wide_group(context=setting.context, vocabulary=163_840)
+    model = setting.model(config)
+    whole = "whole vocabulary"
+    for batch in setting.batches:
+        guarded(report, f"decode, {whole}", f"real-width group, {batch} sequences",
+                lambda b=batch: decode_row(report, setting, model, "real-width group", b, whole))  # fmt: skip
+
+
 def split(report: Any, setting: Setting) -> None:
     model = setting.model(setting.small)
     for batch in setting.batches[-2:]:
@@ -579,7 +589,15 @@ def main() -> None:
     if not setting.dry and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; --dry runs its control flow on a CPU")
     report = gpu.Report(setting.device, arguments.out, arguments.budget_s)
-    run = {"checks": checks, "decode": decode, "split": split, "prefix": prefix, "memory": memory, "group": group}
+    run = {
+        "checks": checks,
+        "decode": decode,
+        "split": split,
+        "prefix": prefix,
+        "memory": memory,
+        "group": group,
+        "head": head,
+    }
     for part in PARTS:
         if part in arguments.parts:
             guarded(report, part, "the part", lambda own=run[part]: own(report, setting))
