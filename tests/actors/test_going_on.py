@@ -14,7 +14,7 @@ import ray
 
 from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
 from k3rl.actors.schedule import Mode, Schedule
-from k3rl.envs import EnvConfig, EpisodeState, FaultConfig
+from k3rl.envs import EnvConfig, EpisodeState, FaultConfig, KeptState
 from k3rl.pipelines import RLConfig
 from k3rl.pipelines.rollout_buffer import RolloutBuffer
 from k3rl.types import SamplingParams, Scored
@@ -153,3 +153,20 @@ def test_a_training_state_has_what_is_remembered_with_versions_that_follow_the_w
     next(Path(tmp_path / "in_flight-step_3-ab").glob("0.episode")).write_bytes(b"torn")
     assert len(RolloutBuffer(stage, config, None, None)._going_on_at(1)) == 1
     assert said == ["rl: the states of 1 episodes cannot be read; these are played again"]
+
+
+def test_states_are_due_now_and_then_and_never_again_from_an_environment_that_has_none():
+    now = [0.0]
+    kept = KeptState(30.0, clock=lambda: now[0])
+    due = []
+    for second in range(100):
+        now[0] = float(second)
+        if kept.due:
+            due.append(second)
+            kept.keep(SimpleNamespace(second=second))
+    assert due == [30, 60, 90]
+    assert kept.state.second == 90
+    now[0] = 1000.0
+    assert kept.due
+    kept.stop()
+    assert not kept.due
