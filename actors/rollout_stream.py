@@ -103,15 +103,10 @@ class RolloutStream:
         groups = []
         for group in finished:
             pairs = zip(group.headers, group.jobs, strict=True)
-            own = tuple(self._episode(header, job, played.get(header.payload, {})) for header, job in pairs)
+            env = self._actors.env
+            own = tuple(_episode(env, header, job, played.get(header.payload, {})) for header, job in pairs)
             groups.append(Group(group.group_id, own[0].task_id, own))
         return groups
-
-    def _episode(self, header: Header, job: EpisodeJob, played: Mapping[str, Episode]) -> Episode:
-        score = header.score if header.score is not None else Failed("not graded")
-        if header.episode_id in played:
-            return replace(played[header.episode_id], score=score)
-        return job.failed(self._actors.env, score if isinstance(score, Failed) else Failed("its record is gone"))
 
     def published(self, version: int) -> None:
         """Engines serve this version from now on."""
@@ -362,3 +357,11 @@ async def _sent(ref: Any) -> None:
 async def _rest(engines: Sequence[Any]) -> None:
     """Engines rest until the next version is published; tools go on."""
     await asyncio.gather(*(engine.pause.remote() for engine in engines))
+
+
+def _episode(env: str, header: Header, job: EpisodeJob, played: Mapping[str, Episode]) -> Episode:
+    """The episode of a header, with its score."""
+    score = header.score if header.score is not None else Failed("not graded")
+    if header.episode_id in played:
+        return replace(played[header.episode_id], score=score)
+    return job.failed(env, score if isinstance(score, Failed) else Failed("its record is gone"))

@@ -59,7 +59,7 @@ def _neighbour(name: str) -> Any:
 
 gpu, prefixes = _neighbour("gpu"), _neighbour("engine_prefix_gpu")
 
-PARTS = ("checks", "decode", "split", "prefix", "memory", "group", "head")
+PARTS = ("checks", "decode", "split", "prefix", "memory", "group")
 PROMPT = 128
 
 
@@ -515,8 +515,13 @@ def memory(report: Any, setting: Setting) -> None:
 
 
 def group(report: Any, setting: Setting) -> None:
-    config = gpu.dry_model() if setting.dry else gpu.wide_group(context=setting.context)
-    model = setting.model(config)
+    wide, own = gpu.wide_group, {"context": setting.context}
+    model = setting.model(gpu.dry_model() if setting.dry else wide(**own, vocabulary=163_840))
+    whole = "whole vocabulary"  # the head and the draw of each token are in these steps
+    for batch in setting.batches:
+        guarded(report, f"decode, {whole}", f"real-width group, {batch} sequences",
+                lambda b=batch: decode_row(report, setting, model, "real-width group", b, whole))  # fmt: skip
+    model = setting.model(gpu.dry_model() if setting.dry else wide(**own))
     for batch in setting.batches:
         guarded(report, "decode, as it is", f"real-width group, {batch} sequences",
                 lambda b=batch: decode_row(report, setting, model, "real-width group", b, "as it is"))  # fmt: skip
@@ -527,16 +532,6 @@ def group(report: Any, setting: Setting) -> None:
     for batch in setting.batches[-2:-1]:
         guarded(report, "split", f"real-width group, {batch} sequences",
                 lambda b=batch: split_rows(report, setting, model, "real-width group", b))  # fmt: skip
-
-
-def head(report: Any, setting: Setting) -> None:
-    """The group with K3's vocabulary: its head and the draw of each token are in these steps."""
-    config = gpu.dry_model() if setting.dry else gpu.wide_group(context=setting.context, vocabulary=163_840)
-    model = setting.model(config)
-    whole = "whole vocabulary"
-    for batch in setting.batches:
-        guarded(report, f"decode, {whole}", f"real-width group, {batch} sequences",
-                lambda b=batch: decode_row(report, setting, model, "real-width group", b, whole))  # fmt: skip
 
 
 def split(report: Any, setting: Setting) -> None:
