@@ -584,15 +584,7 @@ def main() -> None:
     if not setting.dry and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; --dry runs its control flow on a CPU")
     report = gpu.Report(setting.device, arguments.out, arguments.budget_s)
-    run = {
-        "checks": checks,
-        "decode": decode,
-        "split": split,
-        "prefix": prefix,
-        "memory": memory,
-        "group": group,
-        "head": head,
-    }
+    run = {"checks": checks, "decode": decode, "split": split, "prefix": prefix, "memory": memory, "group": group}
     for part in PARTS:
         if part in arguments.parts:
             guarded(report, part, "the part", lambda own=run[part]: own(report, setting))
