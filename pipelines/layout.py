@@ -85,7 +85,8 @@ def _gpu_shares(cluster: ClusterConfig, samples: bool) -> list[str]:
     who += [f"{count} engines with rollout_gpus {share:g}"] if count else []
     more = sum(int(left / share + _EQUAL) for left in free) if count else 0
     wider = min(((left + n * share) / n for left, n in zip(free, on, strict=True) if n), default=share)
-    tried = [("rollout_actors", count + n, (learner, count + n, share)) for n in (more, 1) if count]
+    tried: list[tuple[str, float, tuple[float, int, float]]] = []
+    tried += [("rollout_actors", count + n, (learner, count + n, share)) for n in (more, 1) if count]
     tried += [("rollout_gpus", one, (learner, count, one)) for one in map(_down, (wider, 1 - learner, 1)) if count]
     if learner:
         whole = _down(learner + free[0])

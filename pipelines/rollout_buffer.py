@@ -113,21 +113,21 @@ class RolloutBuffer:
 
         What is in no whole file, or of another version of k3rl, is said and played again.
         """
-        folder, states, saved_version = self._kept or (None, {}, 0)
+        if self._kept is None:
+            return {}
+        (folder, states, saved_version), self._kept = self._kept, None
         found, broken = {}, 0
         for name, file in states.items():
             try:
-                state = EpisodeState.from_bytes((folder / file).read_bytes()) if folder else None
+                state = EpisodeState.from_bytes((folder / file).read_bytes())
             except (OSError, BrokenState):
                 broken += 1
                 continue
-            if state is not None:
-                found[name] = state.with_versions(version - saved_version).to_bytes()
+            found[name] = state.with_versions(version - saved_version).to_bytes()
         if broken:
             self._stage.session.progress.note(
                 f"{self._stage.name}: the states of {broken} episodes cannot be read; these are played again"
             )
-        self._kept = None
         return found
 
     def take(self) -> RolloutBatch:

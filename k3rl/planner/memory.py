@@ -103,7 +103,9 @@ def owned_state(config: K3Config, layout: Layout, method: Method, *, even: bool 
     if method.lora_rank:
         return 0.0, routed + rest
     groups = optimizer_costs(config, method.optimizer)
-    shares = [groups.muon[is_routed] / max(1, groups.muon[is_routed] + groups.adamw[is_routed]) for is_routed in (1, 0)]
+    shares = [
+        groups.muon[is_routed] / max(1, groups.muon[is_routed] + groups.adamw[is_routed]) for is_routed in (True, False)
+    ]
     muon = routed * shares[0] + rest * shares[1]
     return muon, routed + rest - muon
 

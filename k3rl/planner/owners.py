@@ -8,7 +8,6 @@ handed out one by one to the least loaded rank; how many each gets is known with
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
 
@@ -39,10 +38,11 @@ def _owned(config: K3Config, optimizer: str, layout: Layout) -> np.ndarray:
     rest, of_an_expert = _kinds(config, optimizer)
     owned, load = np.zeros((ranks, 2)), np.zeros(ranks)
     if layout.expert == 1:  # all ranks may have anything
-        every: Kinds = defaultdict(lambda: defaultdict(int), {cost: defaultdict(int, of) for cost, of in rest.items()})
+        every: Kinds = {cost: dict(of) for cost, of in rest.items()}
         for cost, of in of_an_expert.items():
+            into = every.setdefault(cost, {})
             for kind, count in of.items():
-                every[cost][kind] += count * config.num_experts
+                into[kind] = into.get(kind, 0) + count * config.num_experts
         _hand_out(every, np.arange(ranks), load, owned)
         return owned
     alike: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # experts of a place -> load and numbers of its ranks
@@ -62,7 +62,8 @@ def _owned(config: K3Config, optimizer: str, layout: Layout) -> np.ndarray:
 @lru_cache(maxsize=1 << 5)
 def _kinds(config: K3Config, optimizer: str) -> tuple[Kinds, Kinds]:
     """Parameters that are no routed experts, and those of one expert of every layer."""
-    found: tuple[Kinds, Kinds] = defaultdict(lambda: defaultdict(int)), defaultdict(lambda: defaultdict(int))
+    rest: Kinds = {}
+    of_an_expert: Kinds = {}
     for entry in tensor_table(config):
         info = classify(entry.name, entry.shape, config)
         if info.group == "balanced":
@@ -72,9 +73,10 @@ def _kinds(config: K3Config, optimizer: str) -> tuple[Kinds, Kinds]:
         elif optimizer == "adamw":
             info = ParamInfo("adamw", info.decay)
         cost, routed = float(round(step_cost(info, entry.shape))), entry.part == ROUTED
-        copies = 1 if routed else entry.copies
-        found[routed][cost][math.prod(entry.shape), info.group == "muon"] += copies
-    return found
+        of = (of_an_expert if routed else rest).setdefault(cost, {})
+        kind = math.prod(entry.shape), info.group == "muon"
+        of[kind] = of.get(kind, 0) + (1 if routed else entry.copies)
+    return rest, of_an_expert
 
 
 def _hand_out(kinds: Kinds, ranks: np.ndarray, load: np.ndarray, owned: np.ndarray) -> None:
