@@ -99,8 +99,8 @@ class EpisodeState:
         """The same with all weight versions counted from elsewhere: `shift` is added to each."""
 
         def turn(one: Turn) -> Turn:
-            versions = {"first_version": one.first_version + shift, "last_version": one.last_version + shift}
-            return dataclasses.replace(one, **versions)
+            first, last = one.first_version + shift, one.last_version + shift
+            return dataclasses.replace(one, first_version=first, last_version=last)
 
         branches = tuple(dataclasses.replace(b, turns=tuple(map(turn, b.turns))) for b in self.branches)
         return dataclasses.replace(self, branches=branches)
