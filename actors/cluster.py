@@ -86,8 +86,8 @@ class ClusterConfig(Config):
     rollout_cpus: float = Field(0.25, gt=0)
     rollout_device: Literal["cpu", "cuda"] = "cpu"
     """Where each rollout actor's engine computes: on the CPU in float32, or on a GPU in bf16, states in float32."""
-    rollout_gpus: float = Field(1.0, gt=0)
-    """With rollout_device cuda, of each rollout actor; several may share one."""
+    rollout_gpus: float = Field(1.0, gt=0, le=1.0)
+    """With rollout_device cuda, of each rollout actor, whose engine computes on one GPU; several may share one."""
     environment_actors: int = Field(2, ge=1)
     """Each runs episodes against the rollout actors that are its share, or against one that it shares."""
     environment_cpus: float = Field(0.125, gt=0)

@@ -193,15 +193,26 @@ class RolloutActor(AnswerStreams):
         with suppress(EngineStopped):  # and with it what it had kept
             self._thread.run(end)
 
+    @property
+    def rows(self) -> int | None:
+        """See `AnswerStreams`."""
+        from k3rl.engine import Engine, EngineStopped
+
+        with suppress(EngineStopped):
+            engine = self.engine
+            return engine.batch.scheduler.rows if isinstance(engine, Engine) else self._max_running
+        return None
+
     async def take_counts(self) -> dict[str, float]:
         """See `AnswerStreams`."""
         from k3rl.engine import Engine, EngineStopped, totals_of
 
+        counts = await super().take_counts()
         try:
             engine = self.engine
         except EngineStopped:  # nothing is loaded, or `check` says what happened
-            return {}
-        return self._counts.since(totals_of(engine)) if isinstance(engine, Engine) else {}
+            return counts
+        return counts | self._counts.since(totals_of(engine)) if isinstance(engine, Engine) else counts
 
     async def check(self) -> None:
         """See `AnswerStreams`."""

@@ -51,7 +51,7 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
             "checkpoint": result.checkpoint,
             "env": config.env.name,
             "steps": result.steps,
-            **_measured(job, config, result.checkpoint, tasks),
+            **with_restarts(job, lambda session: _measured(session, config, result.checkpoint, tasks)),
         }
     _print(job, result, report)
     return report | {"seconds": round(time.monotonic() - started, 1), "peak_rss_mb": round(job.memory.peak_mb)}

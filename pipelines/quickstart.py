@@ -44,7 +44,7 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
 
     def keep(result: StageResult) -> str:
         stages[result.name] = result
-        measured[result.name] = _measured(job, config, result, tasks)
+        measured[result.name] = with_restarts(job, lambda session: _measured(session, config, result, tasks))
         return result.checkpoint
 
     warm = keep(with_restarts(job, lambda session: sft.train(session, _seeded(config.sft, config))))

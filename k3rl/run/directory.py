@@ -96,7 +96,7 @@ class RunDirectory:
         Raises ConfigError when the name is used and neither was asked for, when another process works on the run,
         when there is nothing to resume or a run of another kind, or when the folder holds something else than a run.
         """
-        options = options or RunOptions()
+        root, options = root.absolute(), options or RunOptions()  # other processes have another working directory
         if options.resume and options.clean:
             raise ConfigError("--resume continues a run and --clean deletes it: give one of them", key="--resume")
         before = _existing(root, options)

@@ -12,11 +12,11 @@ from typing import Any, BinaryIO
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader, or a crash, sees the old file or the new one, whole."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` by text, or by bytes, so that a reader, or a crash, sees the old file or the new one, whole."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from pydantic import Field
@@ -199,3 +200,13 @@ def test_a_reader_of_liveness_does_not_lock_a_resume_out(tmp_path):
     begun = time.monotonic()
     finished(tmp_path / "run", resume=True)
     assert time.monotonic() - begun < 5
+
+
+def test_a_relative_folder_is_the_same_one_for_who_has_another_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory.create(Path("run"), Settings(), "rl", options()) as run:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert run.checkpoints_dir.parent == tmp_path / "run"
+        run.add_note("said from elsewhere")
+    assert "said from elsewhere" in (tmp_path / "run" / "run.json").read_text()
