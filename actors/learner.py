@@ -25,7 +25,7 @@ from k3rl.checkpoint import (
     weights_fingerprint,
     weights_of,
 )
-from k3rl.data import TrainBatch
+from k3rl.data import SequenceScores, TrainBatch
 from k3rl.kernels import compile_cache, slow_paths
 from k3rl.model import DeviceName, K3Config, K3ForCausalLM, adapted, place_of
 from k3rl.parallel import (
@@ -163,6 +163,7 @@ class LearnerActor:
             self._world.leave(str(error))
             raise
         metrics = Accumulator()
+        self.trainer.statistics.scores.clear()
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
             metrics.merge(
@@ -184,6 +185,12 @@ class LearnerActor:
         self._told += slow
         notes, self.trainer.notes = self.trainer.notes, []
         return [*slow, *notes]
+
+    def annotations(self) -> tuple[dict[str, SequenceScores], np.ndarray | None]:
+        """What the last `train` computed on this rank: scores by sequence id, of steps that were not captured, and the
+        load of experts [MoE layers, experts]. Given once."""
+        statistics = self.trainer.statistics
+        return statistics.scores.take(), statistics.expert_load
 
     def evaluate(self, batch: TrainBatch | None, loss: Loss) -> Accumulator:
         """The loss's metrics on this rank's share."""

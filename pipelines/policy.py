@@ -17,6 +17,7 @@ from k3rl.pipelines.guard import Guard, drifted
 from k3rl.pipelines.rl import Reinforcement
 from k3rl.pipelines.rollout_buffer import RolloutBuffer
 from k3rl.pipelines.rollout_metrics import (
+    advantage_metrics,
     check_failures,
     fitting,
     replay_metrics,
@@ -108,6 +109,8 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         with stage.clock("wait_for_policy"):
             started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
             metrics.merge(learner.trained(started))
+        session.annotate(stage.name, step, batches, *learner.annotations())
+        metrics.merge(advantage_metrics(batches))
         if evaluations.due(step + 1):
             buffer.evaluate(step + 1)
         if more and not config.max_staleness:

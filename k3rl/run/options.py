@@ -10,7 +10,7 @@ from pathlib import Path
 class RunOptions:
     """`out` is the run directory, None for outputs/<name>; `seed` None leaves the configuration's.
 
-    json: the command prints its result as one JSON object on the last line of standard output.
+    dashboard: a dashboard is served while the command runs. json: the command prints its result as one JSON object on the last line of standard output.
     argv: the command line as typed. preset: the preset's name. files: the TOML files that were read.
     """
 
@@ -19,6 +19,7 @@ class RunOptions:
     resume: bool = False
     clean: bool = False
     json: bool = False
+    dashboard: bool = False
     argv: tuple[str, ...] = ()
     preset: str = "default"
     files: tuple[Path, ...] = ()

@@ -24,6 +24,7 @@ FLOORS = {
     "model": 3,
     "optim": 3,
     "losses": 3,
+    "dashboard": 3,
     "parallel": 4,
     "checkpoint": 5,
     "planner": 5,
