@@ -118,4 +118,3 @@ def _port(word: str) -> int:
     if not word.isascii() or not word.isdecimal() or int(word) > 65535:
         raise ArgumentTypeError(f"got {word}, wants a whole number from 0 to 65535")
     return int(word)
-

@@ -22,7 +22,7 @@ export function mount(box, state, context) {
         h("header", null, h("a", { class: "mono", href: episodeLink(row) }, row.id), h("span", null, "reward ", reward(row)), h("span", null, "advantage ", advantage(row.advantage)), h("span", { class: "muted" }, `${row.stop_reason}, ${row.sampled_tokens} tokens`),
           row.score?.parts ? h("small", null, Object.entries(row.score.parts).map(([name, value]) => `${name} ${number(value, 3)}`).join("  ")) : null,
           row.score?.reason || row.score?.hack ? h("small", { class: "error" }, row.score.reason || row.score.hack) : null,
-          row.id !== best.id ? h("a", { href: link("task", { task: group.task, a: row.id, b: best.id }) }, "differs from the best in …") : null),
+          row.id !== best.id ? h("a", { href: link("task", { task: group.task, a: row.id, b: best.id }) }, "compare with the best") : null),
         h("pre", null, row.text || "(nothing was sampled)", row.cut ? `\n… ${number(row.cut)} more characters` : "")))));
   }
   load().catch(context.fail);
