@@ -92,8 +92,7 @@ class AnnotationWriter:
         if expert_load is not None and expert_load.size and expert_load.sum() > 0:
             shares = expert_load / np.maximum(expert_load.sum(axis=1, keepdims=True), 1e-30)
             line["expert_load"] = [[float(f"{share:.4g}") for share in layer] for layer in shares]
-        with open(self._folder / STEPS_FILE, "a", encoding="utf-8") as steps:
-            steps.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        _append_line(self._folder / STEPS_FILE, json.dumps(line, separators=(",", ":"), allow_nan=False))
         return file
 
 
@@ -109,6 +108,15 @@ def read_annotations(file: Path, episode: str) -> list[dict[str, Any]]:
             raise ValueError(f"{file} is of schema version {version}; this program reads {ANNOTATION_SCHEMA_VERSION}")
         table = source.read()
     return table.filter(pc.equal(table["episode_id"], episode)).to_pylist()
+
+
+def _append_line(path: Path, line: str) -> None:
+    """A last line that a crash left unfinished is ended first: it stays damaged, and this one is whole."""
+    with open(path, "a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read() == b"\n" else f"\n{line}"
+        file.write(f"{line}\n".encode())
 
 
 def _rows(batch: TrainBatch, scores: Mapping[str, SequenceScores]) -> list[dict[str, Any]]:

@@ -162,7 +162,9 @@ def test_hostile_text_is_text_and_the_hook_would_have_fired(chromium, write):
         assert "\u241b[31m<U+202E>evil" in text
         assert page.page.evaluate("window.hooked") is None
         # Even a mistake of ours could not make HTML of it: the policy refuses.
-        refused = "(text) => { try { document.body.innerHTML = text; return 'made'; } catch (error) { return error.name; } }"
+        refused = (
+            "(text) => { try { document.body.innerHTML = text; return 'made'; } catch (error) { return error.name; } }"
+        )
         assert page.page.evaluate(refused, HOSTILE) == "TypeError"
         page.errors.clear()  # the refusal is reported
 
