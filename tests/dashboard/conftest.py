@@ -22,7 +22,7 @@ def write(tmp_path):
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator:
-    """Debian's Chromium, once for all tests. Without its own sandbox, as root needs it; it sees pages of tests alone."""
+    """Debian's Chromium, once for all tests, without its own sandbox, which root cannot have."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
