@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from k3rl.dashboard.live import MOST_VIEWERS, Watcher, new_turns
 from k3rl.dashboard.run_reader import RunReader, UnknownRun
 from k3rl.dashboard.security import LOOPBACK, Guarded
 from k3rl.dashboard.timeline import times, trace_events
+from k3rl.data import load_reader
 
 STATIC = files("k3rl.dashboard") / "static"
 _TYPES = {
@@ -203,6 +205,7 @@ def serve_dashboard(root: Path, options: DashboardOptions, ready: Callable[[int]
         port = listener.getsockname()[1]
         app = create_app(root, replace(options, port=port))
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        threading.Thread(target=load_reader, name="load-reader", daemon=True).start()
         if ready is not None:
             ready(port)
         with suppress(KeyboardInterrupt):

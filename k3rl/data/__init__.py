@@ -8,7 +8,7 @@ annotations.py    what the learner adds to them later
 Not here: advantages, which are only joined to their sequences by id, and losses.
 """
 
-from k3rl.data.annotations import AnnotationWriter, SequenceScores, read_annotations
+from k3rl.data.annotations import AnnotationWriter, SequenceScores, load_reader, read_annotations
 from k3rl.data.batch import BatchError, TrainBatch, TrainSequence, WeightMode, from_episodes, token_weights
 from k3rl.data.images import (
     ImageConfig,
@@ -54,6 +54,7 @@ __all__ = [
     "encode_example",
     "from_episodes",
     "load_chat_dataset",
+    "load_reader",
     "preprocess_files",
     "read_annotations",
     "read_groups",
