@@ -54,11 +54,10 @@ class DeferredTokens:
                 flush_pending(self._recurrent, self._all, part)
             self.defers[behind] = False
 
-    def forget(self, rows: list[int], value: float) -> None:
-        """The states of these rows are of no use; what waits beside them becomes `value`, unless that is 0."""
-        self.defers[rows] = False
-        if value == 0.0:  # which nobody would see
+    def fill(self, rows: np.ndarray, value: float) -> None:
+        """What waits beside the states of rows int64 [n], which are of no use, becomes `value`, unless that is 0."""
+        if value == 0.0 or not rows.size:  # zeros, nobody would see
             return
-        index = upload((self._first + np.array(rows)).reshape(-1), self._span.device)
+        index = upload((self._first + rows).reshape(-1), self._span.device)
         for storage in (self._all.keys, self._all.updates, self._all.decay):
             storage.index_fill_(0, index, value)

@@ -150,42 +150,50 @@ class PagedCache:
         if pages.size:
             self.every_latent.index_fill_(1, upload(pages, self.device), value)
 
+    def release(self, rows: Tensor) -> np.ndarray:
+        """Rows [R] become empty and give their pages back -> those that nobody else had. Their slots stay as they are,
+        which nobody may read before `reset`, `copy_rows` or `restore` has written them; the device does nothing."""
+        self.lengths[rows] = 0
+        if self.deferred is not None:
+            self.deferred.defers[rows.numpy()] = False
+        return self.table.release(rows.numpy())
+
     def reset(self, rows: Tensor) -> None:
-        """Rows [R] become empty and give their pages back."""
-        self._clear(rows.tolist(), 0.0)
+        """Rows [R] become empty and give their pages back; their slots are as new."""
+        self._clear(rows, 0.0)
 
     def poison(self, rows: Tensor) -> None:
         """Rows [R] become empty, their slots and the pages that they alone had NaN until somebody claims them."""
-        self._clear(rows.tolist(), float("nan"))
+        self._fill_pages(self._clear(rows, float("nan")), float("nan"))
 
-    def _clear(self, rows: list[int], value: float) -> None:
-        for row in rows:
-            freed = self.table.release(row)
-            if value != 0.0:
-                self._fill_pages(freed, value)
-            self.lengths[row] = 0
-        index = upload(rows, self.device, torch.int64)
+    def _clear(self, rows: Tensor, value: float) -> np.ndarray:
+        freed = self.release(rows)
+        index = upload(rows, self.device)
         for storage in (self.every_recurrent, self.every_conv):
             storage.index_fill_(1, index, value)
-        if self.deferred is not None and rows:
-            self.deferred.forget(rows, value)
+        if self.deferred is not None:
+            self.deferred.fill(rows.numpy(), value)
+        return freed
 
     def copy_rows(self, source: Tensor, destination: Tensor) -> None:
-        """Row source[i] -> row destination[i]. Whole pages are shared; the one that goes on is copied."""
-        self.reset(destination)
-        for here, there in zip(source.tolist(), destination.tolist(), strict=True):
-            length = int(self.lengths[here])
-            whole = length // self.page
-            self.table.share(here, there, whole)
-            self.claim([there], [length])
-            if length > whole * self.page:
-                old, new = (int(self.table.table[row, whole]) for row in (here, there))
-                self.every_latent[:, new].copy_(self.every_latent[:, old])
+        """Row source[i] -> row destination[i]. Whole pages are shared; the ones that go on are copied."""
+        self.release(destination)
+        here, there = source.numpy(), destination.numpy()
+        lengths = self.lengths.numpy()[here]
+        whole = lengths // self.page
+        for row, copy, count in zip(here.tolist(), there.tolist(), whole.tolist(), strict=True):
+            self.table.share(row, copy, count)
+        fresh = self.table.claim(there, lengths)  # one page for each row that ends inside of one
+        if fresh.size:
+            goes_on = lengths > whole * self.page
+            old = self.table.table[here[goes_on], whole[goes_on]]
+            read, write = upload(old, self.device), upload(fresh, self.device)
+            self.every_latent.index_copy_(1, write, self.every_latent.index_select(1, read))
         self._copy_slots(source, destination)
 
     def move_rows(self, source: Tensor, destination: Tensor) -> None:
         """Like `copy_rows`, but the pages change hands: the source row is empty afterwards."""
-        self.reset(destination)
+        self.release(destination)
         self.table.move(source.numpy(), destination.numpy())
         self._copy_slots(source, destination)
         self.lengths[source] = 0

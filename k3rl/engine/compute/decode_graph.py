@@ -30,7 +30,7 @@ from k3rl.kernels import CapturedStep, StagedInputs, limits
 from k3rl.kernels.sampling import draw
 from k3rl.model import K3ForCausalLM, KimiDeltaAttention, StepCache, fused
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _TOKENS = 1 << 22  # latents that a layer gathers at once, where no kernel reads them in their pages: 2 to 5 GiB
 _COLUMNS = ("token", "slot", "past", "place", "temperature", "uniform")  # one number for each row
 

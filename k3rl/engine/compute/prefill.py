@@ -166,13 +166,12 @@ class Prefill:
 
         logits [S, V] of the S prompts' last tokens -> (rows [R], logits [R, V]) of all who sample from them.
         """
-        pool, prefix = self._batch.pool, self._batch.prefix
+        pool = self._batch.pool
         copies, rows, source = [], [], []
+        self._keep(segments, logits)
         for index, segment in enumerate(segments):
             prompt = self._prompt(segment)
             prompt.logits = logits[index : index + 1]
-            if prefix is not None:
-                prefix.keep_prompt(self._batch.requests[segment.leader], segment.row, prompt)
             rows.append(self._start(segment.starts, prompt))
             source += [index] * len(segment.starts)
             copies += [(segment.row, row) for _, row in segment.starts[1:]]
@@ -180,6 +179,18 @@ class Prefill:
                 copies.append((segment.row, pool.parked_row))
         pool.copy(copies)
         return np.concatenate(rows or [np.empty(0, np.int64)]), logits[source]
+
+    def _keep(self, segments: Sequence[Segment], logits: Tensor) -> None:
+        """Leaves the states of computed prompts to the prefix cache; a broken one is of no use to anyone."""
+        prefix, requests = self._batch.prefix, self._batch.requests
+        if prefix is None:
+            return
+        kept = [index for index, segment in enumerate(segments) if prefix.keeps_prompt(requests[segment.leader])]
+        if not kept:
+            return
+        whole = logits[kept].isfinite().all(-1).tolist()
+        for segment in (segments[index] for index, good in zip(kept, whole, strict=True) if good):
+            prefix.keep_prompt(requests[segment.leader], segment.row, self._prompt(segment))
 
     def _start(self, pairs: Sequence[tuple[int, int]], prompt: PromptState) -> np.ndarray:
         for number, row in pairs:

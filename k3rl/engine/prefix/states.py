@@ -97,12 +97,16 @@ class PrefixStates:
             self._coming.pop(running.chain.digests[running.checkpoint // running.chain.block], None)
         running.checkpoint = None
 
-    def keep_prompt(self, running: Running, row: int, prompt: PromptState) -> None:
-        """Keeps the state at the end of a prompt, for others that have the same one; a broken one is of no use."""
+    def keeps_prompt(self, running: Running) -> bool:
+        """Whether the state at the end of a request's prompt is kept: others may go on from there. Of a session, whose
+        siblings come together and whose next turn goes on from its own state, only where computing it is work."""
         if running.progress is not None or running.session in self._sessions:
-            return  # nobody else goes on from here
-        if prompt.logits is not None and prompt.logits.isfinite().all():
-            self._keep(running, row, prompt.pieces(), prompt.hidden)
+            return False
+        return not running.session or len(running.prompt) >= self._prefix.block
+
+    def keep_prompt(self, running: Running, row: int, prompt: PromptState) -> None:
+        """Keeps the state at the end of a prompt, for others that have the same one."""
+        self._keep(running, row, prompt.pieces(), prompt.hidden)
 
     def keep_turn(self, running: Running, *, goes_on: bool = False) -> None:
         """Keeps the state of a request's row, if it has one: for its session, or for whoever goes on from there.
