@@ -118,7 +118,13 @@ class Bodies:
             if (known := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return known
-        body = read_body(run, entry, annotation)
+        try:
+            body = read_body(run, entry, annotation)
+        except (KeyError, TypeError, AttributeError) as error:
+            message = (
+                f"the record of episode {entry.id} is not as this version writes it ({type(error).__name__}: {error})"
+            )
+            raise UnknownRun(message) from error
         with self._lock:
             self._kept[key] = body
             while len(self._kept) > 1 and sum(b.entry.bytes for b in self._kept.values()) > _KEPT_BYTES:

@@ -131,7 +131,10 @@ def facets(entries: Iterable[EpisodeEntry]) -> dict[str, dict[str, int]]:
 
 
 def step_outline(run: RunReader, stage: str, step: int) -> dict[str, Any]:
-    """{"groups": [...], "best", "worst"} of one step: each group with its episodes' rewards, best and worst episode."""
+    """{"groups": [...], "best", "worst", "metrics"} of one step.
+
+    Each group with its episodes, the best and the worst episode, and the step's values by name.
+    """
     entries = [e for e in run.episodes() if e.stage == stage and e.step == step]
     groups: dict[str, list[EpisodeEntry]] = {}
     for entry in entries:
@@ -146,6 +149,7 @@ def step_outline(run: RunReader, stage: str, step: int) -> dict[str, Any]:
         ],
         "best": row_of(run, max(scored, key=key)) if scored else None,
         "worst": row_of(run, min(scored, key=key)) if scored else None,
+        "metrics": run.step_metrics(stage, step),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ LONGEST_LINE = 256 << 20
 
 
 class EpisodeEntry(NamedTuple):
-    """One row of the index of recorded episodes. reward None: it has none. offset and bytes: of its piece."""
+    """One row of the index of recorded episodes. reward None: it has none, or none that is finite. offset and bytes: of
+    its piece of the stream."""
 
     id: str
     stage: str
@@ -34,7 +36,7 @@ class EpisodeEntry(NamedTuple):
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> EpisodeEntry:
-        """From a row of stream.index.jsonl. Raises KeyError, TypeError or ValueError for what is no such row."""
+        """From a row of stream.index.jsonl. Raises KeyError, TypeError, ValueError or OverflowError for others."""
         name = str(row["episode"])
         reward = row.get("reward")
         return cls(
@@ -49,7 +51,7 @@ class EpisodeEntry(NamedTuple):
             family=str(row["family"]),
             level=int(row["level"]),
             status=str(row["status"]),
-            reward=None if reward is None else float(reward),
+            reward=None if reward is None or not math.isfinite(float(reward)) else float(reward),
             stop_reason=str(row["stop_reason"]),
             turns=int(row["turns"]),
             sampled_tokens=int(row["sampled_tokens"]),

@@ -23,6 +23,7 @@ class UnknownRun(K3Error):
 
 _COLUMNS = ("t", "step", "source", "attempt", "counts")
 _LOG_BYTES = 64 << 10
+_POINTS = 2_000  # of a curve, at most
 
 
 class RunReader:
@@ -54,7 +55,7 @@ class RunReader:
         self._current: list[EpisodeEntry] | None = None
 
     def _forget_annotations(self) -> None:
-        self._annotations: dict[tuple[str, int, int], dict[str, Any]] = {}
+        self._annotations: dict[tuple[Any, Any, Any], dict[str, Any]] = {}
 
     # -------------------------------------------------------------------------------------------------- what it is
 
@@ -158,21 +159,30 @@ class RunReader:
 
     def _read_metrics(self) -> None:
         for row in self._metrics_file.more():
-            if "schema" in row or not {"step", "source", "t"} <= row.keys():
+            if "schema" in row:
                 continue
             row.setdefault("attempt", 1)
+            if not _is_metrics_row(row):
+                self._metrics_file.damaged += 1
+                continue
             self._metric_attempts.saw(row["source"], row["attempt"], row["step"])
             self._metric_rows.append(row)
             self.metrics_version += 1
 
     def metrics(self) -> dict[str, Any]:
-        """stage -> {"steps", "t", "attempts", "values": {name: [value or null, ...]}}, without replaced rows.
+        """{"version", "stages": {stage: {"steps", "t", "attempts", "every", "values": {name: [value or null, ...]}}}}.
 
-        A number that is not finite is the text that the file has.
+        Without replaced rows. A number that is not finite is the text that the file has. Of a stage of more than 2,000
+        steps only one in `every` is there, and the last.
         """
         with self.lock:
             self._read_metrics()
             return {"version": self.metrics_version, "stages": _columns(self.metric_rows())}
+
+    def step_metrics(self, stage: str, step: int) -> dict[str, Any]:
+        """The values of one step by name; empty while they are not written."""
+        found = [row for row in self.metric_rows() if row["source"] == stage and row["step"] == step]
+        return {name: value for name, value in found[-1].items() if name not in _COLUMNS} if found else {}
 
     def metric_rows(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl in order of writing, without those that a later attempt went over again."""
@@ -189,7 +199,7 @@ class RunReader:
                 continue
             try:
                 entry = EpisodeEntry.of(row)
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 self._index_file.damaged += 1
                 continue
             self._attempts.saw(entry.stage, entry.attempt, entry.step)
@@ -231,7 +241,7 @@ class RunReader:
             rows = [json.loads(line) for line in data.splitlines()]
         except (OSError, ValueError) as error:
             raise UnknownRun(f"{path} has no readable record of episode {entry.id}: {error}") from None
-        if len(data) < entry.bytes or not rows or any(row.get("episode") != entry.id for row in rows):
+        if len(data) < entry.bytes or not rows or not all(_is_of(row, entry) for row in rows):
             raise UnknownRun(f"{path} has no whole record of episode {entry.id} at byte {entry.offset}")
         return rows
 
@@ -239,8 +249,11 @@ class RunReader:
 
     def _read_annotations(self) -> None:
         for row in self._steps_file.more():
-            if {"stage", "attempt", "step", "advantages"} <= row.keys():
-                self._annotations[row["stage"], row["attempt"], row["step"]] = row
+            place = row.get("stage"), row.get("attempt"), row.get("step")
+            if isinstance(row.get("advantages"), dict) and [type(part) for part in place] == [str, int, int]:
+                self._annotations[place] = row
+            else:
+                self._steps_file.damaged += 1
 
     def annotation(self, entry: EpisodeEntry) -> Mapping[str, Any] | None:
         """What the learner added to the step of this episode; None while it has not, or where it never did."""
@@ -265,10 +278,31 @@ class RunReader:
         return {"steps": [row["step"] for row in rows], "load": [row["expert_load"] for row in rows]}
 
 
+def _is_of(row: Any, entry: EpisodeEntry) -> bool:
+    return isinstance(row, dict) and row.get("episode") == entry.id and row.get("kind") in ("turn", "episode")
+
+
+def _is_metrics_row(row: Mapping[str, Any]) -> bool:
+    kinds = {"step": int, "attempt": int, "source": str, "t": int | float}
+    return all(isinstance(row.get(name), kind) for name, kind in kinds.items())
+
+
 def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    stages: dict[str, dict[str, Any]] = {}
+    by_stage: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        stage = stages.setdefault(row["source"], {"steps": [], "t": [], "attempts": [], "values": {}})
+        by_stage.setdefault(row["source"], []).append(row)
+    every = {name: -(-len(own) // _POINTS) for name, own in by_stage.items()}
+    kept = [
+        row
+        for name, own in by_stage.items()
+        for place, row in enumerate(own, start=1)
+        if place % every[name] == 0 or place == len(own)
+    ]
+    stages: dict[str, dict[str, Any]] = {}
+    for row in kept:
+        stage = stages.setdefault(
+            row["source"], {"steps": [], "t": [], "attempts": [], "every": every[row["source"]], "values": {}}
+        )
         count = len(stage["steps"])
         for name in ("t", "attempts"):
             stage[name].append(row[{"attempts": "attempt"}.get(name, name)])

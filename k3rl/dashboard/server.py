@@ -189,7 +189,7 @@ def create_app(root: Path, options: DashboardOptions) -> DashboardApp:
         Route("/static/{name:path}", _asset),
         Route("/", _page),
     ]
-    return DashboardApp(dashboard, Starlette(routes=routes), options)
+    return DashboardApp(dashboard, Starlette(routes=routes, exception_handlers={Exception: _crashed}), options)
 
 
 def serve_dashboard(root: Path, options: DashboardOptions, ready: Callable[[int], object] | None = None) -> None:
@@ -237,6 +237,11 @@ def _answering(answer: Answer) -> Callable[[Request], Any]:
         return found if isinstance(found, Response) else _json(found)
 
     return endpoint
+
+
+async def _crashed(_request: Request, error: Exception) -> Response:
+    """The error is in the log, too: Starlette raises it again."""
+    return _json({"error": f"the dashboard failed: {type(error).__name__}: {error}"}, 500)
 
 
 def _json(value: Any, status: int = 200) -> Response:

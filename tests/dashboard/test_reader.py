@@ -122,6 +122,38 @@ def test_a_torn_last_line_waits_and_a_damaged_one_is_counted(write):
     assert one.summary()["damaged_lines"] == 2
 
 
+def test_rows_of_other_shapes_take_nothing_down(write):
+    run = write()
+    run.step(0, [an_episode("rl-0-0-0")], loss__mean=1.0)
+    root = run.end()
+    odd = ['{"step": "x", "source": "rl", "t": 1}', '{"step": 1, "source": ["rl"], "t": 1}', "[]", '{"step": 2}']
+    with open(root / "metrics.jsonl", "a") as file:
+        file.write("".join(f"{line}\n" for line in odd))
+    index = json.loads((root / "traces" / "stream.index.jsonl").read_text().splitlines()[-1])
+    with open(root / "traces" / "stream.index.jsonl", "a") as file:
+        for changes in ({"reward": "NaN", "episode": "rl-0-0-1"}, {"reward": "x"}, {"t": None}, {"level": 1e999}):
+            file.write(json.dumps(index | changes) + "\n")
+    with open(root / "traces" / "annotations" / "steps.jsonl", "a") as file:
+        file.write('{"stage": [], "attempt": 1, "step": 0, "advantages": {}}\n{"advantages": 3}\n')
+    one = reader(root)
+    assert one.metrics()["stages"]["rl"]["steps"] == [0]
+    assert [(entry.id, entry.reward) for entry in one.episodes()] == [("rl-0-0-0", 1.0), ("rl-0-0-1", None)]
+    assert one.advantage(one.episodes()[0]) == -0.5
+    assert one.summary()["damaged_lines"] == 7
+    with pytest.raises(UnknownRun, match="no whole record"):
+        Bodies().body(one, "rl-0-0-1")
+
+
+def test_long_curves_are_thinned_and_keep_their_last_step(write):
+    run = write()
+    for step in range(4500):
+        run.metrics.write(step, "rl", {"loss/mean": float(step)})
+    columns = reader(run.end()).metrics()["stages"]["rl"]
+    assert (columns["every"], columns["steps"][:2], columns["steps"][-1]) == (3, [2, 5], 4499)
+    assert columns["values"]["loss/mean"] == [float(step) for step in columns["steps"]]
+    assert reader(run.root).step_metrics("rl", 4) == {"loss/mean": 4.0}
+
+
 @given(rows=st.lists(st.dictionaries(st.text(max_size=3), st.integers(), max_size=3), max_size=8), data=st.data())
 def test_every_row_comes_once_however_the_file_is_cut(tmp_path_factory, rows, data):
     path = tmp_path_factory.mktemp("growing") / "rows.jsonl"

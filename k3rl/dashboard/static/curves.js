@@ -65,11 +65,17 @@ export function mount(box, state, context) {
       if (!own.length) continue;
       const many = own.length > 1;
       const all = own.flatMap((name, index) => lines.get(name).map((line) => ({ ...line, label: label(line, name, many), colour: PALETTE[(many ? index : line.place) % PALETTE.length], dash: many && line.place > 0 })));
-      const one = chart({ title, lines: all, note: many ? "" : own[0], onPick: (step, line) => open("step", { run: line.run, stage, step }) });
+      const one = chart({ title, lines: all, note: `${many ? "" : own[0]}${thinned(stage)}`, onPick: (step, line) => open("step", { run: line.run, stage, step }) });
       charts.push(one);
       panels.append(one.element);
     }
     if (!charts.length) fill(panels, h("p", { class: "empty" }, "No metric has such a name."));
+  }
+
+  /** Says where not every step is drawn. */
+  function thinned(stage) {
+    const most = Math.max(...answers.map((stages) => stages[stage]?.every || 1));
+    return most > 1 ? ` one step in ${most}` : "";
   }
 
   function label(line, name, many) {

@@ -9,31 +9,27 @@ export const KEY = [];
 
 export function mount(box, state, context) {
   let current = state;
-  let steps = [];
   async function load() {
-    const { stages } = await get("metrics", { run: state.run });
     const listed = await get("episodes", { run: state.run, limit: 1 });
     const names = Object.keys(listed.facets.stage);
-    const stage = current.stage && (names.includes(current.stage) || stages[current.stage]) ? current.stage : names.at(-1);
+    const stage = current.stage || (names.includes("rl") ? "rl" : names.at(-1));
     if (!stage) return fill(box, h("p", { class: "empty" }, "No episodes are recorded yet."));
-    steps = stages[stage]?.steps || [];
     const newest = await get("episodes", { run: state.run, stage, limit: 1, sort: "step" });
     const step = current.step !== undefined ? Number(current.step) : newest.rows[0]?.step ?? 0;
     if (current.step === undefined || current.stage !== stage) { current = { ...current, stage, step: String(step) }; go({ stage, step }, { replace: true }); }
     const outline = await get("step", { run: state.run, stage, step });
-    draw(stage, step, outline, stages[stage], names, newest.rows[0]?.step ?? step);
+    draw(stage, step, outline, names, newest.rows[0]?.step ?? step);
   }
-  function draw(stage, step, outline, columns, names, last) {
-    const index = columns ? columns.steps.indexOf(step) : -1;
-    const value = (name) => (index < 0 ? undefined : columns.values[name]?.[index]);
-    const means = columns ? Object.keys(columns.values).filter((name) => /^reward\/[^/]+\/mean$/.test(name)) : [];
+  function draw(stage, step, outline, names, last) {
+    const value = (name) => outline.metrics[name];
+    const means = Object.keys(outline.metrics).filter((name) => /^reward\/[^/]+\/mean$/.test(name));
     const shown = [...means, "group/frac_zero_std", "response_length/mean", "policy/entropy/mean", "mismatch/kl/mean", "ratio/max", "optim/grad_norm", "staleness/mean", "time/step"];
     fill(box, h("div", { class: "bar" },
       h("button", { onclick: () => move(-1), disabled: step <= 0, title: "p" }, "‹"), h("h1", null, `${stage} step ${step + 1}`), h("button", { onclick: () => move(1), disabled: step >= last, title: "n" }, "›"),
       names.length > 1 ? names.map((name) => h("a", { class: `chip${name === stage ? " current" : ""}`, href: link("step", { stage: name }) }, name)) : null,
       h("a", { href: link("rollouts", { stage, step }) }, "as a list")),
     h("div", { class: "figures" }, shown.filter((name) => value(name) !== undefined && value(name) !== null).map((name) => h("div", { class: "figure" }, h("b", null, number(value(name))), h("span", null, name)))),
-    index < 0 ? h("p", { class: "muted" }, "This step's metrics are not written yet, or it has none.") : null,
+    !Object.keys(outline.metrics).length ? h("p", { class: "muted" }, "This step's metrics are not written yet, or it has none.") : null,
     h("div", { class: "extremes" }, ["best", "worst"].map((name) => outline[name] ? h("a", { href: episodeLink(outline[name]) }, `${name} episode `, h("span", { class: "mono" }, outline[name].id), " ", reward(outline[name])) : null)),
     h("table", { class: "groups" }, h("tr", null, ["group", "task", "level", "mean", "spread", "episodes: reward, advantage"].map((name) => h("th", null, name))), outline.groups.map((group) => {
       const rewards = group.rows.map((row) => row.reward).filter((own) => own !== null);
