@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import webbrowser
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
@@ -37,6 +39,7 @@ def dashboard(words: Sequence[str]) -> int:
     parser.add_argument("--name", action="append", default=[], help="another name that a browser may call it by")
     parser.add_argument("--json", action="store_true", help="print the address as one JSON object")
     parser.add_argument("--no-browser", action="store_true", help="open no browser")
+    parser.add_argument("--until-eof", action="store_true", help="end when standard input does, as its starter ends")
     arguments = parser.read(words)
     if arguments is None:
         return 0
@@ -60,6 +63,8 @@ def dashboard(words: Sequence[str]) -> int:
             print_json({"url": url, "host": arguments.host, "port": port, "token": token})
         else:
             print(f"dashboard: {url}", file=sys.stderr, flush=True)
+        if arguments.until_eof:
+            threading.Thread(target=_end_with_input, daemon=True).start()
         if not arguments.no_browser and sys.stdout.isatty():
             webbrowser.open(url)
 
@@ -85,17 +90,25 @@ def beside_run(out: Path) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise MissingResource(_NEEDS.format(error.name)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-P", "-m", "k3rl", "dashboard", str(out.parent), "--port", "0", "--no-browser"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_lowest)
+    flags = ("--port", "0", "--no-browser", "--until-eof")
+    command = [sys.executable, "-P", "-m", "k3rl", "dashboard", str(out.parent), *flags]
+    # Its input ends with this process, however that ends.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=_lowest)
+    assert process.stdin is not None
     try:
         yield
     finally:
-        process.terminate()
+        process.stdin.close()
         try:
             process.wait(5)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _lowest() -> None:
