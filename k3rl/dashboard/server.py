@@ -44,6 +44,10 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _ASSET = re.compile(r"(vendor/)?[\w.-]+\.(js|css|svg)")
+_ANSWERS = (
+    *("runs", "run", "metrics", "times", "log", "experts", "episodes", "step", "group", "task", "diff", "search"),
+    *("episode", "tokens", "turns", "sft"),
+)
 Answer = Callable[[Request], Any]
 
 
@@ -130,7 +134,7 @@ class Dashboard:
     def tokens(self, request: Request) -> Any:
         run = self._run(request)
         body = self.bodies.body(run, _text(request, "episode"), self._attempt(request))
-        branch = request.query_params.get("branch")
+        branch = _text(request, "branch")
         if branch not in body.branches:
             raise UnknownRun(f"episode {body.entry.id} has no branch {branch!r}")
         found = body.branches[branch].window(_number(request, "start", 0), _number(request, "count", WINDOW))
@@ -178,9 +182,7 @@ class DashboardApp(Guarded):
 def create_app(root: Path, options: DashboardOptions) -> DashboardApp:
     """The application over the runs in `root`. Raises MissingResource when that is no folder."""
     dashboard = Dashboard(Catalogue(root))
-    names = ("runs", "run", "metrics", "times", "log", "experts", "episodes", "step", "group", "task", "diff")
-    names += ("search", "episode", "tokens", "turns", "sft")
-    routes = [Route(f"/api/{name}", _answering(getattr(dashboard, name))) for name in names]
+    routes = [Route(f"/api/{name}", _answering(getattr(dashboard, name))) for name in _ANSWERS]
     routes += [
         Route("/api/events", dashboard.events),
         Route("/export/episode", _answering(dashboard.episode_file)),
