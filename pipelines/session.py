@@ -70,10 +70,14 @@ class Session:
         batches: Sequence[TrainBatch],
         scores: Mapping[str, SequenceScores],
         expert_load: np.ndarray | None,
+        version: float,
     ) -> None:
-        """Begins to write what the learner adds to the step's episodes. Raises what writing before it raised."""
+        """Begins to write what the learner adds to the step's episodes. Raises what writing before it raised.
+
+        version: of the weights that the step began with, as `staleness/mean` counts.
+        """
         writer = AnnotationWriter(self.run.traces_dir / "annotations", attempt=self.run.info.attempt)
-        self.background.start(partial(writer.write, stage, step, batches, scores, expert_load))
+        self.background.start(partial(writer.write, stage, step, batches, scores, expert_load, version))
 
     def recorded(self) -> None:
         """Returns when what was recorded is on the disk. Raises what writing it raised."""

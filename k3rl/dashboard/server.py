@@ -129,7 +129,9 @@ class Dashboard:
     def episode(self, request: Request) -> Any:
         run = self._run(request)
         body = self.bodies.body(run, _text(request, "episode"), self._attempt(request))
-        return body.outline() | {"advantage": run.advantage(body.entry)}
+        annotation = run.annotation(body.entry) or {}
+        trained = {"advantage": run.advantage(body.entry), "trained_version": annotation.get("version")}
+        return body.outline() | trained
 
     def tokens(self, request: Request) -> Any:
         run = self._run(request)

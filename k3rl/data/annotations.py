@@ -6,6 +6,7 @@ each of them with what a list needs, so that a list opens no Parquet file:
 
     {"stage": "rl", "attempt": 1, "step": 3, "t": ..., "file": "rl-a1-000003.parquet",
      "advantages": {"rl-3-0-0": 0.5, ...},          episodes that were trained on, by id
+     "version": 3,                                  weights that the step began with, absent where not known
      "scored": 128,                                 sequences whose tokens the learner scored
      "expert_load": [[0.06, ...], ...]}             [MoE layers, experts], shares that sum to 1; absent without experts
 """
@@ -70,10 +71,11 @@ class AnnotationWriter:
         batches: Sequence[TrainBatch],
         scores: Mapping[str, SequenceScores],
         expert_load: np.ndarray | None = None,
+        version: float | None = None,
     ) -> Path:
         """Stores what was trained in `step`. scores: by sequence id; sequences without any keep null in their place.
 
-        expert_load: float [MoE layers, experts], any scale.
+        expert_load: float [MoE layers, experts], any scale. version: of the weights that the step began with.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         rows = [row for batch in batches for row in _rows(batch, scores)]
@@ -90,6 +92,8 @@ class AnnotationWriter:
             "advantages": {row["episode_id"]: float(f"{row['advantage']:.6g}") for row in rows},
             "scored": sum(batch_id in scores for batch in batches for batch_id in batch.sequence_ids),
         }
+        if version is not None:
+            line["version"] = version
         if expert_load is not None and expert_load.size and expert_load.sum() > 0:
             shares = expert_load / np.maximum(expert_load.sum(axis=1, keepdims=True), 1e-30)
             line["expert_load"] = [[float(f"{share:.4g}") for share in layer] for layer in shares]

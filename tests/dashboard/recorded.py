@@ -75,7 +75,7 @@ class Written:
             }
             load = np.array([[3.0, 1.0], [2.0, 2.0]])
             AnnotationWriter(self.run.traces_dir / "annotations", attempt=self.attempt).write(
-                "rl", number, [batch], scores, load
+                "rl", number, [batch], scores, load, 5
             )
         metrics = Accumulator()
         metrics.update({name.replace("__", "/"): (value, 1.0) for name, value in values.items()})

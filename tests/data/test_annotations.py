@@ -32,7 +32,7 @@ def written(tmp_path):
     )
     known = {"e0/main": scores(5, 2, -0.5), "e0/b1": scores(3, 1, -3.0)}
     load = np.array([[6, 2], [0, 0]])
-    file = AnnotationWriter(tmp_path, attempt=2).write("rl", 7, [batch], known, load)
+    file = AnnotationWriter(tmp_path, attempt=2).write("rl", 7, [batch], known, load, 3)
     return tmp_path, file
 
 
@@ -68,7 +68,7 @@ def test_the_line_of_a_step_needs_no_parquet(written):
     (line,) = [json.loads(text) for text in (folder / "steps.jsonl").read_text().splitlines()]
     assert line["file"] == file.name
     assert line["advantages"] == {"e0": 0.75, "e1": -1.0}
-    assert line["scored"] == 2
+    assert (line["scored"], line["version"]) == (2, 3)
     assert line["expert_load"] == [[0.75, 0.25], [0.0, 0.0]], "a layer that saw nothing has no share to give"
 
 

@@ -14,7 +14,7 @@ export const SCALES = {
   difference: { label: "sampler–learner difference", value: (w, i) => difference(w, i), bounds: [0.0005, 0.005, 0.05, 0.5], signed: true, legend: "learner logprob − sampler logprob, nats" },
   advantage: { label: "advantage", value: (w, i) => w.advantages?.[i], bounds: SIGNED, signed: true, legend: "advantage of the token" },
   mask: { label: "loss mask", value: (w, i) => (w.trained ? (w.trained[i] ? 1 : 0) : null), bounds: [0.5], legend: "1: the learner trained on the token; 0: it did not" },
-  version: { label: "weight version", value: (w, i, turns) => (w.kinds[i] === 1 ? turns.get(w.turns[i]) : null), bounds: [], legend: "weight versions before the newest that sampled in this episode: 0 is the newest" },
+  version: { label: "staleness", value: (w, i, turns) => (w.kinds[i] === 1 ? turns.get(w.turns[i]) : null), bounds: [], legend: "trainings between the weights that sampled a token and those that trained on it; before that is recorded, versions before the newest of the episode" },
 };
 
 function negative(value) {
@@ -33,7 +33,7 @@ export function colour(scale, window, index, turns) {
   if (!value) return "";
   const found = value(window, index, turns);
   if (found === null || found === undefined) return "";
-  if (scale === "version") return `q${Math.min(5, found)}`;
+  if (scale === "version") return `q${Math.max(0, Math.min(5, Math.round(found)))}`;
   if (scale === "mask") return found ? "q3" : "masked";
   const size = signed ? Math.abs(found) : found;
   const bin = bounds.filter((bound) => size >= bound).length;

@@ -31,7 +31,7 @@ export function mount(box, state, context) {
     if (branch === undefined) return fill(tokens, h("p", { class: "empty" }, "This episode has no turns: it ended before the policy acted."));
     drawTree(names, branch);
     const turns = episode.turns.filter((own) => own.branch === branch);
-    view = new TokenView({ run: state.run, episode: episode.id, attempt: episode.attempt, branch, total: episode.branches[branch], turns }, drawToken);
+    view = new TokenView({ run: state.run, episode: episode.id, attempt: episode.attempt, branch, total: episode.branches[branch], turns, trained: episode.trained_version }, drawToken);
     fill(tokens, view.element);
     drawTools();
     await view.recolour(scale(current));
@@ -106,7 +106,7 @@ export function mount(box, state, context) {
     if (chosen) { go({ tok: token.place }, { replace: true }); view.marked = token.place; view.redraw(); }
     const value = (own) => (own === null ? "not recorded" : number(own, 5));
     fill(detail, h("b", { class: "mono" }, token.piece === null ? "text unavailable" : JSON.stringify(token.piece)), facts([["token", number(token.place)], ["id", token.id], ["kind", `${token.sampled ? "sampled" : "prompt"}${token.special ? ", special" : ""}`], ["turn", token.turn + 1],
-      ...(token.sampled ? [["version", token.versions ? versions(token) : null], ["sampler logprob", value(token.logprob)], ["learner logprob", value(token.learner)], ["ratio", value(token.ratio)], ["entropy", value(token.entropy)], ["advantage", value(token.advantage)], ["trained", token.trained === null ? "not recorded" : token.trained ? "yes" : "no"]] : [])]));
+      ...(token.sampled ? [["version", token.versions ? versions(token) : null], ["staleness", token.versions && episode.trained_version !== null ? number(episode.trained_version - token.versions[0]) : "not recorded"], ["sampler logprob", value(token.logprob)], ["learner logprob", value(token.learner)], ["ratio", value(token.ratio)], ["entropy", value(token.entropy)], ["advantage", value(token.advantage)], ["trained", token.trained === null ? "not recorded" : token.trained ? "yes" : "no"]] : [])]));
   }
 
   function showTurn(which) {

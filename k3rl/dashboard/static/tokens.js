@@ -8,7 +8,7 @@ const BLOCK = 500;
 const WINDOW = 4000;
 
 export class TokenView {
-  /** @param {{run: string, episode: string, attempt: number, branch: string, total: number, turns: any[]}} about */
+  /** @param {{run: string, episode: string, attempt: number, branch: string, total: number, turns: any[], trained: number | null}} about */
   constructor(about, onToken) {
     Object.assign(this, about);
     this.onToken = onToken;
@@ -19,7 +19,7 @@ export class TokenView {
     this.matched = new Set();
     this.marked = null;
     this.byTurn = new Map(this.turns.map((turn) => [turn.turn, turn]));
-    const newest = Math.max(...this.turns.map((turn) => turn.versions[1]));
+    const newest = this.trained ?? Math.max(...this.turns.map((turn) => turn.versions[1]));
     this.age = new Map(this.turns.map((turn) => [turn.turn, newest - turn.versions[0]]));
     this.element = h("div", { class: "tokens" });
     this.blocks = [];
