@@ -25,7 +25,7 @@ from k3rl.checkpoint import (
     weights_fingerprint,
     weights_of,
 )
-from k3rl.data import TrainBatch
+from k3rl.data import SequenceScores, TrainBatch
 from k3rl.kernels import compile_cache, slow_paths
 from k3rl.model import DeviceName, K3Config, K3ForCausalLM, adapted, place_of
 from k3rl.parallel import (
@@ -103,7 +103,7 @@ class LearnerActor:
         held = mesh.experts(built.num_experts)
         with self._world.together("making a model"):
             model = K3ForCausalLM(
-                built, dtype=self._dtype, device=self._model_device(trainer), experts=held, packed=packed
+                built, dtype=self._dtype, device=_model_device(self._device_name, trainer), experts=held, packed=packed
             )
             model.init_weights(seed)
         return self._adopt(model, trainer, mesh, learner)
@@ -119,7 +119,7 @@ class LearnerActor:
         self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
         mesh = _mesh_of(self._meshes, self._world, trainer)
         packed = _packs(trainer, learner)
-        device = self._model_device(trainer)
+        device = _model_device(self._device_name, trainer)
         with self._world.together("loading a checkpoint"):
             model = load_checkpoint(
                 checkpoint, self._dtype, device, mesh=mesh, packed=packed, quantization=quantization
@@ -127,11 +127,6 @@ class LearnerActor:
         if model.quantization_loss is not None:
             print(f"{checkpoint}: {model.quantization_loss}", flush=True)
         return self._adopt(model, trainer, mesh, learner)
-
-    def _model_device(self, trainer: TrainerConfig) -> torch.device:
-        """Where a model begins: one that is cut over ranks need not fit a device whole, and is moved by its trainer."""
-        place_of(self._device_name)
-        return torch.device("cpu") if trainer.shard_frozen > 1 else self._device
 
     def _adopt(self, model: K3ForCausalLM, config: TrainerConfig, mesh: Mesh, learner: LearnerConfig) -> int:
         size = model.parameter_count()  # before a backend may cut parameters over the ranks
@@ -163,6 +158,7 @@ class LearnerActor:
             self._world.leave(str(error))
             raise
         metrics = Accumulator()
+        self.trainer.statistics.scores.clear()
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
             metrics.merge(
@@ -184,6 +180,12 @@ class LearnerActor:
         self._told += slow
         notes, self.trainer.notes = self.trainer.notes, []
         return [*slow, *notes]
+
+    def annotations(self) -> tuple[dict[str, SequenceScores], np.ndarray | None]:
+        """What the last `train` computed on this rank: scores by sequence id, of steps that were not captured, and the
+        load of experts [MoE layers, experts]. Given once."""
+        statistics = self.trainer.statistics
+        return statistics.scores.take(), statistics.expert_load
 
     def evaluate(self, batch: TrainBatch | None, loss: Loss) -> Accumulator:
         """The loss's metrics on this rank's share."""
@@ -291,6 +293,12 @@ class LearnerActor:
         extra = restore(trainer, state, self._writer.rank)
         self.weights.version = extra["weight_version"]
         return extra
+
+
+def _model_device(name: DeviceName, trainer: TrainerConfig) -> torch.device:
+    """Where a model begins: one that is cut over ranks need not fit a device whole, and is moved by its trainer."""
+    place_of(name)
+    return torch.device("cpu" if trainer.shard_frozen > 1 else name)
 
 
 def _packs(trainer: TrainerConfig, learner: LearnerConfig) -> bool:

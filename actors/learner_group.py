@@ -12,7 +12,7 @@ import ray
 
 from k3rl.actors.calls import ActorHung, ActorLost, no_answer, wait
 from k3rl.config import K3Error
-from k3rl.data import TrainBatch, sequence_costs
+from k3rl.data import SequenceScores, TrainBatch, sequence_costs
 from k3rl.parallel import LearnerConfig, Loss, PeerFailed, ScorerConfig, TrainerConfig, balanced_shares, find_lost
 from k3rl.run import Accumulator
 
@@ -113,6 +113,15 @@ class LearnerGroup:
         calls, self._note_calls = self._note_calls, []
         self.notes += dict.fromkeys(note for notes in self._results("learner.notes", calls) for note in notes)
         return metrics
+
+    def annotations(self) -> tuple[dict[str, SequenceScores], np.ndarray | None]:
+        """What the last `trained` step computed: scores by sequence id, and rank 0's load of experts."""
+        merged: dict[str, SequenceScores] = {}
+        every = self._every("annotations", [()] * len(self.actors))
+        for scores, _ in every:
+            for name, own in scores.items():
+                merged[name] = merged[name].filled_by(own) if name in merged else own
+        return merged, every[0][1]
 
     def evaluate(self, batch: TrainBatch, loss: Loss) -> Accumulator:
         metrics = Accumulator()

@@ -17,6 +17,7 @@ from k3rl.pipelines.guard import Guard, drifted
 from k3rl.pipelines.rl import Reinforcement
 from k3rl.pipelines.rollout_buffer import RolloutBuffer
 from k3rl.pipelines.rollout_metrics import (
+    advantage_metrics,
     check_failures,
     fitting,
     replay_metrics,
@@ -96,7 +97,8 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
             batch = buffer.take()
         more = stage.more()
         check_failures(batch.groups, config.failure_limit)
-        metrics = rollout_metrics(batch.groups, workers.env, batch.version + batch.off_policy_steps)
+        version = batch.version + batch.off_policy_steps
+        metrics = rollout_metrics(batch.groups, workers.env, version)
         metrics.merge(workers.take_metrics())
         groups = algorithm.regraded(batch.groups, step)
         curriculum.update(groups)
@@ -108,6 +110,8 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         with stage.clock("wait_for_policy"):
             started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
             metrics.merge(learner.trained(started))
+        session.annotate(stage.name, step, batches, *learner.annotations(), version)
+        metrics.merge(advantage_metrics(batches))
         if evaluations.due(step + 1):
             buffer.evaluate(step + 1)
         if more and not config.max_staleness:

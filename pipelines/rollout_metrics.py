@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from k3rl.config import K3Error
 from k3rl.data import TrainBatch
@@ -65,7 +68,53 @@ def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumu
         for episode in group.episodes:
             _episode_metrics(metrics, episode, env, version)
     metrics.add("perf/sampled_tokens", sampled_tokens(groups))
+    episodes = [episode for group in groups for episode in group.episodes]
+    rewards_seen = [reward for reward in map(reward_of, episodes) if reward is not None]
+    _spread(metrics, f"reward/{env}", rewards_seen)
+    for part, values in _by_name(e.score.parts for e in episodes if isinstance(e.score, Scored)).items():
+        metrics.add(f"reward/{env}/parts/{part}/mean", sum(values), len(values))
+        _spread(metrics, f"reward/{env}/parts/{part}", values)
+    for name, values in _by_name(e.metrics for e in episodes).items():
+        metrics.add(f"env/{env}/metrics/{name}", sum(values), len(values))
     return metrics
+
+
+def advantage_metrics(batches: Sequence[TrainBatch]) -> Accumulator:
+    """Of the advantages of the sequences that are trained on, each sequence once; nothing where there are none."""
+    metrics = Accumulator()
+    values = [
+        float(advantages[mask][0])
+        for batch in batches
+        for advantages, mask in zip(*(np.split(a, batch.cu_seqlens[1:-1]) for a in _masked(batch)), strict=True)
+        if mask.any()
+    ]
+    if values:
+        metrics.add("advantage/mean", sum(values), len(values))
+        metrics.add("advantage/frac_zero", sum(value == 0 for value in values), len(values))
+        _spread(metrics, "advantage", values)
+    return metrics
+
+
+def _masked(batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
+    return batch.advantages, batch.loss_mask
+
+
+def _by_name(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The finite values of each name, over rows that may lack some."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if math.isfinite(value):
+                found.setdefault(name, []).append(float(value))
+    return found
+
+
+def _spread(metrics: Accumulator, name: str, values: Sequence[float]) -> None:
+    """Standard deviation (of these values, not an estimate), smallest and largest; nothing without values."""
+    if values:
+        metrics.add(f"{name}/std", float(np.std(values)))
+        metrics.add(f"{name}/min", min(values))
+        metrics.add(f"{name}/max", max(values))
 
 
 def fitting(groups: Sequence[Group], budget: int) -> tuple[list[Group], list[Episode]]:

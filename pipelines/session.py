@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import resource
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from k3rl.actors import ActorLost, ClusterConfig, Fleet, FleetConfig, start_fleet, start_ray
 from k3rl.actors.weight_sync import Canary
 from k3rl.config import to_tree
-from k3rl.data import TrajectoryWriter
+from k3rl.data import AnnotationWriter, SequenceScores, TrainBatch, TrajectoryWriter
 from k3rl.envs import make
 from k3rl.envs.sandbox import provider_named
 from k3rl.parallel import PeerFailed
@@ -60,8 +62,24 @@ class Session:
         """
         for group in groups:
             for episode in group.episodes:
-                self.recorder.episode(episode, step, self.tokenizer.pieces)
+                self.recorder.episode(episode, step, self.tokenizer.pieces, group=group.id)
         self.background.start(partial(self.trajectories.write, groups, generation=step))
+
+    def annotate(
+        self,
+        stage: str,
+        step: int,
+        batches: Sequence[TrainBatch],
+        scores: Mapping[str, SequenceScores],
+        expert_load: np.ndarray | None,
+        version: float,
+    ) -> None:
+        """Begins to write what the learner adds to the step's episodes. Raises what writing before it raised.
+
+        version: of the weights that the step began with, as `staleness/mean` counts.
+        """
+        writer = AnnotationWriter(self.run.traces_dir / "annotations", attempt=self.run.info.attempt)
+        self.background.start(partial(writer.write, stage, step, batches, scores, expert_load, version))
 
     def recorded(self) -> None:
         """Returns when what was recorded is on the disk. Raises what writing it raised."""

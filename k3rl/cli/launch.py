@@ -59,6 +59,8 @@ def _take_run_options(words: list[str]) -> tuple[list[str], RunOptions, bool]:
             options = replace(options, clean=True)
         elif word == "--json":
             options = replace(options, json=True)
+        elif word == "--dashboard":
+            options = replace(options, dashboard=True)
         elif word == "--dry-run":
             dry_run = True
         else:

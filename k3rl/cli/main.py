@@ -34,6 +34,7 @@ GROUPS = {
         "ablate": ("k3rl.cli.ablate:ablate", "each part of K3 against the common choice, on a tiny model"),
     },
     "look at a run": {
+        "dashboard": ("k3rl.cli.dashboard:dashboard", "runs in a browser: curves, rollouts, tokens, live or later"),
         "tail": ("k3rl.cli.tail:tail", "follow the rollouts of a run as text"),
         "replay": ("k3rl.cli.replay:replay", "a stored rollout token by token, scored again by a checkpoint"),
     },
@@ -58,6 +59,7 @@ k3rl {{sft,rl,distill}} [PRESET] [@ FILE.toml ...] [--dotted.key VALUE ...]
     --out DIR    the run directory (default outputs/<name>)    --seed N    seeds every draw
     --resume     continue the run in it                        --clean     delete it and start again
     --json       print the result as one JSON object           --dry-run   print the configuration and stop
+    --dashboard  show the run in a browser while it goes on
 
 `k3rl COMMAND --help` says more; `k3rl config show rl quickstart` prints every key with its value and meaning."""
 

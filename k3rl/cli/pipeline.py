@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 
 from k3rl.cli.config import show
@@ -23,6 +24,7 @@ usage: k3rl {pipeline} [PRESET] [@ FILE.toml ...] [--dotted.key VALUE ...] [opti
   --clean         delete the run in that directory and start again
   --json          print the result as one JSON object on the last line of standard output
   --dry-run       print the configuration that would run, and stop
+  --dashboard     serve the runs beside it to a browser while it goes on; prints the address
 
 `k3rl config show {pipeline} [PRESET]` prints every key with its value and meaning."""
 
@@ -50,10 +52,20 @@ def _run(pipeline: str, words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     from k3rl import pipelines
 
-    result = pipelines.run(pipeline, launch.config, launch.options)
+    with _watched(launch):
+        result = pipelines.run(pipeline, launch.config, launch.options)
     if launch.options.json:
         print_json(result)
     return 0
+
+
+def _watched(launch: Launch) -> AbstractContextManager[None]:
+    if not launch.options.dashboard:
+        return nullcontext()
+    from k3rl.cli.dashboard import beside_run
+
+    preset = launch.options.preset
+    return beside_run(launch.options.directory(preset if preset != "default" else launch.pipeline))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

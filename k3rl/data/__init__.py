@@ -4,9 +4,11 @@ batch.py          TrainBatch, the packed batch that a learner trains on; episode
 packing.py        sequences into token budgets          images.py        images as the vision tower reads them
 sft.py            chat data, encoded with loss masks    trajectories.py  episodes as Parquet files
 rows.py  image_files.py    their table rows, and their images
+annotations.py    what the learner adds to them later
 Not here: advantages, which are only joined to their sequences by id, and losses.
 """
 
+from k3rl.data.annotations import AnnotationWriter, SequenceScores, load_reader, read_annotations
 from k3rl.data.batch import BatchError, TrainBatch, TrainSequence, WeightMode, from_episodes, token_weights
 from k3rl.data.images import (
     ImageConfig,
@@ -29,6 +31,7 @@ from k3rl.data.sft import (
 from k3rl.data.trajectories import ManifestEntry, TrajectoryError, TrajectoryWriter, read_groups, read_manifest
 
 __all__ = [
+    "AnnotationWriter",
     "BatchError",
     "ChatDataset",
     "ChatExample",
@@ -37,6 +40,7 @@ __all__ = [
     "ImageError",
     "ImagePatches",
     "ManifestEntry",
+    "SequenceScores",
     "SequenceTooLong",
     "TrainBatch",
     "TrainSequence",
@@ -50,7 +54,9 @@ __all__ = [
     "encode_example",
     "from_episodes",
     "load_chat_dataset",
+    "load_reader",
     "preprocess_files",
+    "read_annotations",
     "read_groups",
     "read_manifest",
     "sequence_costs",

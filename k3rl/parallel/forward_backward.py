@@ -136,6 +136,7 @@ class EagerForwardBackward:
         if not torch.isfinite(out.loss):
             return out.loss, self.explain(out.loss.item(), micro, step)
         add_loss(metrics, out)
+        self._statistics.scores.add(micro, share, inputs)
         if self._auxiliary is None:
             return out.loss, None
         return out.loss + self._auxiliary_loss(micro, share, metrics), None

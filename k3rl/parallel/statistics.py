@@ -11,6 +11,7 @@ from k3rl.model import K3ForCausalLM
 from k3rl.optim import QuantileBalancer, fixed_step
 from k3rl.parallel.context import ContextShare
 from k3rl.parallel.settings import TrainerConfig
+from k3rl.parallel.token_scores import TokenScores
 from k3rl.parallel.world import World
 from k3rl.run import Accumulator
 
@@ -36,6 +37,9 @@ class Statistics:
         self._index = {layer: i for i, layer in enumerate(self._biases)}
         self._balancer = balancer
         self.counted: Tensor | None = None
+        self.scores = TokenScores()
+        self.expert_load: np.ndarray | None = None
+        """Of the last step, float [MoE layers, experts]: tokens that each expert got, over all ranks."""
         self._reduced = False  # whether `largest` is over all ranks
         self.layers = list(model.config.mla_layers)
         kind = torch.promote_types(model.dtype, torch.float32)  # what attention computes its logits in

@@ -227,6 +227,7 @@ class Trainer:
         self.notes.append(f"a step was skipped: {error}")
 
     def _balance(self, metrics: Accumulator, *, due: bool) -> None:
+        self.statistics.expert_load = self.balancer.loads.cpu().clone().numpy()
         balance(self.model, self.balancer, self.config, metrics, due=due)
         self._counted = self._counted + 1 if balance_due(self.config, True) and not due else 0
 

@@ -10,7 +10,8 @@ from pathlib import Path
 class RunOptions:
     """`out` is the run directory, None for outputs/<name>; `seed` None leaves the configuration's.
 
-    json: the command prints its result as one JSON object on the last line of standard output.
+    json: the command prints its result as one JSON object on the last line of standard output. dashboard: a dashboard
+    of the run is served in a process of its own while the command runs.
     argv: the command line as typed. preset: the preset's name. files: the TOML files that were read.
     """
 
@@ -19,6 +20,7 @@ class RunOptions:
     resume: bool = False
     clean: bool = False
     json: bool = False
+    dashboard: bool = False
     argv: tuple[str, ...] = ()
     preset: str = "default"
     files: tuple[Path, ...] = ()

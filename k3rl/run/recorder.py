@@ -54,20 +54,23 @@ class Recorder:
         self._folder = folder
         self._header = {"kind": "header", "schema": SCHEMA, "run": run_id, "config_hash": config_hash}
         self.attempt = attempt
-        self._queue: queue.Queue[tuple[Episode, int, Pieces | None]] = queue.Queue(maxsize=capacity)
+        self._queue: queue.Queue[tuple[Episode, int, Pieces | None, str]] = queue.Queue(maxsize=capacity)
         self._stream: _Stream | None = None  # opened with the first episode, so that a failure is one of writing
         self._written = self._dropped = self._failed = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
         self._thread.start()
 
-    def episode(self, episode: Episode, step: int, pieces: Pieces | None = None) -> None:
-        """Queue one episode of the batch of `step`. `pieces` turns token ids into shown texts (`Tokenizer.pieces`)."""
+    def episode(self, episode: Episode, step: int, pieces: Pieces | None = None, *, group: str = "") -> None:
+        """Queue one episode of the batch of `step`, of the group with this id ("" for none).
+
+        `pieces` turns token ids into shown texts (`Tokenizer.pieces`).
+        """
         if self._stopping.is_set():
             self._dropped += 1
             return
         try:
-            self._queue.put_nowait((episode, step, pieces))
+            self._queue.put_nowait((episode, step, pieces, group))
         except queue.Full:
             self._dropped += 1
 
@@ -92,13 +95,13 @@ class Recorder:
     def _work(self) -> None:
         while True:
             try:
-                episode, step, pieces = self._queue.get(timeout=0.1)
+                episode, step, pieces, group = self._queue.get(timeout=0.1)
             except queue.Empty:
                 if self._stopping.is_set():
                     break
                 continue
             try:
-                self._write(episode, step, pieces)
+                self._write(episode, step, pieces, group)
                 self._written += 1
             except Exception as error:  # a full disk or a strange value must not reach training
                 self._failed += 1
@@ -107,9 +110,9 @@ class Recorder:
         if self._stream is not None:
             self._stream.close()
 
-    def _write(self, episode: Episode, step: int, pieces: Pieces | None) -> None:
+    def _write(self, episode: Episode, step: int, pieces: Pieces | None, group: str) -> None:
         rows = [row for branch in episode.branches for row in _turn_rows(episode.id, branch, step, pieces)]
-        last = _episode_row(episode, step) | {"attempt": self.attempt, "dropped_before": self._dropped}
+        last = _episode_row(episode, step) | {"attempt": self.attempt, "dropped_before": self._dropped, "group": group}
         if self._stream is None:
             self._stream = _Stream(self._folder, "stream", self._header)
         self._stream.append([*rows, last], _index_row(episode, last))
@@ -211,7 +214,7 @@ def _episode_row(episode: Episode, step: int) -> dict[str, Any]:
 
 
 def _index_row(episode: Episode, row: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ("t", "step", "task", "env", "family", "level", "stop_reason", "turns", "sampled_tokens", "attempt")
+    kept = ("t", "step", "task", "env", "family", "level", "stop_reason", "turns", "sampled_tokens", "attempt", "group")
     score = {key: value for key, value in row["score"].items() if key in ("status", "reward")}
     return {"kind": "episode", "episode": episode.id, **{key: row[key] for key in kept}, **score}
 

@@ -70,6 +70,24 @@ def test_after_a_step_every_parameter_is_what_a_checkpoint_stores_of_its_master(
         assert torch.equal(trainer.native.optimizer.params[name], stored), name
 
 
+def test_a_step_keeps_what_it_computed_of_each_token_and_the_load_of_experts():
+    trainer, whole = Trainer(model(), TrainerConfig(micro_batch_tokens=40)), batch()
+    before = np.split(trainer.logprobs(whole), whole.cu_seqlens[1:-1])
+    masks = np.split(whole.loss_mask, whole.cu_seqlens[1:-1])
+    trainer.train(whole, K3Policy(0.5, 2.0, 0.02))
+    scores = trainer.statistics.scores.take()
+    assert sorted(scores) == sorted(whole.sequence_ids)
+    for name, wanted, mask in zip(whole.sequence_ids, before, masks, strict=True):
+        np.testing.assert_allclose(scores[name].logprobs[mask], wanted[mask], rtol=1e-6)  # stored as float32
+        assert np.isnan(scores[name].logprobs[~mask]).all()
+        assert (scores[name].entropies[mask] > 0).all()
+    assert trainer.statistics.scores.take() == {}, "they are given once"
+    layers, experts = len(TINY.moe_layers), TINY.num_experts
+    assert trainer.statistics.expert_load.shape == (layers, experts)
+    # Each token goes to top-k experts of each layer, and what was counted outlives the clearing of the counts.
+    assert (trainer.statistics.expert_load.sum(axis=1) > 0).all()
+
+
 def test_a_state_continues_to_the_bit():
     torch.manual_seed(0)
     straight = Trainer(model(torch.float32), TrainerConfig())

@@ -15,6 +15,7 @@ from k3rl.pipelines.presets import distill, grpo, rl
 from k3rl.pipelines.rl import policy_batches, shuffled
 from k3rl.pipelines.rollout_metrics import (
     TooManyFailures,
+    advantage_metrics,
     check_failures,
     fitting,
     replay_metrics,
@@ -169,6 +170,32 @@ def test_metrics_skip_missing_rewards_and_count_them():
     assert values["reward/env/mean"] == 0.5
     assert values["env/env/failed"] == pytest.approx(1 / 3)
     assert values["staleness/max"] == 1.0
+
+
+def test_rewards_and_their_parts_have_a_spread_over_the_episodes_that_have_them():
+    scores = Scored(1.0, {"tests": 1.0, "style": 0.5}), Failed("x"), Scored(0.0, {"tests": 0.5}), Invalid("h", "e")
+    made = group("g", *scores)
+    first = dataclasses.replace(made.episodes[0], metrics={"tool_calls": 3.0, "broken": float("nan")})
+    values = rollout_metrics([dataclasses.replace(made, episodes=(first, *made.episodes[1:]))], "env", 5.0).values()
+    rewards = [1.0, 0.0, 0.0]  # a cheat counts as 0, a failure not at all
+    assert values["reward/env/std"] == pytest.approx(np.std(rewards), rel=1e-12)
+    assert (values["reward/env/min"], values["reward/env/max"]) == (0.0, 1.0)
+    parts = {name: values[f"reward/env/parts/tests/{name}"] for name in ("mean", "std", "min", "max")}
+    assert parts == {"mean": 0.75, "std": 0.25, "min": 0.5, "max": 1.0}
+    assert values["reward/env/parts/style/mean"] == 0.5
+    assert values["env/env/metrics/tool_calls"] == 3.0
+    assert "env/env/metrics/broken" not in values
+
+
+def test_advantages_count_each_sequence_once_and_nothing_is_no_zero():
+    config = rl().replace(optimizer_steps=1)
+    groups = [group("a", Scored(1.0), Scored(0.0), tokens=2), group("b", Scored(0.5), Scored(0.5), tokens=9)]
+    values = advantage_metrics(policy_batches(groups, config)).values()
+    assert values["advantage/mean"] == 0.0
+    assert values["advantage/frac_zero"] == 0.5
+    assert values["advantage/std"] == pytest.approx(np.std([0.5, -0.5, 0.0, 0.0]), rel=1e-12)
+    assert (values["advantage/min"], values["advantage/max"]) == (-0.5, 0.5)
+    assert advantage_metrics([]).values() == {}
 
 
 def test_an_episode_that_no_micro_batch_holds_is_counted_and_stays_in_the_baseline():

@@ -52,6 +52,9 @@ class Learner:
             metrics.add(name, self.world.value(name))
         return metrics
 
+    def annotations(self):
+        return {}, None
+
     def save_state(self, directory, extra):
         self.states.append(extra)
 
@@ -155,6 +158,7 @@ class World:
                 tokenizer=SimpleNamespace(hash="none"),
                 fleet=SimpleNamespace(learner=self.learner, rollouts=self.rollouts, publish=self.publish),
                 record=lambda groups, step: None,
+                annotate=lambda stage, step, batches, scores, expert_load, version: None,
                 recorded=lambda: None,
                 resume=False,
                 restarts=0,

@@ -24,6 +24,7 @@ FLOORS = {
     "model": 3,
     "optim": 3,
     "losses": 3,
+    "dashboard": 3,
     "parallel": 4,
     "checkpoint": 5,
     "planner": 5,
@@ -164,6 +165,7 @@ def test_torch_is_not_imported_by_types_config_tokens_run_and_envs():
     "module",
     [
         *("k3rl", "k3rl.types", "k3rl.config", "k3rl.tokens", "k3rl.data", "k3rl.envs", "k3rl.run", "k3rl.cli"),
+        "k3rl.dashboard",
         *("k3rl.actors.environment", "k3rl.actors.reward", "k3rl.actors.rollout"),  # of processes without torch
     ],
 )
