@@ -24,6 +24,7 @@ GROUPS = {
         "doctor": ("k3rl.cli.doctor:doctor", "check that this machine has what a run needs"),
         "env": ("k3rl.cli.env:env", "environments: list, check, grade, play, new"),
         "config": ("k3rl.cli.config:config", "configurations: show, diff, schema"),
+        "data": ("k3rl.cli.data:data", "chat data: check every row, and show what carries loss"),
         "plan": ("k3rl.cli.plan:plan", "memory, traffic and time of post-training a model on a cluster"),
     },
     "train": {

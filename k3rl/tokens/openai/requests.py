@@ -131,9 +131,9 @@ class Conversation(Body):
 
 
 def _message(row: Mapping[str, Any], number: int) -> Message:
+    if row.get("role") == "system" and row.get("tools"):
+        raise XTMLError(f"message {number} declares tools; declare them with the request", "tools")
     [said] = normalize([row], number)
-    if said.tools:
-        raise XTMLError(f"message {number} declares tools; declare them with the request")
     content: Any = row.get("content") or ""
     if said.role == "assistant" and not isinstance(content, str):
         texts = [part.text for part in said.parts if part.text is not None]
