@@ -37,8 +37,11 @@ _SHOWN_PROBLEMS = 9  # beside the first
 class ChatBatches:
     """Batches of encoded examples, a new order each epoch. Batch `step` depends on the seed and the step only."""
 
-    def __init__(self, rows: ChatDataset, tokenizer: Tokenizer, batch_size: int, config: SFTConfig) -> None:
-        """config: for the seed, and for what is thought."""
+    def __init__(
+        self, rows: ChatDataset, tokenizer: Tokenizer, batch_size: int, config: SFTConfig, mended: bool = False
+    ) -> None:
+        """config: for the seed, and for what is thought; mended: a few rows are others than when a state was saved."""
+        self._mended = mended
         self._rows = rows
         self._thinking, self._effort = config.thinking, config.thinking_effort
         self._tokenizer = tokenizer
@@ -65,13 +68,13 @@ class ChatBatches:
         here = {"rows": len(self._rows), "batch_size": self._size, "seed": self._seed, "epoch": epoch, "place": place}
         return here | {"content": self._rows.fingerprint}
 
-    def check(self, cursor: Mapping[str, int | str], step: int, mended: bool = False) -> None:
+    def check(self, cursor: Mapping[str, int | str], step: int) -> None:
         """Raises ConfigError unless `cursor` was taken at `step` of this order of these data.
 
-        mended: a few rows of the file were replaced or taken out since, which draws a new order of what is left.
+        A few rows that were mended since draw a new order of what is left.
         """
         here = self.cursor(step)
-        if mended:
+        if self._mended:
             here = {key: here[key] for key in ("batch_size", "seed")}
         if changed := [
             f"{key} was {cursor.get(key)} and is {value}"
@@ -126,11 +129,8 @@ def mended_rows(kept: Path, rows: ChatDataset) -> int | None:
     return changed
 
 
-def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatches, TrainBatch, bool]:
-    """(training batches, the held-out batch, whether a few training rows were mended since the attempt before).
-
-    Demonstrations are written into the run and read like any file.
-    """
+def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatches, TrainBatch]:
+    """(training batches, the held-out batch). Demonstrations are written into the run and read like any file."""
     import datasets  # a second to import, which only SFT needs
 
     datasets.disable_progress_bars()
@@ -150,8 +150,8 @@ def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatch
     if changed:
         session.progress.note(f"{name}: {changed} rows of {train_file} are others than in the attempt before")
     kept = ChatBatches(heldout, tokenizer, len(heldout), config)
-    batches = ChatBatches(train, tokenizer, config.batch_size, config)
-    return batches, kept.pack(np.arange(len(heldout))), bool(changed)
+    batches = ChatBatches(train, tokenizer, config.batch_size, config, mended=bool(changed))
+    return batches, kept.pack(np.arange(len(heldout)))
 
 
 def check_data(config: SFTConfig, told: Callable[[str], None] = lambda text: None) -> None:

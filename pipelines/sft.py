@@ -94,13 +94,13 @@ def train(session: Session, config: SFTConfig, *, name: str = "sft", compute: fl
     learner, loss = session.fleet.learner, config.loss()
     start_learner(learner, config)
     stage.note_slow_paths()
-    data, heldout, mended = chat_data(session, config, name)
+    data, heldout = chat_data(session, config, name)
     plateau, course = Plateau(config.patience, config.min_gain), Course(config, compute)
     losses: list[tuple[int, float]] = []
     if (state := stage.restore()) is not None:
         plateau, losses = Plateau(**state["plateau"]), state["losses"]
         course.flat_at, course.total = state["flat_at"], state.get("total")
-        data.check(state["data"], stage.step, mended)
+        data.check(state["data"], stage.step)
 
     def loop_state(step: int) -> dict[str, Any]:
         decided = {"flat_at": course.flat_at, "total": course.total}

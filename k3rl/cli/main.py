@@ -1,8 +1,8 @@
 """The `k3rl` command: finds the command, calls it, and turns errors into messages and exit codes.
 
 Exit codes: 0 fine, 1 crash, 2 bad configuration or command line, 3 something missing, 4 stopped at a limit of its own,
-130 interrupted. Commands live in this folder and are imported only when called, so that `--help` stays quick. Each
-takes its words and returns an exit code.
+130 interrupted, 143 ended by SIGTERM. Commands live in this folder and are imported only when called, so that `--help`
+stays quick. Each takes its words and returns an exit code.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         said = str(error) or "continue a run with the same command and --resume"
         print(f"k3rl: interrupted; {said}", file=sys.stderr)
-        return 130
+        return 128 + int(getattr(error, "number", signal.SIGINT))
     except BrokenPipeError:
         # The reader of our output, such as `head`, has gone: not an error of ours. Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

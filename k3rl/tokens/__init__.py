@@ -5,7 +5,7 @@ special_ids.py    ids that a model's config needs
 xtml.py        K3's chat form: render, continue, parse (xtml_normalize.py, xtml_render.py, xtml_parse.py)
 message_keys.py    what a message may say   markup.py      text and markup of a sampled turn
 segments.py    pieces of a rendered prompt     images.py      the images of a conversation
-openai/        the dialect of requests and answers over HTTP
+openai/        the dialect of requests and answers over HTTP          anthropic.py  the other one, through it
 train_merges.py    the tool that made `small_vocab.json`
 Not here: tasks, weights, losses, pixels.
 """
@@ -38,7 +38,7 @@ from k3rl.tokens.tokenizer import Tokenizer
 from k3rl.tokens.vocab import RANKS_FILE, SMALL_FILE, TOKENIZER_FILES, TokenizerError
 
 if TYPE_CHECKING:  # a namespace that is imported where it is used: it costs what pydantic costs
-    from k3rl.tokens import openai
+    from k3rl.tokens import anthropic, openai
 
 __all__ = [
     "IMAGE_KINDS",
@@ -57,6 +57,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "TurnText",
+    "anthropic",
     "data_url",
     "encode_image",
     "encoded_images",

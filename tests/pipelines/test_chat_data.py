@@ -89,9 +89,9 @@ def test_a_mended_row_goes_on_and_another_file_does_not(tmp_path: Path):
     cursor = ChatBatches(dataset(names), Tokenizer.builtin(), 4, SFTConfig()).cursor(7)
     shorter = dataset(names[:-1])
     assert mended_rows(kept, shorter) == 1
-    ChatBatches(shorter, Tokenizer.builtin(), 4, SFTConfig()).check(cursor, 7, mended=True)
+    ChatBatches(shorter, Tokenizer.builtin(), 4, SFTConfig(), mended=True).check(cursor, 7)
     with pytest.raises(ConfigError, match="seed was 0 and is 1"):
-        ChatBatches(shorter, Tokenizer.builtin(), 4, SFTConfig(seed=1)).check(cursor, 7, mended=True)
+        ChatBatches(shorter, Tokenizer.builtin(), 4, SFTConfig(seed=1), mended=True).check(cursor, 7)
     with pytest.raises(ConfigError, match="content was"):
         ChatBatches(shorter, Tokenizer.builtin(), 4, SFTConfig()).check(cursor, 7)
 

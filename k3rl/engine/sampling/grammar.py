@@ -23,15 +23,16 @@ from torch import Tensor
 from k3rl.config import MissingResource
 from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.rows import RowTable
+from k3rl.engine.sampling.call_format import call_format
 from k3rl.engine.sampling.grammar_process import CompileLimits, GrammarProcesses
-from k3rl.engine.sampling.json_schema import SchemaError, check_brackets, enforceable
+from k3rl.engine.sampling.json_schema import MAX_WHITESPACE, SchemaError, check_brackets, enforceable
+from k3rl.engine.sampling.patterns import enforced
 from k3rl.engine.sampling.sampler import Allowed
 from k3rl.engine.uploads import upload
 from k3rl.tokens import Tokenizer
 from k3rl.types import Constraint, SamplingParams
 
 MAX_SOURCE = 65_536  # characters
-MAX_WHITESPACE = 16  # characters in a row between the parts of a JSON text
 MAX_KNOWN = 256  # compiled grammars at hand
 
 
@@ -114,8 +115,7 @@ class Grammars:
         if self._tokenizer is None:
             raise InvalidRequest("a constraint needs the text of tokens; give the engine a tokenizer")
         try:
-            text = _text_format(constraint)
-            form = text if constraint.turn is None else _turn_format(text, constraint, self._tokenizer)
+            form = _form(constraint, self._tokenizer)
             info, processes = self._ready(self._tokenizer)
             made = self._xgrammar().CompiledGrammar.deserialize_json(processes.compile(form), info)
             with self._lock:
@@ -175,12 +175,23 @@ def _text_format(constraint: Constraint) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": enforceable(source), "max_whitespace_cnt": MAX_WHITESPACE}
     check_brackets(source, "it")
     if constraint.kind == "regex":
-        return {"type": "regex", "pattern": source}
+        return {"type": "regex", "pattern": enforced(source)}
     return {"type": "grammar", "grammar": source}
 
 
-def _turn_format(text: dict[str, Any], constraint: Constraint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A whole assistant turn (`xtml.parse`) whose response is the text, or, with `calls`, free text and tool calls."""
+def _form(constraint: Constraint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What is sampled, as an xgrammar format. Raises SchemaError."""
+    if constraint.turn is None:
+        return _text_format(constraint)
+    text = None if constraint.kind == "tool_call" else _text_format(constraint)
+    return _turn_format(text, constraint, tokenizer)
+
+
+def _turn_format(text: dict[str, Any] | None, constraint: Constraint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A whole assistant turn (`xtml.parse`) whose response is the text, or, with `calls`, free text and tool calls.
+
+    Without a text, an empty response and one call of the constraint's tool.
+    """
 
     def tag(kind: str, name: str) -> list[dict[str, Any]]:
         return [special(kind), {"type": "const_string", "value": name}, special("sep")]
@@ -196,6 +207,12 @@ def _turn_format(text: dict[str, Any], constraint: Constraint, tokenizer: Tokeni
     free = {"type": "any_text"}  # UTF-8, and so without special tokens
     calls = {"type": "any_tokens", "exclude_tokens": [token for token in specials if token not in structure]}
     begin = [free, *tag("close", "think"), *tag("open", "response")] if constraint.turn == "think" else []
+    if text is None:
+        if len(constraint.source) > MAX_SOURCE:
+            raise SchemaError(f"the tool has {len(constraint.source)} characters; at most {MAX_SOURCE} are taken")
+        call = call_format(constraint.source, special)
+        tools = [*tag("open", "tools"), *call, *tag("close", "tools")]
+        return sequence(*begin, *tag("close", "response"), *tools, *tag("close", "message"))
     answer = sequence(text, *tag("close", "response"), *tag("close", "message"))
     if constraint.calls:
         called = sequence(free, *tag("close", "response"), *tag("open", "tools"), calls, *tag("close", "message"))
