@@ -75,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = {2: "configuration error", 3: "missing", 4: "stopped"}.get(error.exit_code, "error")
         # What an actor raised arrives wrapped by Ray, with a remote traceback in its text; the cause has the message.
         cause = getattr(error, "cause", error)
-        print(f"k3rl: {kind}\n{cause if isinstance(cause, K3Error) else error}", file=sys.stderr)
+        _say(f"k3rl: {kind}\n{cause if isinstance(cause, K3Error) else error}")
         return error.exit_code
     except KeyboardInterrupt as error:
         said = str(error) or "continue a run with the same command and --resume"
-        print(f"k3rl: interrupted; {said}", file=sys.stderr)
+        _say(f"k3rl: interrupted; {said}")
         return 128 + int(getattr(error, "number", signal.SIGINT))
     except BrokenPipeError:
         # The reader of our output, such as `head`, has gone: not an error of ours. Python would complain at exit.
@@ -87,10 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         if (refusal := _refusal(error)) is None:
-            traceback.print_exc()
+            _say(traceback.format_exc().rstrip("\n"))
             return 1
-        print(f"k3rl: missing\n{refusal}", file=sys.stderr)
+        _say(f"k3rl: missing\n{refusal}")
         return 3
+
+
+def _say(text: str) -> None:
+    """On standard error, with everything visible: errors quote what files, models and code of others say."""
+    from k3rl.run.terminal import visible
+
+    print(visible(text), file=sys.stderr)
 
 
 def _refusal(error: Exception) -> str | None:

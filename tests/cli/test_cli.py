@@ -203,6 +203,18 @@ def test_what_a_pipeline_raises_decides_the_exit_code(monkeypatch, capsys, error
     assert str(error) in said
 
 
+@pytest.mark.parametrize("kind", [ConfigError, ZeroDivisionError])
+def test_what_code_of_others_says_in_an_error_cannot_steer_the_terminal(monkeypatch, capsys, kind):
+    def run(*_):
+        raise kind("\x1b]0;owned\x07\x1b[2J\u202edetrever\r")
+
+    monkeypatch.setattr(pipelines, "run", run)
+    main(["rl", "mine:small"])
+    said = capsys.readouterr().err
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
+    assert "\u241b]0;owned" in said
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
