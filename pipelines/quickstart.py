@@ -18,7 +18,16 @@ from k3rl.pipelines.evaluation import Evaluation, evaluate, held_out
 from k3rl.pipelines.session import Session, open_session, with_restarts
 from k3rl.pipelines.stage import StageResult, cut_notes
 from k3rl.pipelines.start import check_experts, check_layout
-from k3rl.run import RunOptions, StageSummary, plot_rewards, print_summary, read_metrics, series, write_atomic
+from k3rl.run import (
+    RunOptions,
+    StageSummary,
+    plot_rewards,
+    print_summary,
+    read_metrics,
+    read_object,
+    series,
+    write_atomic,
+)
 
 
 def run(config: QuickstartConfig, options: RunOptions) -> dict[str, Any]:
@@ -64,7 +73,7 @@ def _measured(job: Session, config: QuickstartConfig, result: StageResult, tasks
     asked = {"result": of, "env": config.rl.env.model_dump(), "evaluation": config.evaluation.model_dump()}
     asked |= {"tasks": tasks}
     asked = json.loads(json.dumps(asked, default=str))
-    if path.is_file() and (kept := json.loads(path.read_text()))["of"] == asked:
+    if path.is_file() and (kept := read_object(path, "delete it, and it is measured again")).get("of") == asked:
         return Evaluation.from_json(kept["found"])
     job.progress.note(f"{result.name}: measuring on {tasks['heldout']} held-out tasks")
     found = evaluate(job.fleet.rollouts, result.checkpoint, config.evaluation, tasks)
