@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 import platform
 import statistics
@@ -193,8 +194,9 @@ def main() -> None:
             {"name": name, "shape": shape, "regime": "cpu", "driver_cpu_s": round(sum(driver.values()), 4)}
             | {"not_overlapped_cpu_s": round(awaited, 4), "driver": driver, "elsewhere": elsewhere}
         )
-    about = {"processor": platform.machine(), "python": platform.python_version(), "numpy": np.__version__}
-    report = {"machine": about, "results": rows}
+    about = {"processor": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    report = {"machine": about, "versions": versions, "results": rows}
     if given.out is not None:
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if given.json:
