@@ -4,9 +4,10 @@
 `fleet.py` holds all actors of a run. A file for each kind: `learner.py` (all ranks as one: `learner_group.py`, with
 `teachers.py`), `rollout.py` (its engine: `engines.py`), `environment.py`, `reward.py`. `rollout_workers.py` gets
 `jobs.py` done by a `worker_pool.py` of each role: `rollout_stream.py` does what `dispatcher.py` decides over
-`groups.py` by a `schedule.py`, with an evaluation beside it in `evaluating.py`. `answers.py` brings requests to engines
-and answers back, `conversations.py` each of their tokens once; `calls.py` types what goes wrong between actors;
-`weight_sync/` brings weights to the engines.
+`groups.py` by a `schedule.py`, with an evaluation beside it in `evaluating.py`. `payloads.py` brings what was played to
+who reads it, `recording.py` writes it. `answers.py` brings requests to engines and answers back, `conversations.py`
+each of their tokens once; `calls.py` types what goes wrong between actors; `weight_sync/` brings weights to the
+engines.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
     from k3rl.actors.jobs import EpisodeJob, TaskRef
     from k3rl.actors.learner import LearnerActor
     from k3rl.actors.learner_group import LearnerGroup
+    from k3rl.actors.payloads import fetched
     from k3rl.actors.placement import reserve, shortage
+    from k3rl.actors.recording import Recording, RecordingPlace
     from k3rl.actors.reward import RewardWorker
     from k3rl.actors.rollout import RolloutActor
     from k3rl.actors.rollout_stream import RolloutStream
@@ -65,6 +68,8 @@ _HOMES = {
     "LearnerActor": "learner",
     "LearnerGroup": "learner_group",
     "Mode": "schedule",
+    "Recording": "recording",
+    "RecordingPlace": "recording",
     "RewardWorker": "reward",
     "RolloutActor": "rollout",
     "RolloutConfig": "cluster",
@@ -73,6 +78,7 @@ _HOMES = {
     "Schedule": "schedule",
     "TaskRef": "jobs",
     "WorkerPool": "worker_pool",
+    "fetched": "payloads",
     "reserve": "placement",
     "shortage": "placement",
     "start_fleet": "fleet",
@@ -101,6 +107,8 @@ __all__ = [
     "LearnerActor",
     "LearnerGroup",
     "Mode",
+    "Recording",
+    "RecordingPlace",
     "RewardWorker",
     "RolloutActor",
     "RolloutConfig",
@@ -109,6 +117,7 @@ __all__ = [
     "Schedule",
     "TaskRef",
     "WorkerPool",
+    "fetched",
     "reserve",
     "shortage",
     "start_fleet",

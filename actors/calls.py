@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from k3rl.config import K3Error
 
@@ -48,8 +55,12 @@ def typed_errors(timeout_s: float, what: str) -> Iterator[None]:
     except RayTaskError as error:
         if isinstance(error.cause, K3Error):
             raise error.cause from None
+        if isinstance(error.cause, ObjectLostError):
+            raise ActorLost(f"what {what} needs is gone with the node that had it:\n{error}") from error
         if isinstance(error.cause, RayActorError | GetTimeoutError):  # one actor found another one dead, or hanging
             raise ActorLost(f"an actor that {what} needs died, or hangs:\n{error}") from error
         raise ActorFailure(f"{what} failed:\n{error}") from error
+    except ObjectLostError as error:
+        raise ActorLost(f"what {what} needs is gone with the node that had it:\n{error}") from error
     except (RayActorError, OutOfMemoryError, WorkerCrashedError) as error:
         raise ActorLost(f"the actor of {what} died:\n{error}") from error

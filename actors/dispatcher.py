@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from k3rl.actors.groups import ActiveGroup, Assignments, Groups, Loads, Member, Room, State
 from k3rl.actors.jobs import EpisodeJob
@@ -51,6 +50,7 @@ class Dispatcher:
     ) -> None:
         self.schedule, self.version, self.next_group = schedule, version, next_group
         self.counts = Counts()
+        self._partial = schedule.mode is Mode.PARTIAL  # asked before every start
         self._draw, self._compares, self._skipped = draw, compares, skipped
         self._wanted = wanted  # groups that are still to be taken
         self._begun_before = begun
@@ -210,12 +210,12 @@ class Dispatcher:
                 self.counts.retried += 1
                 return []
             skipped = self._skipped(member.job.task.family)
-            return self._broke(member, header if skipped is None else replace(header, score=skipped))
+            return self._broke(member, header if skipped is None else header.scored(skipped))
         member.header, member.state = header, State.PLAYED
         self._phase_ended += 1
         group = self.groups.of(header.episode_id)
         self.groups.note(group)
-        return group.to_grade(self._compares)
+        return group.to_grade(True) if self._compares else group.grade_of(member)
 
     def graded(self, scores: Mapping[str, Score], attempts: Mapping[str, int]) -> list[Grade]:
         """Scores of played episodes, by id, and the attempts that they are of; what to grade again.
@@ -234,7 +234,7 @@ class Dispatcher:
                     self.counts.regraded += 1
                     continue
                 score = self._skipped(member.job.task.family) or score
-            member.header = replace(member.header, score=score)
+            member.header = member.header.scored(score)
             member.state = State.DONE
         again: list[Grade] = []
         for group in touched.values():
@@ -380,7 +380,7 @@ class Dispatcher:
     @property
     def phase_over(self) -> bool:
         """Partial mode: enough episodes have ended; engines rest until the next version is published."""
-        if self.schedule.mode is not Mode.PARTIAL or not self.groups.whole:
+        if not self._partial or not self.groups.whole:
             return False
         return self._phase_ended >= math.ceil(self.schedule.fraction * self._phase_episodes)
 

@@ -14,7 +14,7 @@ from typing import Any
 from k3rl.actors.answers import EngineClient, Request
 from k3rl.actors.engine_places import EnginePlaces, Place
 from k3rl.actors.jobs import EpisodeJob, Tasks
-from k3rl.actors.schedule import Header
+from k3rl.data import EpisodeColumns, EpisodeHeader, check_turns, header_of, without_turns
 from k3rl.envs import (
     NOT_GRADED,
     BlockWatch,
@@ -35,10 +35,11 @@ from k3rl.envs import (
 from k3rl.envs.gateway import run_program
 from k3rl.envs.sandbox import ProgramRunner, provider_named
 from k3rl.tokens import Tokenizer
-from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams
+from k3rl.types import Completion, EncodedImage, Episode, Failed, FailureKind, SamplingParams, Score
 
 _STOP_S = 10.0  # for episodes to close their environments
 HEARTBEAT_S = 2.0  # an idle worker says so often that it lives
+GATHER_S = 0.05  # what has ended waits so long for more that ends, while others run: messages cost more than episodes
 
 
 class Lockstep:
@@ -156,8 +157,9 @@ class EnvironmentWorker:
         self._programs = ProgramRunner(provider_named(env.local_sandbox)) if needs_programs else None
         self._tokenizer, self._prompts = Tokenizer.builtin(), PromptCache()
         self._episodes: dict[tuple[str, int], tuple[asyncio.Task[None], _Seat]] = {}
-        self._ended: list[tuple[EpisodeJob, int, Episode]] = []
+        self._ended: list[tuple[int, Episode, EpisodeHeader]] = []
         self._changed = asyncio.Event()
+        self._all_ended = asyncio.Event()
         self._stopped = False
         gc.collect()
         gc.freeze()  # what was imported stays; looking at it again and again costs a third of short episodes
@@ -205,20 +207,28 @@ class EnvironmentWorker:
             seat.resume = (resume or {}).get(job.episode_id)
             task = asyncio.create_task(self._play(job, attempt, seat, sampling))
             self._episodes[job.episode_id, attempt] = task, seat
+            self._all_ended.clear()
             task.add_done_callback(partial(self._left, job, attempt, seat))
 
     async def events(self) -> AsyncIterator[Any]:
-        """In turns: ungraded episodes that ended, and (header, attempt) of each. Every few seconds, if only to say
-        that this worker lives, until it is stopped."""
+        """In turns, of the ungraded episodes that ended: their tokens, what else they hold, and (header, score where
+        there is nothing to grade, attempt) of each. Every few seconds, if only to say that this worker lives, until it
+        is stopped."""
         while not self._stopped:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), GATHER_S)
             self._changed.clear()
             if self._places.crowded and (self._looking is None or self._looking.done()):
                 self._looking = asyncio.ensure_future(self._look())
             ended, self._ended = self._ended, []
-            yield [episode for _, _, episode in ended]
-            yield [(header_of(job, episode), attempt) for job, attempt, episode in ended]
+            yield EpisodeColumns.of([episode for _, episode, _ in ended])
+            yield [without_turns(episode) for _, episode, _ in ended]
+            yield [
+                (replace(header, place=place), score_of(episode), attempt)
+                for place, (attempt, episode, header) in enumerate(ended)
+            ]
 
     async def _look(self) -> None:
         """Asks all engines how many requests they have."""
@@ -260,15 +270,25 @@ class EnvironmentWorker:
         self._ended.clear()
         self._stopped = True
         self._changed.set()
+        self._all_ended.set()
 
     def _left(self, job: EpisodeJob, attempt: int, seat: _Seat, _: asyncio.Task[None]) -> None:
         """An episode does not run any more, whether it ended or was ended."""
         del self._episodes[job.episode_id, attempt]
+        if not self._episodes:
+            self._all_ended.set()
         seat.leave()
 
     async def _play(self, job: EpisodeJob, attempt: int, seat: _Seat, sampling: SamplingParams) -> None:
         episode = await self._episode(job, seat, sampling)
-        self._ended.append((job, attempt, episode))
+        try:
+            check_turns(episode)
+            header = header_of(episode)
+        except ValueError as error:  # a record that does not fit together is no episode
+            failed = Failed(f"its record is broken: {error}"[:500], FailureKind.ENGINE)
+            episode = job.failed(self._environment.name, failed)
+            header = header_of(episode)
+        self._ended.append((attempt, episode, header))
         self._changed.set()
 
     async def _episode(self, job: EpisodeJob, seat: _Seat, sampling: SamplingParams) -> Episode:
@@ -301,11 +321,10 @@ class EnvironmentWorker:
         return self._watch
 
 
-def header_of(job: EpisodeJob, episode: Episode) -> Header:
-    """What the driver has to know of an episode that ended. Without an answer to grade it has its score."""
-    turns = [turn for branch in episode.branches for turn in branch.turns]
-    score = None if episode.score == NOT_GRADED else episode.score
-    if score is None and not gradable(episode):
-        score = Failed(f"the episode ended as {episode.stop_reason} and has no answer to grade")
-    tokens = sum(len(turn.sampled_ids) for turn in turns)
-    return Header(job.episode_id, tokens, min((turn.first_version for turn in turns), default=None), score)
+def score_of(episode: Episode) -> Score | None:
+    """The score of an episode that ended without an answer to grade; None for one that is graded."""
+    if episode.score != NOT_GRADED:
+        return episode.score
+    if not gradable(episode):
+        return Failed(f"the episode ended as {episode.stop_reason} and has no answer to grade")
+    return None

@@ -83,9 +83,10 @@ class Grading:
         if not headers:
             return {}
         jobs = [self._dispatcher.member(header.episode_id).job for header in headers]
-        payloads = list({header.payload for header in headers})
+        payloads = {id(header.payload): header.payload for header in headers if header.payload is not None}
+        parts = [part for payload in payloads.values() for part in payload]
         limit_s = self._limit_s
-        ref = self._rewards.actors[place].grade.remote(jobs, *payloads)
+        ref = self._rewards.actors[place].grade.remote(jobs, *parts)
         try:
             scores: dict[str, Score] = await asyncio.wait_for(asyncio.wrap_future(ref.future()), limit_s)
             return scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from k3rl.actors.jobs import EpisodeJob
@@ -68,8 +68,15 @@ class ActiveGroup:
         """Its grades are to be compared anew, because one of them failed."""
         for member in self.members.values():
             if member.state is State.DONE and member.header is not None and not member.broken:
-                member.header = replace(member.header, score=None)
+                member.header = member.header.scored(None)
                 member.state = State.PLAYED
+
+    def grade_of(self, member: Member) -> list[Grade]:
+        """To grade one that has ended, where grades do not depend on each other: without a look at the others."""
+        if member.grading or member.header is None:
+            return []
+        member.grading = True
+        return [Grade(self.group_id, (member.header,))]
 
     def to_grade(self, compares: bool) -> list[Grade]:
         """What to grade now. compares: whether its grades depend on each other."""

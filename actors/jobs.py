@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from k3rl.data import EpisodeHeader, header_of
 from k3rl.envs import TaskSource
 from k3rl.packed import Record
 from k3rl.types import Episode, Failed, StopReason, Task
@@ -48,6 +49,10 @@ class EpisodeJob(Record):
     sampling_seed: int
     thinking: bool = False
     thinking_effort: str | None = None
+
+    def failed_header(self, env: str, score: Failed) -> EpisodeHeader:
+        """The header of `failed`."""
+        return header_of(self.failed(env, score))
 
     def failed(self, env: str, score: Failed) -> Episode:
         """The episode of this job that the infrastructure broke, or that was not run."""

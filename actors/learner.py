@@ -25,7 +25,7 @@ from k3rl.checkpoint import (
     weights_fingerprint,
     weights_of,
 )
-from k3rl.data import SequenceScores, TrainBatch
+from k3rl.data import BatchPlan, EpisodeColumns, SequenceScores, TrainBatch
 from k3rl.kernels import compile_cache, slow_paths
 from k3rl.model import DeviceName, K3Config, K3ForCausalLM, adapted, place_of
 from k3rl.parallel import (
@@ -146,20 +146,31 @@ class LearnerActor:
         self._teachers.load(checkpoints, scorer)
 
     def train(
-        self, batches: Sequence[TrainBatch | None], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
+        self,
+        batches: Sequence[TrainBatch | BatchPlan | None],
+        loss: Loss,
+        lr_scale: float = 1.0,
+        temperature: float = 1.0,
+        *payloads: EpisodeColumns,
     ) -> Accumulator:
         """One optimizer step for each batch, of which this rank gets its share; together they are one rollout batch.
 
-        Raises TrainStateError when a state that was being written meanwhile could not be.
+        payloads: what the plans among the batches name. Raises BatchError where these do not fit them, and
+        TrainStateError when a state that was being written meanwhile could not be.
         """
         try:
             self._writer.check()
         except TrainStateError as error:  # the other ranks are about to wait for this one
             self._world.leave(str(error))
             raise
+        try:
+            packed = [batch.pack(payloads) if isinstance(batch, BatchPlan) else batch for batch in batches]
+        except Exception as error:
+            self._world.leave(f"{type(error).__name__}: {error}")
+            raise
         metrics = Accumulator()
         self.trainer.statistics.scores.clear()
-        for number, batch in enumerate(batches, start=1):
+        for number, batch in enumerate(packed, start=1):
             last = number == len(batches)
             metrics.merge(
                 self.trainer.train(batch, loss, lr_scale=lr_scale, temperature=temperature, last_of_batch=last)
@@ -199,9 +210,19 @@ class LearnerActor:
         """float32 [N] of this rank's share."""
         return self.trainer.logprobs(batch, temperature)
 
-    def teacher_logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
-        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`. No collective."""
-        return self._teachers.logprobs(batch, domains, temperature)
+    def teacher_logprobs(
+        self,
+        batch: TrainBatch | BatchPlan,
+        domains: Sequence[str],
+        temperature: float = 1.0,
+        *payloads: EpisodeColumns,
+    ) -> np.ndarray:
+        """float32 [N]: each sequence scored by the teacher of its domain, or by the one named `*`. No collective.
+
+        payloads: what a plan names.
+        """
+        packed = batch.pack(payloads) if isinstance(batch, BatchPlan) else batch
+        return self._teachers.logprobs(packed, domains, temperature)
 
     # --------------------------------------------------------------------------------------------------- weights
 

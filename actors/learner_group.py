@@ -5,16 +5,19 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import ray
 
 from k3rl.actors.calls import ActorHung, ActorLost, no_answer, wait
+from k3rl.actors.payloads import plans_sent
 from k3rl.config import K3Error
-from k3rl.data import SequenceScores, TrainBatch, sequence_costs
+from k3rl.data import BatchPlan, SequenceScores, TrainBatch, sequence_costs
 from k3rl.parallel import LearnerConfig, Loss, PeerFailed, ScorerConfig, TrainerConfig, balanced_shares, find_lost
 from k3rl.run import Accumulator
+
+Share: TypeAlias = TrainBatch | BatchPlan
 
 
 class LearnerGroup:
@@ -92,14 +95,15 @@ class LearnerGroup:
         self._every("state_saved", [()] * len(self.actors))
 
     def start_training(
-        self, batches: Sequence[TrainBatch], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
+        self, batches: Sequence[Share], loss: Loss, lr_scale: float = 1.0, temperature: float = 1.0
     ) -> list[Any]:
-        """Begins one optimizer step for each global batch; `trained` waits for it."""
+        """Begins one optimizer step for each global batch; `trained` waits for it. What a plan names goes from where it
+        is to the ranks that train it."""
         sharded = [self._shard(batch) for batch in batches]
-        started = [
-            actor.train.remote([shards[rank][1] for shards in sharded], loss, lr_scale, temperature)
-            for rank, actor in enumerate(self.actors)
-        ]
+        started = []
+        for rank, actor in enumerate(self.actors):
+            parts, payloads = plans_sent([shards[rank][1] for shards in sharded])
+            started.append(actor.train.remote(parts, loss, lr_scale, temperature, *payloads))
         self._note_calls = [actor.notes.remote() for actor in self.actors]  # queued right behind the step
         return started
 
@@ -129,23 +133,27 @@ class LearnerGroup:
             metrics.merge(part)
         return metrics
 
-    def teacher_logprobs(self, batch: TrainBatch, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
+    def teacher_logprobs(self, batch: Share, domains: Sequence[str], temperature: float = 1.0) -> np.ndarray:
         """float32 [N]: each sequence scored by the teacher of its domain."""
         calls, rows = [], []
+        ends = np.cumsum(batch.lengths)
+        begins = ends - batch.lengths
         for actor, (members, part) in zip(self.actors, self._shard(batch, context=1), strict=True):
             if part is not None:
-                calls.append(actor.teacher_logprobs.remote(part, [domains[i] for i in members], temperature))
-                rows.append(np.concatenate([np.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in members]))
+                [own], payloads = plans_sent([part])
+                mine = [domains[i] for i in members]
+                calls.append(actor.teacher_logprobs.remote(own, mine, temperature, *payloads))
+                rows.append(np.concatenate([np.arange(begins[i], ends[i]) for i in members]))
         out = np.zeros(batch.tokens, np.float32)
         for places, values in zip(rows, self._results("learner.teacher_logprobs", calls), strict=True):
             out[places] = values
         return out
 
-    def _shard(self, batch: TrainBatch, context: int | None = None) -> list[tuple[list[int], TrainBatch | None]]:
+    def _shard(self, batch: Share, context: int | None = None) -> list[tuple[list[int], Share | None]]:
         """(indices, shard) for each rank; `context` neighbours, by default those of the mesh, get one together."""
         context = context or self._context
         if len(self.actors) == context:
-            return [(list(range(len(batch.sequence_ids))), batch)] * context
+            return [(list(range(len(batch.lengths))), batch)] * context
         balanced = balanced_shares(
             sequence_costs(batch.row_lengths.tolist(), self._pair_cost), len(self.actors) // context
         )

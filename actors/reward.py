@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from k3rl.actors.jobs import EpisodeJob, Tasks
+from k3rl.data import EpisodeColumns
 from k3rl.envs import EnvConfig, grade, made
 from k3rl.types import Episode, Score
 
@@ -17,9 +19,20 @@ class RewardWorker:
         self._tasks = Tasks(self._environment.source)
         self._grader = self._environment.grader(provider=env.local_sandbox)
 
-    def grade(self, jobs: Sequence[EpisodeJob], *played: Sequence[Episode]) -> dict[str, Score]:
-        """The score of each job's episode, by its id. played: lists that have these episodes, and may have others."""
-        episodes = {episode.id: episode for part in played for episode in part}
+    def grade(self, jobs: Sequence[EpisodeJob], *played: Any) -> dict[str, Score]:
+        """The score of each job's episode, by its id.
+
+        played: in turns, tokens and words of payloads (`Payload`) that have these episodes, and may have others.
+        """
+        wanted = {job.episode_id for job in jobs}
+        episodes: dict[str, Episode] = {}
+        for tokens, words in zip(played[::2], played[1::2], strict=True):
+            episodes |= _found(tokens, words, wanted)
         items = [(self._tasks.get(job.task), episodes[job.episode_id]) for job in jobs]
         scores = grade(self._environment, self._grader, items)
         return {job.episode_id: score for job, score in zip(jobs, scores, strict=True)}
+
+
+def _found(tokens: EpisodeColumns, words: Sequence[Episode], wanted: Collection[str]) -> dict[str, Episode]:
+    """Those episodes of a payload that are wanted, by id."""
+    return {one.id: tokens.episode(place, one) for place, one in enumerate(words) if one.id in wanted}

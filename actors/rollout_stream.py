@@ -1,8 +1,7 @@
 """A stream of rollouts: episodes run, are graded and wait in whole groups while the driver does something else.
 
 `RolloutStream` drives a `Dispatcher` from an event loop in a thread of its own: it follows each environment worker,
-hands grades out, and replaces what is lost. What it holds of an episode is a header and a reference; the episodes
-themselves are fetched when the learner takes their group.
+hands grades out, and replaces what is lost. What it holds and gives of an episode is a header and a reference.
 """
 
 from __future__ import annotations
@@ -16,22 +15,24 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost, wait
+from k3rl.actors.calls import ActorFailure, ActorHung, ActorLost
 from k3rl.actors.evaluating import Evaluating
 from k3rl.actors.grading import Grading
 from k3rl.actors.jobs import EpisodeJob
 from k3rl.actors.rollout_actors import Actors
-from k3rl.actors.schedule import Finished, Header, Mode
+from k3rl.actors.schedule import Finished, Grade, Header, Mode
+from k3rl.data import EpisodeHeader, Payload, PlayedGroup
 from k3rl.envs import Breaker
-from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams, Score
+from k3rl.types import Failed, FailureKind, SamplingParams, Score
 
 _CLOSE_S = 20.0  # for workers to end what they play
 _STATES_S = 60.0  # for a worker to give the states of its episodes
 T = TypeVar("T")
+_Ended: TypeAlias = tuple[EpisodeHeader, Score | None, int]  # with its score where there is nothing to grade, attempt
 
 
 class RolloutStream:
@@ -76,10 +77,10 @@ class RolloutStream:
 
     # ------------------------------------------------------------------------------------------ the driver's calls
 
-    def take(self, timeout_s: float | None = None) -> list[Group]:
+    def take(self, timeout_s: float | None = None) -> list[PlayedGroup]:
         """Waits for the next batch. Raises ActorHung after `timeout_s` with what was waited for."""
         finished = self._on_loop(self._take(timeout_s)).result()
-        groups = self._fetched(finished)
+        groups = self._played(finished)
         self._breaker.check([job.task.family for group in finished for job in group.jobs])
         return groups
 
@@ -88,24 +89,15 @@ class RolloutStream:
         waits for it, and has to, before the next version is published."""
         self._on_loop(self._evaluate(jobs, sampling)).result()
 
-    def evaluation(self) -> list[Group]:
+    def evaluation(self) -> list[PlayedGroup]:
         """The graded episodes of the evaluation that was begun, each a group of its own."""
-        return self._fetched(self._on_loop(self._take_evaluation()).result())
+        return self._played(self._on_loop(self._take_evaluation()).result())
 
-    def _fetched(self, finished: Sequence[Finished]) -> list[Group]:
-        """Groups with their episodes. Raises ActorLost where the node that had them is gone."""
-        refs = list({header.payload for group in finished for header in group.headers if header.payload is not None})
-        try:
-            parts = wait(refs, self._actors.timeout_s, "fetching episodes")
-        except RayError as error:  # with the node that had them
-            raise ActorLost(f"episodes that were played are gone:\n{error}") from error
-        played = {ref: {episode.id: episode for episode in part} for ref, part in zip(refs, parts, strict=True)}
+    def _played(self, finished: Sequence[Finished]) -> list[PlayedGroup]:
         groups = []
         for group in finished:
-            pairs = zip(group.headers, group.jobs, strict=True)
-            env = self._actors.env
-            own = tuple(_episode(env, header, job, played.get(header.payload, {})) for header, job in pairs)
-            groups.append(Group(group.group_id, own[0].task_id, own))
+            own = tuple(_episode(self._actors.env, *pair) for pair in zip(group.headers, group.jobs, strict=True))
+            groups.append(PlayedGroup(group.group_id, own[0].task_id, own))
         return groups
 
     def published(self, version: int) -> None:
@@ -311,29 +303,37 @@ class RolloutStream:
         self._dispatcher.open(place)
         self._fill()
         while True:
-            payload = await asyncio.wait_for(anext(events), self._actors.silence_s)
-            headers = await asyncio.wait_for(self._headers(events, payload), self._actors.silence_s)
-            if headers:
-                await self._ended(headers, payload)
+            tokens = await asyncio.wait_for(anext(events), self._actors.silence_s)
+            words, ended = await asyncio.wait_for(self._message(events, tokens), self._actors.silence_s)
+            if ended:
+                await self._ended(ended, Payload(tokens, words))
 
-    async def _headers(self, events: Any, payload: Any) -> list[tuple[Header, int]]:
-        """Those of a payload. Raises RayError for a worker that is lost, whose last word is an error."""
-        if (ref := await anext(events, None)) is None:
-            await payload
-            raise ActorFailure("an environment worker ended the stream of its episodes")
-        headers: list[tuple[Header, int]] = await ref
-        return headers
+    async def _message(self, events: Any, tokens: Any) -> tuple[Any, list[_Ended]]:
+        """What follows the tokens of a message.
 
-    async def _ended(self, headers: Sequence[tuple[Header, int]], payload: Any) -> None:
-        failures = [header.score for header, _ in headers if isinstance(header.score, Failed)]
+        Raises RayError for a worker that is lost, whose last word is an error.
+        """
+        refs = [tokens]
+        for _ in range(2):
+            if (ref := await anext(events, None)) is None:
+                await refs[-1]
+                raise ActorFailure("an environment worker ended the stream of its episodes")
+            refs.append(ref)
+        return refs[1], await refs[2]
+
+    async def _ended(self, ended: Sequence[_Ended], payload: Payload) -> None:
+        """What follows from episodes of one worker that ended."""
+        failures = [score for _, score, _ in ended if isinstance(score, Failed)]
         if any(failed.kind is FailureKind.ENGINE for failed in failures):
             await self._actors.check_engines()
-        for header, attempt in headers:
-            if self._dispatcher.attempt_of(header.episode_id) == attempt:
-                job = self._dispatcher.member(header.episode_id).job
-                if isinstance(header.score, Failed):
-                    self._saw(job, header.score)
-            self._grading.give_out(self._dispatcher.ended(replace(header, payload=payload), attempt))
+        grades: list[Grade] = []
+        for episode, score, attempt in ended:
+            if isinstance(score, Failed) and self._dispatcher.attempt_of(episode.id) == attempt:
+                self._saw(self._dispatcher.member(episode.id).job, score)
+            oldest = None if episode.versions is None else episode.versions[0]
+            header = Header(episode.id, episode.tokens, oldest, score, payload, episode)
+            grades += self._dispatcher.ended(header, attempt)
+        self._grading.give_out(grades)
         self._fill()
 
     def _saw(self, job: EpisodeJob, score: Score) -> None:
@@ -359,9 +359,8 @@ async def _rest(engines: Sequence[Any]) -> None:
     await asyncio.gather(*(engine.pause.remote() for engine in engines))
 
 
-def _episode(env: str, header: Header, job: EpisodeJob, played: Mapping[str, Episode]) -> Episode:
-    """The episode of a header, with its score."""
+def _episode(env: str, header: Header, job: EpisodeJob) -> EpisodeHeader:
     score = header.score if header.score is not None else Failed("not graded")
-    if header.episode_id in played:
-        return replace(played[header.episode_id], score=score)
-    return job.failed(env, score if isinstance(score, Failed) else Failed("its record is gone"))
+    if header.episode is not None:
+        return replace(header.episode, score=score, payload=header.payload)
+    return job.failed_header(env, score if isinstance(score, Failed) else Failed("its record is gone"))

@@ -14,9 +14,10 @@ from k3rl.actors.rollout_actors import Actors
 from k3rl.actors.rollout_stream import RolloutStream
 from k3rl.actors.schedule import Mode, Schedule
 from k3rl.actors.worker_pool import WorkerPool
+from k3rl.data import PlayedGroup
 from k3rl.envs import Breaker, EpisodeState, FaultConfig
 from k3rl.run import Accumulator
-from k3rl.types import FailureKind, Group, SamplingParams
+from k3rl.types import FailureKind, SamplingParams
 
 
 class RolloutWorkers:
@@ -80,7 +81,7 @@ class RolloutWorkers:
         """Families that are not run any more, because most of their last attempts failed."""
         return frozenset(part for part in self._breaker.open if part is not None)
 
-    def run(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[Group]:
+    def run(self, jobs: Sequence[EpisodeJob], sampling: SamplingParams) -> list[PlayedGroup]:
         """The graded groups of these jobs, equal in size, in their order. Raises EnvironmentTripped."""
         groups: dict[str, list[EpisodeJob]] = {}
         for job in jobs:

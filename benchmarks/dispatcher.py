@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import pickle
 import platform
 import random
@@ -27,7 +28,9 @@ from typing import Any
 from k3rl.actors.dispatcher import Dispatcher
 from k3rl.actors.jobs import EpisodeJob, TaskRef
 from k3rl.actors.schedule import Grade, Header, Mode, Schedule, Start
-from k3rl.types import Scored
+from k3rl.data import EpisodeHeader, SequenceHeader
+from k3rl.envs import NOT_GRADED
+from k3rl.types import Scored, StopReason
 
 GATHER_S = 0.1  # between two messages of a worker that has something to say
 GRADED = 256  # episodes of one grade call
@@ -59,7 +62,8 @@ class Simulation:
                 return
             message = pickle.dumps(list(self._ended(place, of_message)))
             began = time.process_time()
-            for header, attempt in pickle.loads(message):
+            for episode, score, attempt in pickle.loads(message):
+                header = Header(episode.id, episode.tokens, episode.versions[0], score, None, episode)
                 grades = self._dispatcher.ended(header, attempt)
                 self._grades += grades
                 self._played += len(grades)  # of one episode each
@@ -67,7 +71,7 @@ class Simulation:
             self.cpu_s += time.process_time() - began
             self._fill()
 
-    def _ended(self, place: int, count: int) -> Iterator[tuple[Header, int]]:
+    def _ended(self, place: int, count: int) -> Iterator[tuple[EpisodeHeader, None, int]]:
         running = self._running[place]
         for _ in range(min(count, len(running))):
             pick = self._rng.randrange(len(running))
@@ -75,7 +79,9 @@ class Simulation:
             start = running.pop()
             self.episodes += 1
             tokens, version = self._rng.randint(1, 500), self._dispatcher.version
-            yield Header(start.job.episode_id, tokens, version, None, place), start.attempt
+            versions, sequences = (version, version, version), (SequenceHeader(0, 20 + tokens, 20 + tokens, tokens),)
+            name, about = start.job.episode_id, ("letters", "letters", 0, StopReason.COMPLETED, NOT_GRADED)
+            yield EpisodeHeader(name, "t", *about, 1, tokens, 0, versions, 1, sequences), None, start.attempt
 
     def _grade(self) -> None:
         """The scores of what waits for them, as a reward worker sends them."""
@@ -142,7 +148,8 @@ def main() -> None:
             (Mode.PARTIAL, None),
         )
     ]
-    report = {"machine": platform.machine(), "python": platform.python_version(), "bar": BAR, "rows": rows}
+    about = {"processor": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    report = {"machine": about, "versions": {"python": platform.python_version()}, "bar": BAR, "results": rows}
     if given.out is not None:
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if given.json:

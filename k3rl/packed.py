@@ -202,7 +202,7 @@ class SamplingMasks:
 
 @dataclass(frozen=True, slots=True)
 class TurnColumns:
-    """The turns of all branches of an episode, each token once: B branches, N turns in their order.
+    """The turns of all branches of one episode, or of many, each token once: B branches, N turns in their order.
 
     ends int64 [B]: where each branch ends among the turns. parents: number of the branch that it left, or None.
     Of a turn, counts int64 [N, 5]: how many ids its prompt has in common with the ids before it (those through the
@@ -230,7 +230,7 @@ class TurnColumns:
         counts, ids, images = [], [np.empty(0, np.int32)], []
         turns = [turn for branch in branches for turn in branch]
         for number, (branch, parent) in enumerate(zip(branches, parents, strict=True)):
-            known, shown = _before(branches[:number], parent), ()
+            known, shown = _before(branches, parent if parent is None or parent < number else None), ()
             for turn in branch:
                 same = turn.prompt_ids.common(known)
                 seen = len(shown) if turn.images[: len(shown)] == shown else 0

@@ -410,11 +410,15 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
 
+    @property
+    def parents(self) -> list[int | None]:
+        """Of each branch the number of the one that it left, None for one of its own, or of no branch that is here."""
+        names = [branch.id for branch in self.branches]
+        return [names.index(b.parent) if b.parent in names else None for b in self.branches]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Every token once: turns travel as columns, see `TurnColumns`."""
-        names = [branch.id for branch in self.branches]
-        parents = [names.index(b.parent) if b.parent in names else None for b in self.branches]
-        columns = TurnColumns.of([branch.turns for branch in self.branches], parents)
+        columns = TurnColumns.of([branch.turns for branch in self.branches], self.parents) if self.branches else None
         bare = tuple((branch.id, branch.parent) for branch in self.branches)
         values = [getattr(self, item.name) for item in dataclasses.fields(self)]
         values[[item.name for item in dataclasses.fields(self)].index("branches")] = (bare, columns)
@@ -425,7 +429,7 @@ def _episode(*values: Any) -> Episode:
     """The inverse of `Episode.__reduce__`."""
     made = {item.name: value for item, value in zip(dataclasses.fields(Episode), values, strict=True)}
     bare, columns = made["branches"]
-    turns = columns.turns(Turn)
+    turns = [] if columns is None else columns.turns(Turn)
     made["branches"] = tuple(Branch(name, own, parent) for (name, parent), own in zip(bare, turns, strict=True))
     return Episode(**made)
 

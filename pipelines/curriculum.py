@@ -9,10 +9,10 @@ import numpy as np
 
 from k3rl.actors import EpisodeJob, TaskRef
 from k3rl.config import ConfigError
+from k3rl.data import PlayedGroup
 from k3rl.envs import TaskSource
 from k3rl.pipelines.configs import EnvConfig
 from k3rl.pipelines.rollout_metrics import reward_of
-from k3rl.types import Group
 
 _FLOOR = 0.02  # a level that looks solved or hopeless is still drawn now and then
 _MEMORY = 0.8  # how much of the old pass rate an update keeps
@@ -85,7 +85,7 @@ class Curriculum:
         weights = np.maximum(rates * (1 - rates), _FLOOR)
         return int(rng.choice(levels, p=weights / weights.sum()))
 
-    def update(self, groups: Iterable[Group]) -> None:
+    def update(self, groups: Iterable[PlayedGroup]) -> None:
         """Moves the pass rate of every level that was run, by the rewards that are trained on (a cheat has 0).
 
         A pass rate is a share: a reward below 0 or above 1 counts as 0 or 1. Episodes without a reward say nothing.

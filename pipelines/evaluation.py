@@ -11,11 +11,12 @@ import numpy as np
 
 from k3rl.actors import EpisodeJob, RolloutWorkers, TaskRef
 from k3rl.config import ConfigError
+from k3rl.data import EpisodeHeader
 from k3rl.envs import make
 from k3rl.pipelines.configs import EnvConfig, EvalConfig, RolloutStageConfig
 from k3rl.pipelines.rollout_metrics import TooManyFailures, check_failures, reward_of
 from k3rl.run import Accumulator
-from k3rl.types import Episode, SamplingParams, StopReason
+from k3rl.types import SamplingParams, StopReason
 
 _FAILURE_LIMIT = 0.02  # an evaluation with more missing rewards than this measures the sandbox, not the policy
 
@@ -176,7 +177,7 @@ def _jobs(config: EvalConfig, split: str, n: int, temperature: float) -> list[Ep
     ]
 
 
-def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, temperature: float) -> list[Episode]:
+def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, temperature: float) -> list[EpisodeHeader]:
     if n == 0:
         return []
     jobs = _jobs(config, split, n, temperature)
@@ -189,11 +190,11 @@ def _run(rollouts: RolloutWorkers, config: EvalConfig, split: str, n: int, tempe
     return episodes
 
 
-def _rewards(episodes: Sequence[Episode]) -> list[float]:
+def _rewards(episodes: Sequence[EpisodeHeader]) -> list[float]:
     return [reward for reward in map(reward_of, episodes) if reward is not None]
 
 
-def _split(episodes: Sequence[Episode], key: Any) -> dict[str, float]:
+def _split(episodes: Sequence[EpisodeHeader], key: Any) -> dict[str, float]:
     members: dict[str, list[float]] = {}
     for episode in episodes:
         reward = reward_of(episode)

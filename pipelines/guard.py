@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from k3rl.data import PlayedGroup
 from k3rl.pipelines.configs import GuardConfig
 from k3rl.run import Accumulator, RunStopped
-from k3rl.types import Group, Scored
+from k3rl.types import Scored
 
 _SOURCES = {"kl": "mismatch/kl/mean", "entropy": "policy/entropy/mean", "length": "response_length/mean"}
 _ADVICE = {
@@ -63,7 +64,7 @@ class Guard:
         self._first: dict[str, list[float]] = {}
         self._said: set[str] = set()
 
-    def look(self, values: Mapping[str, float], groups: Sequence[Group]) -> tuple[list[Drift], Accumulator]:
+    def look(self, values: Mapping[str, float], groups: Sequence[PlayedGroup]) -> tuple[list[Drift], Accumulator]:
         """The limits that are passed after this step, and the numbers behind them."""
         seen = {name: values[source] for name, source in _SOURCES.items() if source in values}
         if (share := largest_part_share(groups)) is not None:
@@ -126,7 +127,7 @@ class Guard:
         self._said = set(state.get("said", ()))
 
 
-def largest_part_share(groups: Sequence[Group]) -> tuple[str, float] | None:
+def largest_part_share(groups: Sequence[PlayedGroup]) -> tuple[str, float] | None:
     """The part of the rewards that is largest by the sum of its magnitudes, and its share in the sum of all.
 
     None where rewards have fewer than two parts, or all of them are zero.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from k3rl.actors import LearnerGroup
-from k3rl.data import TrainBatch
+from k3rl.data import BatchPlan, PlayedGroup
 from k3rl.envs import make
 from k3rl.parallel import Loss
 from k3rl.pipelines.configs import DistillConfig, RLConfig, RolloutStageConfig
@@ -28,7 +28,6 @@ from k3rl.pipelines.session import Session
 from k3rl.pipelines.stage import Stage, StageResult
 from k3rl.pipelines.start import start_policy, with_routes
 from k3rl.run import Accumulator
-from k3rl.types import Group
 
 
 class Algorithm(Protocol):
@@ -43,11 +42,11 @@ class Algorithm(Protocol):
         """Gives the learner what it needs beside the policy."""
         ...
 
-    def regraded(self, groups: list[Group], step: int) -> list[Group]:
+    def regraded(self, groups: list[PlayedGroup], step: int) -> list[PlayedGroup]:
         """The groups with the scores that are trained on."""
         ...
 
-    def batches(self, groups: Sequence[Group], stage: Stage) -> list[TrainBatch]:
+    def batches(self, groups: Sequence[PlayedGroup], stage: Stage) -> list[BatchPlan]:
         """One batch for each optimizer step, scored by whatever else the loss needs."""
         ...
 
@@ -98,17 +97,17 @@ def train(session: Session, config: RLConfig | DistillConfig) -> StageResult:
         more = stage.more()
         check_failures(batch.groups, config.failure_limit)
         version = batch.version + batch.off_policy_steps
-        metrics = rollout_metrics(batch.groups, workers.env, version)
-        metrics.merge(workers.take_metrics())
+        metrics = workers.take_metrics()
         groups = algorithm.regraded(batch.groups, step)
         curriculum.update(groups)
-        session.record(groups, step)
         if more and config.max_staleness:  # sampled while the learner trains on this batch
             buffer.fill(off_policy_steps=config.max_staleness)
         batches = algorithm.batches(_trainable(groups, stage, config, metrics), stage)
+        started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
+        session.record(groups, step)  # this, and what the batch says, while the learner trains
+        metrics.merge(rollout_metrics(batch.groups, workers.env, version))
         metrics.merge(replay_metrics(batches))
         with stage.clock("wait_for_policy"):
-            started = learner.start_training(batches, algorithm.loss, schedule.at(step), temperature)
             metrics.merge(learner.trained(started))
         session.annotate(stage.name, step, batches, *learner.annotations(), version)
         metrics.merge(advantage_metrics(batches))
@@ -149,8 +148,8 @@ def _evaluated(
 
 
 def _trainable(
-    groups: Sequence[Group], stage: Stage, config: RolloutStageConfig, metrics: Accumulator
-) -> Sequence[Group]:
+    groups: Sequence[PlayedGroup], stage: Stage, config: RolloutStageConfig, metrics: Accumulator
+) -> Sequence[PlayedGroup]:
     """The groups without what no micro-batch holds, which is counted and said."""
     budget = config.trainer.micro_batch_tokens * config.trainer.context_parallel
     kept, long = fitting(groups, budget)

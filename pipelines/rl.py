@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from k3rl.actors import LearnerGroup
-from k3rl.data import TrainBatch, from_episodes
+from k3rl.data import BatchPlan, EpisodeHeader, PlayedGroup
 from k3rl.losses import group_advantages
 from k3rl.parallel import Loss
 from k3rl.pipelines.configs import RLConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.rollout_metrics import reward_of
 from k3rl.pipelines.stage import Stage
-from k3rl.types import Group
 
 _SHOWN = {"flat groups": "group/frac_zero_std", "entropy": "policy/entropy/mean"}
 
@@ -33,10 +32,10 @@ class Reinforcement:
     def prepare(self, learner: LearnerGroup) -> None:
         """The learner needs nothing but the policy."""
 
-    def regraded(self, groups: list[Group], step: int) -> list[Group]:
+    def regraded(self, groups: list[PlayedGroup], step: int) -> list[PlayedGroup]:
         return shuffled(groups, self._config.seed, step) if self._config.shuffle_rewards else groups
 
-    def batches(self, groups: Sequence[Group], stage: Stage) -> list[TrainBatch]:
+    def batches(self, groups: Sequence[PlayedGroup], stage: Stage) -> list[BatchPlan]:
         return policy_batches(groups, self._config)
 
     def shown(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -46,14 +45,14 @@ class Reinforcement:
         return {"pass_rates": curriculum.pass_rates}
 
 
-def shuffled(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
+def shuffled(groups: Sequence[PlayedGroup], seed: int, step: int) -> list[PlayedGroup]:
     """The groups with all scores of the batch permuted: the control in which rewards mean nothing."""
     scores = [episode.score for group in groups for episode in group.episodes]
     order = iter(np.random.default_rng([seed, step, 1]).permutation(len(scores)))
     return [replace(g, episodes=tuple(replace(e, score=scores[next(order)]) for e in g.episodes)) for g in groups]
 
 
-def policy_batches(groups: Sequence[Group], config: RLConfig) -> list[TrainBatch]:
+def policy_batches(groups: Sequence[PlayedGroup], config: RLConfig) -> list[BatchPlan]:
     """One batch for each optimizer step, of whole groups in turn, of every episode that has a reward.
 
     Masking comes first, then baselines, then weights over all sampled tokens of the batch (k3.md 12.2): a group whose
@@ -62,18 +61,18 @@ def policy_batches(groups: Sequence[Group], config: RLConfig) -> list[TrainBatch
     make a whole step of whatever small gradient the rest has; so there are fewer batches than asked for, or none, when
     too few groups have one.
     """
-    live: list[dict[str, float]] = []
-    flat: list[dict[str, float]] = []
-    episodes = {episode.id: episode for group in groups for episode in group.episodes}
+    live: list[list[tuple[EpisodeHeader, float]]] = []
+    flat: list[list[tuple[EpisodeHeader, float]]] = []
     for group in groups:
         advantages = group_advantages([reward_of(e) for e in group.episodes], normalise=config.objective.normalise)
-        known = {e.id: a for e, a in zip(group.episodes, advantages, strict=True) if a is not None and e.branches}
-        (live if any(known.values()) else flat).append(known)
+        pairs = zip(group.episodes, advantages, strict=True)
+        known = [(episode, a) for episode, a in pairs if a is not None and episode.branches]
+        (live if any(advantage for _, advantage in known) else flat).append(known)
     steps = min(config.optimizer_steps, len(live))
     batches = []
     for i in range(steps):
-        own = [*live[i::steps], *flat[i::steps]]
-        share = {name: advantage for known in own for name, advantage in known.items()}
-        chosen, mode = [episodes[name] for name in share], config.objective.token_weights
-        batches.append(from_episodes(chosen, share, mode=mode, routes=bool(config.sampling.replay_routes)))
+        own = [pair for known in (*live[i::steps], *flat[i::steps]) for pair in known]
+        chosen, earned = [episode for episode, _ in own], [advantage for _, advantage in own]
+        mode, routes = config.objective.token_weights, bool(config.sampling.replay_routes)
+        batches.append(BatchPlan.of(chosen, earned, mode=mode, routes=routes))
     return batches

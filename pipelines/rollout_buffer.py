@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from k3rl.actors import EpisodeJob, Mode, RolloutStream, TaskRef
-from k3rl.data import ManifestEntry, TrajectoryWriter, read_groups
+from k3rl.actors import EpisodeJob, Mode, RolloutStream, TaskRef, fetched
+from k3rl.data import ManifestEntry, PlayedGroup, TrajectoryWriter, played, read_groups
 from k3rl.envs import BrokenState, EpisodeState
 from k3rl.pipelines.configs import RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
@@ -24,7 +24,6 @@ from k3rl.pipelines.rollout_metrics import publication_metrics, reward_of
 from k3rl.pipelines.stage import Stage
 from k3rl.pipelines.start import policy_sampling
 from k3rl.run import Accumulator, write_atomic
-from k3rl.types import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class RolloutBatch:
     """One step's graded groups. version: of the weights that sample when they are taken. off_policy_steps: updates that
     the learner has made since."""
 
-    groups: list[Group]
+    groups: list[PlayedGroup]
     version: float
     off_policy_steps: int
 
@@ -52,7 +51,7 @@ class RolloutBuffer:
         self._stream: RolloutStream | None = None
         self._published: dict[str, float] = {}
         self._told: dict[str, float] = {}  # what was published and no metric says yet
-        self._groups: list[Group] | None = None  # taken from the stream, and not by the learner
+        self._groups: list[PlayedGroup] | None = None  # taken from the stream, and not by the learner
         self._filled = False
         self._off_policy_steps = 0
         self._evaluations = evaluations
@@ -171,7 +170,7 @@ class RolloutBuffer:
         told, self._told = self._told, {}
         return publication_metrics(told)
 
-    def _waited_for(self) -> list[Group]:
+    def _waited_for(self) -> list[PlayedGroup]:
         if self._groups is None:
             if self._stream is None or not self._filled:
                 raise RuntimeError("the rollout buffer is empty; fill it first")
@@ -208,7 +207,8 @@ class RolloutBuffer:
             about = {"next_group": next_group, "drawn": listed, "due": evaluating, "measured": self._measured}
             return about | self._save_states(folder)
         writer = TrajectoryWriter(folder, actor="in-flight", tokenizer_hash=tokenizer_hash)
-        entry = writer.write(self._waited_for(), generation=step)
+        groups = fetched(self._waited_for(), self._config.cluster.call_timeout_s)
+        entry = writer.write(groups, generation=step)
         fields = {name: getattr(entry, name) for name in ManifestEntry.__slots__}
         self._finish_evaluation()
         evaluations = {"due": self._due, "measured": self._measured}
@@ -234,7 +234,7 @@ class RolloutBuffer:
                 self._kept = parent / saved["folder"], saved["states"], saved["version"]
             return
         entry = ManifestEntry(**saved["entry"])
-        self._groups = read_groups(parent / saved["folder"], entry, routes=entry.routes_file is not None)
+        self._groups = played(read_groups(parent / saved["folder"], entry, routes=entry.routes_file is not None))
         self._published, self._filled = dict(saved["published"]), True
         self._off_policy_steps = self._config.max_staleness
 

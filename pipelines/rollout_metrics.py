@@ -9,17 +9,16 @@ from dataclasses import replace
 import numpy as np
 
 from k3rl.config import K3Error
-from k3rl.data import TrainBatch
-from k3rl.envs import prompt_rows
+from k3rl.data import BatchPlan, EpisodeHeader, PlayedGroup
 from k3rl.run import Accumulator
-from k3rl.types import Branch, Episode, Failed, FailureKind, Group, Invalid, Scored, StopReason
+from k3rl.types import Episode, Failed, FailureKind, Invalid, Scored, StopReason
 
 
 class TooManyFailures(K3Error):
     """More episodes than allowed have no reward: the infrastructure, not the policy, is at fault."""
 
 
-def reward_of(episode: Episode) -> float | None:
+def reward_of(episode: Episode | EpisodeHeader) -> float | None:
     """The reward, 0 for a submission that tried to cheat, None when there is none."""
     match episode.score:
         case Scored(reward):
@@ -30,7 +29,7 @@ def reward_of(episode: Episode) -> float | None:
             return None
 
 
-def check_failures(groups: Sequence[Group], limit: float) -> None:
+def check_failures(groups: Sequence[PlayedGroup], limit: float) -> None:
     """Raises TooManyFailures, naming the most frequent reasons, when the share of failed episodes exceeds `limit`.
 
     Episodes that a circuit breaker skipped do not count; it has spoken for them.
@@ -55,20 +54,31 @@ def check_failures(groups: Sequence[Group], limit: float) -> None:
         )
 
 
-def _skipped(episode: Episode) -> bool:
+def _skipped(episode: EpisodeHeader) -> bool:
     return isinstance(episode.score, Failed) and episode.score.kind is FailureKind.TRIPPED
 
 
-def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumulator:
+def rollout_metrics(groups: Sequence[PlayedGroup], env: str, version: float) -> Accumulator:
     """Of the rollouts themselves. version: the learner's when it takes them, for staleness."""
     metrics = Accumulator()
-    for group in groups:
-        rewards = [r for r in map(reward_of, group.episodes) if r is not None]
-        metrics.add("group/frac_zero_std", float(len(set(rewards)) <= 1))
-        for episode in group.episodes:
-            _episode_metrics(metrics, episode, env, version)
-    metrics.add("perf/sampled_tokens", sampled_tokens(groups))
     episodes = [episode for group in groups for episode in group.episodes]
+    for group in groups:
+        rewards = {reward for reward in map(reward_of, group.episodes) if reward is not None}
+        metrics.add("group/frac_zero_std", float(len(rewards) <= 1))
+    count = len(episodes)
+    metrics.add(f"env/{env}/failed", sum(isinstance(e.score, Failed) for e in episodes), count)
+    metrics.add(f"env/{env}/invalid", sum(isinstance(e.score, Invalid) for e in episodes), count)
+    metrics.add(f"env/{env}/parse_error", sum(e.stop_reason is StopReason.PARSE_ERROR for e in episodes), count)
+    _add_rewards(metrics, episodes, env)
+    turns = sum(e.turns for e in episodes)
+    metrics.add(f"env/{env}/num_turns", turns, count)
+    versions = [e.versions for e in episodes if e.versions is not None]
+    if versions:
+        metrics.add("response_length/mean", sampled_tokens(groups), turns)
+        metrics.add("response_length/clip_ratio", sum(e.clipped for e in episodes), turns)
+        metrics.add("staleness/mean", turns * version - sum(own[1] for own in versions), turns)
+        metrics.maximum("staleness/max", version - min(own[0] for own in versions))
+    metrics.add("perf/sampled_tokens", sampled_tokens(groups))
     rewards_seen = [reward for reward in map(reward_of, episodes) if reward is not None]
     _spread(metrics, f"reward/{env}", rewards_seen)
     for part, values in _by_name(e.score.parts for e in episodes if isinstance(e.score, Scored)).items():
@@ -79,24 +89,15 @@ def rollout_metrics(groups: Sequence[Group], env: str, version: float) -> Accumu
     return metrics
 
 
-def advantage_metrics(batches: Sequence[TrainBatch]) -> Accumulator:
+def advantage_metrics(batches: Sequence[BatchPlan]) -> Accumulator:
     """Of the advantages of the sequences that are trained on, each sequence once; nothing where there are none."""
     metrics = Accumulator()
-    values = [
-        float(advantages[mask][0])
-        for batch in batches
-        for advantages, mask in zip(*(np.split(a, batch.cu_seqlens[1:-1]) for a in _masked(batch)), strict=True)
-        if mask.any()
-    ]
+    values = [value for batch in batches for value in batch.advantages[batch.targets > 0].tolist()]
     if values:
         metrics.add("advantage/mean", sum(values), len(values))
         metrics.add("advantage/frac_zero", sum(value == 0 for value in values), len(values))
         _spread(metrics, "advantage", values)
     return metrics
-
-
-def _masked(batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
-    return batch.advantages, batch.loss_mask
 
 
 def _by_name(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -117,39 +118,49 @@ def _spread(metrics: Accumulator, name: str, values: Sequence[float]) -> None:
         metrics.add(f"{name}/max", max(values))
 
 
-def fitting(groups: Sequence[Group], budget: int) -> tuple[list[Group], list[Episode]]:
+def _add_rewards(metrics: Accumulator, episodes: Sequence[EpisodeHeader], env: str) -> None:
+    """Means of the rewards there are, of all and of each family and level, added up in the order of the episodes."""
+    found: dict[str, list[float]] = {}
+    for episode in episodes:
+        if (reward := reward_of(episode)) is not None:
+            family = f"reward/{env}/{episode.family}"
+            for name in (f"reward/{env}/mean", family, f"{family}/level_{episode.level}"):
+                found.setdefault(name, []).append(reward)
+    for name, rewards in found.items():
+        total = 0.0
+        for reward in rewards:  # one after the other, so that every version of Python rounds alike
+            total += reward
+        metrics.add(name, total, len(rewards))
+
+
+def fitting(groups: Sequence[PlayedGroup], budget: int) -> tuple[list[PlayedGroup], list[EpisodeHeader]]:
     """The groups as they can be trained on, and the episodes that cannot be: those with a branch of more rows than
     `budget`, which is what one micro-batch holds. They keep their reward, for the baseline, and lose their branches."""
-    long = [e for group in groups for e in group.episodes if any(_rows(branch) > budget for branch in e.branches)]
-    names = {episode.id for episode in long}
-    kept = [
-        replace(g, episodes=tuple(replace(e, branches=()) if e.id in names else e for e in g.episodes)) for g in groups
-    ]
+    kept, long = [], []
+    for group in groups:
+        beyond = {e.id for e in group.episodes if any(each.rows > budget for each in e.sequences)}
+        if not beyond:
+            kept.append(group)
+            continue
+        long += [e for e in group.episodes if e.id in beyond]
+        cut = tuple(replace(e, branches=0, sequences=()) if e.id in beyond else e for e in group.episodes)
+        kept.append(replace(group, episodes=cut))
     return kept, long
 
 
-def too_long_metrics(long: Sequence[Episode]) -> Accumulator:
+def too_long_metrics(long: Sequence[EpisodeHeader]) -> Accumulator:
     """How much `fitting` left out, by episodes and by sampled tokens."""
     metrics = Accumulator()
     metrics.add("rollout/too_long_episodes", len(long))
-    metrics.add("rollout/too_long_tokens", sum(map(_sampled, long)))
+    metrics.add("rollout/too_long_tokens", sum(episode.tokens for episode in long))
     return metrics
 
 
-def _rows(branch: Branch) -> int:
-    """Rows of the model that a branch takes."""
-    return prompt_rows(branch.turns[-1]) + len(branch.turns[-1].sampled_ids) if branch.turns else 0
-
-
-def _sampled(episode: Episode) -> int:
-    return sum(len(turn.sampled_ids) for branch in episode.branches for turn in branch.turns)
-
-
-def replay_metrics(batches: Sequence[TrainBatch]) -> Accumulator:
+def replay_metrics(batches: Sequence[BatchPlan]) -> Accumulator:
     """Share of trained tokens that go to the experts that computed them when they were sampled."""
     metrics = Accumulator()
     for batch in batches:
-        metrics.add("routes/replayed", batch.target_tokens * (batch.routes is not None), batch.target_tokens)
+        metrics.add("routes/replayed", batch.target_tokens * batch.routes, batch.target_tokens)
     return metrics
 
 
@@ -167,24 +178,6 @@ def publication_metrics(published: Mapping[str, float]) -> Accumulator:
     return metrics
 
 
-def sampled_tokens(groups: Sequence[Group]) -> int:
+def sampled_tokens(groups: Sequence[PlayedGroup]) -> int:
     """Tokens that the policy sampled, all turns of all episodes."""
-    return sum(_sampled(episode) for group in groups for episode in group.episodes)
-
-
-def _episode_metrics(metrics: Accumulator, episode: Episode, env: str, version: float) -> None:
-    reward = reward_of(episode)
-    metrics.add(f"env/{env}/failed", float(reward is None))
-    metrics.add(f"env/{env}/invalid", float(isinstance(episode.score, Invalid)))
-    metrics.add(f"env/{env}/parse_error", float(episode.stop_reason is StopReason.PARSE_ERROR))
-    if reward is not None:
-        metrics.add(f"reward/{env}/mean", reward)
-        metrics.add(f"reward/{env}/{episode.family}", reward)
-        metrics.add(f"reward/{env}/{episode.family}/level_{episode.level}", reward)
-    turns = [turn for branch in episode.branches for turn in branch.turns]
-    metrics.add(f"env/{env}/num_turns", len(turns))
-    for turn in turns:
-        metrics.add("response_length/mean", len(turn.sampled_ids))
-        metrics.add("response_length/clip_ratio", float(turn.stop_reason is StopReason.LENGTH))
-        metrics.add("staleness/mean", version - turn.first_version)
-        metrics.maximum("staleness/max", version - turn.first_version)
+    return sum(episode.tokens for group in groups for episode in group.episodes)

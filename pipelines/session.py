@@ -5,30 +5,28 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from k3rl.actors import ActorLost, ClusterConfig, Fleet, FleetConfig, start_fleet, start_ray
+from k3rl.actors import ActorLost, ClusterConfig, Fleet, FleetConfig, Recording, RecordingPlace, start_fleet, start_ray
 from k3rl.actors.weight_sync import Canary
 from k3rl.config import to_tree
-from k3rl.data import AnnotationWriter, SequenceScores, TrainBatch, TrajectoryWriter
+from k3rl.data import BatchPlan, PlayedGroup, SequenceScores
 from k3rl.envs import make
 from k3rl.envs.sandbox import provider_named
 from k3rl.parallel import PeerFailed
-from k3rl.pipelines.background import Background
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.kernel_watch import KernelWatch
 from k3rl.pipelines.layout import idle_parts
 from k3rl.pipelines.start import tokenizer_of
-from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
+from k3rl.run import MetricsWriter, Progress, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
-from k3rl.types import Group, Message
+from k3rl.types import Message
 
 LOG = "driver.log"
 _SHOWN = 20  # changed keys
@@ -41,62 +39,55 @@ class Session:
 
     run: RunDirectory
     metrics: MetricsWriter
-    recorder: Recorder
     progress: Progress
     interrupts: Interrupts
     fleet: Fleet
     memory: MemoryWatch
     cluster: ClusterConfig
     tokenizer: Tokenizer
-    trajectories: TrajectoryWriter
-    background: Background  # writes them
+    recording: Recording
     resume: bool
     restarts: int = 0  # of all actors, in this process
     kernels: KernelWatch | None = None  # on GPUs
     begun: int = 0  # groups with lower numbers were begun by actors that were lost
 
-    def record(self, groups: Sequence[Group], step: int) -> None:
-        """Queues every episode for the live stream and begins to write the step's trajectories, whole or not at all.
+    def record(self, groups: Sequence[PlayedGroup], step: int) -> None:
+        """Begins to write the step's trajectories, whole or not at all, and the live stream of its episodes.
 
         Raises what writing those of the step before raised.
         """
-        for group in groups:
-            for episode in group.episodes:
-                self.recorder.episode(episode, step, self.tokenizer.pieces, group=group.id)
-        self.background.start(partial(self.trajectories.write, groups, generation=step))
+        self.recording.record(groups, step)
 
     def annotate(
         self,
         stage: str,
         step: int,
-        batches: Sequence[TrainBatch],
+        batches: Sequence[BatchPlan],
         scores: Mapping[str, SequenceScores],
         expert_load: np.ndarray | None,
         version: float,
     ) -> None:
-        """Begins to write what the learner adds to the step's episodes. Raises what writing before it raised.
+        """Begins to write what the learner adds to the step's episodes.
 
         version: of the weights that the step began with, as `staleness/mean` counts.
         """
-        writer = AnnotationWriter(self.run.traces_dir / "annotations", attempt=self.run.info.attempt)
-        self.background.start(partial(writer.write, stage, step, batches, scores, expert_load, version))
+        self.recording.annotate(stage, step, batches, scores, expert_load, version)
 
     def recorded(self) -> None:
         """Returns when what was recorded is on the disk. Raises what writing it raised."""
-        self.background.wait()
+        self.recording.wait()
 
     def restarted(self) -> Session:
         """The same run as its next attempt, with fresh actors, to go on from the last training state.
 
         Raises ActorLost where one of these is lost at once; this session may be asked again then.
         """
-        self.recorded()
+        self.recording.restart(self.run.info.attempt + 1)
         self.fleet.restart()
         self.run.next_attempt()
         self.progress.log_to(self.run.logs_dir / LOG)
-        self.metrics.attempt = self.recorder.attempt = self.run.info.attempt
-        fresh = _trajectories(self.run, self.tokenizer)
-        return replace(self, trajectories=fresh, resume=True, restarts=self.restarts + 1)
+        self.metrics.attempt = self.run.info.attempt
+        return replace(self, resume=True, restarts=self.restarts + 1)
 
 
 def with_restarts(session: Session, train: Callable[[Session], Result]) -> Result:
@@ -118,11 +109,6 @@ def with_restarts(session: Session, train: Callable[[Session], Result]) -> Resul
         session, again = replace(session, begun=max(session.begun, session.fleet.begun)), True
 
 
-def _trajectories(run: RunDirectory, tokenizer: Tokenizer) -> TrajectoryWriter:
-    folder = run.traces_dir / "trajectories"
-    return TrajectoryWriter(folder, actor=f"driver{run.info.attempt}", tokenizer_hash=tokenizer.hash)
-
-
 @contextmanager
 def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options: RunOptions) -> Iterator[Session]:
     """Opens a run directory, starts Ray and the actors, and ends all of them with the block."""
@@ -137,8 +123,6 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         sinks = open_sinks(config.metrics, run.root, tree=to_tree(config), **about)
         writer = MetricsWriter(run.metrics_path, sinks=sinks, warn=progress.note, **about)
         metrics = stack.enter_context(writer)
-        recorder = stack.enter_context(Recorder(run.traces_dir, config_hash=run.info.config_hash, **about))
-        beside = stack.enter_context(Background("trajectories"))
         interrupts = stack.enter_context(Interrupts())
         provider_named(
             env.sandbox, **env.sandbox_args
@@ -162,19 +146,19 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         canary = Canary(canary_prompt(env, tokenizer), config.cluster.canary_tolerance)
         max_running = config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
-        kept = _trajectories(run, tokenizer)
+        place = RecordingPlace(str(run.traces_dir), str(run.tokenizer_dir), run.info.id, run.info.config_hash)
+        recording = Recording(place, run.info.attempt, config.cluster.call_timeout_s)
+        stack.enter_context(closing(recording))
         opened = Session(
             run,
             metrics,
-            recorder,
             progress,
             interrupts,
             members,
             memory,
             config.cluster,
             tokenizer,
-            kept,
-            beside,
+            recording,
             options.resume,
         )
         yield replace(opened, kernels=watch)

@@ -18,6 +18,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,10 +79,11 @@ class AnnotationWriter:
         expert_load: float [MoE layers, experts], any scale. version: of the weights that the step began with.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = [row for batch in batches for row in _rows(batch, scores)]
+        parts = [_Columns.of(batch, scores) for batch in batches]
         place = {"stage": stage, "attempt": self._attempt, "step": step}
         file = self._folder / f"{stage}-a{self._attempt}-{step:06d}.parquet"
-        table = pa.Table.from_pylist([place | row for row in rows], schema=ANNOTATION_SCHEMA)
+        tables = [columns.table(place) for columns in parts]
+        table = pa.concat_tables(tables) if tables else ANNOTATION_SCHEMA.empty_table()
         table = table.replace_schema_metadata({"schema_version": str(ANNOTATION_SCHEMA_VERSION)})
         part = file.with_name(file.name + ".tmp")
         pq.write_table(table, part, compression="zstd", compression_level=1)
@@ -89,7 +91,11 @@ class AnnotationWriter:
         line: dict[str, Any] = place | {
             "t": time.time(),
             "file": file.name,
-            "advantages": {row["episode_id"]: float(f"{row['advantage']:.6g}") for row in rows},
+            "advantages": {
+                name: float(f"{value:.6g}")
+                for columns in parts
+                for name, value in zip(columns.episodes, columns.advantages.tolist(), strict=True)
+            },
             "scored": sum(batch_id in scores for batch in batches for batch_id in batch.sequence_ids),
         }
         if version is not None:
@@ -133,30 +139,65 @@ def _append_line(path: Path, line: str) -> None:
         file.write(f"{line}\n".encode())
 
 
-def _rows(batch: TrainBatch, scores: Mapping[str, SequenceScores]) -> list[dict[str, Any]]:
-    """One row for each sequence of a batch, whose ids are `EPISODE/BRANCH`."""
-    rows = []
-    for number, name in enumerate(batch.sequence_ids):
-        start, stop = int(batch.cu_seqlens[number]), int(batch.cu_seqlens[number + 1])
-        mask, found = batch.loss_mask[start:stop], scores.get(name)
-        episode, _, branch = name.partition("/")
-        row: dict[str, Any] = {
-            "episode_id": episode,
-            "branch_id": branch,
-            "advantage": float(batch.advantages[start:stop][mask][0]) if mask.any() else 0.0,
-            "loss_mask": mask.tolist(),
+@dataclass(slots=True)
+class _Columns:
+    """The rows of a batch, one for each sequence, whose ids are `EPISODE/BRANCH`.
+
+    values: name -> float32 [N], NaN where there is none; scored: sequences that have values.
+    """
+
+    episodes: list[str]
+    branches: list[str]
+    advantages: np.ndarray
+    ends: np.ndarray
+    mask: np.ndarray
+    scored: np.ndarray
+    values: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, batch: TrainBatch, scores: Mapping[str, SequenceScores]) -> _Columns:
+        names = [name.partition("/") for name in batch.sequence_ids]
+        ends, mask = batch.cu_seqlens.astype(np.int64), batch.loss_mask
+        targets = np.flatnonzero(mask)
+        first = np.searchsorted(targets, ends[:-1])  # the first target behind the beginning of each sequence
+        place = targets[first.clip(max=max(len(targets) - 1, 0))] if len(targets) else np.zeros(len(names), np.int64)
+        trained = (first < len(targets)) & (place < ends[1:])
+        found = [scores.get(name) for name in batch.sequence_ids]
+        logprobs, entropies = (np.full(batch.tokens, np.nan, np.float32) for _ in range(2))
+        for number, own in enumerate(found):
+            if own is not None:
+                logprobs[ends[number] : ends[number + 1]] = own.logprobs
+                entropies[ends[number] : ends[number + 1]] = own.entropies
+        with np.errstate(over="ignore"):
+            ratios = np.exp(logprobs - batch.sampler_logprobs)
+        return cls(
+            episodes=[name[0] for name in names],
+            branches=[name[2] for name in names],
+            advantages=np.where(trained, batch.advantages[place], np.float32(0)),
+            ends=ends,
+            mask=mask,
+            scored=np.array([own is not None for own in found], bool),
+            values={"learner_logprobs": logprobs, "entropies": entropies, "ratios": ratios},
+        )
+
+    def table(self, place: Mapping[str, Any]) -> pa.Table:
+        """As ANNOTATION_SCHEMA has them."""
+        count = len(self.episodes)
+        columns = {name: pa.repeat(pa.scalar(place[name], ANNOTATION_SCHEMA.field(name).type), count) for name in place}
+        columns |= {
+            "episode_id": pa.array(self.episodes, pa.string()),
+            "branch_id": pa.array(self.branches, pa.string()),
         }
-        if found is not None:
-            with np.errstate(over="ignore"):
-                ratios = np.exp(found.logprobs - batch.sampler_logprobs[start:stop])
-            row |= {
-                "learner_logprobs": _nullable(found.logprobs),
-                "entropies": _nullable(found.entropies),
-                "ratios": _nullable(ratios),
-            }
-        rows.append(row)
-    return rows
+        columns |= {"advantage": pa.array(self.advantages, pa.float32())}
+        columns["loss_mask"] = pa.ListArray.from_arrays(self.ends.astype(np.int32), pa.array(self.mask))
+        for name, values in self.values.items():
+            columns[name] = self._lists(values)
+        return pa.table({name: columns[name] for name in ANNOTATION_SCHEMA.names}, schema=ANNOTATION_SCHEMA)
 
-
-def _nullable(values: np.ndarray) -> pa.Array:
-    return [None if np.isnan(value) else float(value) for value in values]
+    def _lists(self, values: np.ndarray) -> pa.Array:
+        """One list for each scored sequence, null for the others; NaN is null."""
+        lengths = np.where(self.scored, np.diff(self.ends), 0)
+        kept = values[np.repeat(self.scored, np.diff(self.ends))]
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        offsets = pa.array(ends, mask=np.append(~self.scored, False))
+        return pa.ListArray.from_arrays(offsets, pa.array(kept, pa.float32(), from_pandas=True))

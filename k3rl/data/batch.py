@@ -306,14 +306,14 @@ def from_episodes(
             raise BatchError(f"episode {episode.id} failed ({episode.score.reason}); remove it before the baseline")
     version = _newest([b for episode in episodes for b in episode.branches]) if version is None else version
     sequences, owners = [], []
-    shown = iter(_patches([branch for episode in episodes for branch in episode.branches]))
+    shown = iter(branch_images([branch for episode in episodes for branch in episode.branches]))
     for number, episode in enumerate(episodes):
         by_id = {branch.id: branch for branch in episode.branches}
         for branch in episode.branches:
-            shared, own = _shared_turns(branch, by_id), next(shown)
+            shared, own = shared_turns(branch, by_id), next(shown)
             if shared < len(branch.turns):
                 name = f"{episode.id}/{branch.id}"
-                sequences.append(_sequence(branch, name, advantages[episode.id], shared, routes, version, own))
+                sequences.append(branch_sequence(branch, name, advantages[episode.id], shared, routes, version, own))
                 owners.append(number)
     return TrainBatch.pack(sequences, mode, owners=owners)
 
@@ -340,7 +340,7 @@ def branch_routes(branch: Branch, images: Sequence[ImagePatches] = ()) -> np.nda
     return np.concatenate([*rows, last]).astype(np.int16, copy=False)
 
 
-def _patches(branches: Sequence[Branch]) -> list[tuple[ImagePatches, ...]]:
+def branch_images(branches: Sequence[Branch]) -> list[tuple[ImagePatches, ...]]:
     """The images of each branch, prepared; an image that several branches show is one object."""
     made: dict[EncodedImage, ImagePatches] = {}
     try:
@@ -364,7 +364,7 @@ def _fresh(branch: Branch, version: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _sequence(
+def branch_sequence(
     branch: Branch,
     name: str,
     advantage: float,
@@ -399,7 +399,7 @@ def _sequence(
     )
 
 
-def _shared_turns(branch: Branch, by_id: Mapping[str, Branch]) -> int:
+def shared_turns(branch: Branch, by_id: Mapping[str, Branch]) -> int:
     """How many leading turns `branch` has in common with its parent."""
     if branch.parent is None:
         return 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from k3rl.actors import AnswerStreams, ClusterConfig, EnvironmentWorker, EpisodeJob, start_ray
+from k3rl.data import EpisodeColumns
 from k3rl.types import Episode, SamplingParams
 
 CONFIG = ClusterConfig(cpus=4, object_store_mb=200, learner_threads=1, rollout_threads=1, placement_deadline_s=30)
@@ -48,7 +49,7 @@ class Method:
         call = getattr(self._handle.actor, self._name)
         if self._name == "answers":
             return self._streamed(call(*arguments))
-        if self._name == "submit":
+        if self._name == "submit" and arguments[1]:
             self._handle.sent.append(pickle.dumps(arguments[1]))
             self._handle.batches.append(len(arguments[1]))
         return self._called(call, pickle.dumps(arguments))
@@ -69,10 +70,14 @@ async def play(worker: EnvironmentWorker, jobs: Sequence[EpisodeJob], sampling: 
     await worker.open("test")
     await worker.start([(job, 0) for job in jobs], sampling, True)
     ended: dict[str, Episode] = {}
+    tokens = None
     async for found in worker.events():
-        ended |= {one.id: one for one in found if isinstance(one, Episode)}
-        if len(ended) == len(jobs):
-            break
+        if isinstance(found, EpisodeColumns):
+            tokens = found
+        elif found and isinstance(found[0], Episode):
+            ended |= {one.id: tokens.episode(place, one) for place, one in enumerate(found)}
+            if len(ended) == len(jobs):
+                break
     await worker.stop()
     return [ended[job.episode_id] for job in jobs]
 

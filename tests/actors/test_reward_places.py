@@ -64,7 +64,8 @@ def test_one_good_and_seven_bad_programs_get_their_rewards_at_their_own_samples(
     assert [episode.score for episode in group.episodes if not isinstance(episode.score, Scored)] == []
     assert [episode.score.reward for episode in group.episodes] == [float(i == place) for i in range(8)]
     # and each advantage at the tokens of its own program
-    [batch] = policy_batches([group], rl().replace(optimizer_steps=1))
+    [plan] = policy_batches([group], rl().replace(optimizer_steps=1))
+    batch = plan.pack(ray.get([*plan.payloads]))
     tokenizer = Tokenizer.builtin()
     for start, stop in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         ids = batch.input_ids[start:stop][batch.loss_mask[start:stop]]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from k3rl.data import TrainBatch, played
 from k3rl.losses import Correction, LossInputs
 from k3rl.pipelines.configs import SamplingConfig
 from k3rl.pipelines.distill import distill_batches
@@ -41,22 +42,27 @@ def advantages(batch) -> dict[str, float]:
     }
 
 
+def packed(groups, config) -> list[TrainBatch]:
+    """What the learner packs of these groups."""
+    return [plan.pack() for plan in policy_batches(played(groups), config)]
+
+
 def test_the_baseline_is_the_mean_of_the_rewards_that_exist():
     config = rl().replace(optimizer_steps=1)
-    [batch] = policy_batches([group("g", Scored(1.0), Failed("x"), Scored(0.0), Scored(0.0))], config)
+    [batch] = packed([group("g", Scored(1.0), Failed("x"), Scored(0.0), Scored(0.0))], config)
     found = advantages(batch)
     assert found == pytest.approx({"g-0": 2 / 3, "g-2": -1 / 3, "g-3": -1 / 3}, rel=1e-6)  # stored as float32
 
 
 def test_a_cheat_counts_as_the_worst_answer_and_stays_in_the_baseline():
-    [batch] = policy_batches([group("g", Scored(1.0), Invalid("h", "e"))], rl().replace(optimizer_steps=1))
+    [batch] = packed([group("g", Scored(1.0), Invalid("h", "e"))], rl().replace(optimizer_steps=1))
     assert advantages(batch) == {"g-0": 0.5, "g-1": -0.5}
 
 
 def test_a_step_without_any_signal_is_no_step():
     config = rl().replace(optimizer_steps=2)
-    assert policy_batches([group("a", Scored(1.0), Scored(1.0)), group("b", Failed("x"), Scored(0.3))], config) == []
-    [batch] = policy_batches([group("a", Scored(0.1), Scored(0.1)), group("b", Scored(1.0), Scored(0.0))], config)
+    assert packed([group("a", Scored(1.0), Scored(1.0)), group("b", Failed("x"), Scored(0.3))], config) == []
+    [batch] = packed([group("a", Scored(0.1), Scored(0.1)), group("b", Scored(1.0), Scored(0.0))], config)
     assert set(batch.sequence_ids) == {"a-0/a-0", "a-1/a-1", "b-0/b-0", "b-1/b-1"}
 
 
@@ -64,7 +70,7 @@ def test_a_step_without_any_signal_is_no_step():
 def test_a_group_without_a_signal_counts_in_the_weights_and_has_no_advantage(preset):
     groups = [group("live", *map(Scored, [1.0] * 4 + [0.0] * 4), tokens=1)]
     groups += [group(f"flat{i}", *[Scored(1.0)] * 8, tokens=1) for i in range(9)]
-    [batch] = policy_batches(groups, preset().replace(optimizer_steps=1))
+    [batch] = packed(groups, preset().replace(optimizer_steps=1))
     np.testing.assert_allclose(batch.weights[batch.loss_mask], 1 / 80, rtol=1e-12)
     assert {name for name, value in advantages(batch).items() if value} == {f"live-{i}" for i in range(8)}
 
@@ -72,7 +78,7 @@ def test_a_group_without_a_signal_counts_in_the_weights_and_has_no_advantage(pre
 def test_the_regularizer_pulls_at_tokens_of_groups_without_a_signal():
     groups = [group("live", Scored(1.0), Scored(0.0)), group("flat", Scored(1.0), Scored(1.0))]
     config = rl().replace(optimizer_steps=1)
-    [batch] = policy_batches(groups, config)
+    [batch] = packed(groups, config)
     weights, places = torch.from_numpy(batch.weights), torch.from_numpy(batch.loss_mask)
     flat = torch.from_numpy(np.repeat([n.startswith("flat") for n in batch.sequence_ids], batch.lengths)) & places
     logprobs = torch.from_numpy(batch.sampler_logprobs).double().add(0.1).requires_grad_()
@@ -87,7 +93,7 @@ def test_the_regularizer_pulls_at_tokens_of_groups_without_a_signal():
 def test_episodes_weigh_the_same_for_grpo_whatever_their_branches():
     one, two = episode("g-0", Scored(1.0), 2), episode("g-1", Scored(0.0), 6)
     forked = dataclasses.replace(one, branches=(one.branches[0], dataclasses.replace(one.branches[0], id="fork")))
-    [batch] = policy_batches([Group("g", "t", (forked, two))], grpo().replace(optimizer_steps=1))
+    [batch] = packed([Group("g", "t", (forked, two))], grpo().replace(optimizer_steps=1))
     sums = {
         name: batch.weights[a:b].sum()
         for name, a, b in zip(batch.sequence_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)
@@ -97,16 +103,16 @@ def test_episodes_weigh_the_same_for_grpo_whatever_their_branches():
 
 def test_token_weights_sum_to_one_for_k3_and_each_sequence_weighs_the_same_for_grpo():
     groups = [Group("g", "t", (episode("g-0", Scored(1.0), 2), episode("g-1", Scored(0.0), 6)))]
-    [batch] = policy_batches(groups, rl().replace(optimizer_steps=1))
+    [batch] = packed(groups, rl().replace(optimizer_steps=1))
     np.testing.assert_allclose(batch.weights[batch.loss_mask], 1 / 8)
-    [batch] = policy_batches(groups, grpo().replace(optimizer_steps=1))
+    [batch] = packed(groups, grpo().replace(optimizer_steps=1))
     sums = [batch.weights[a:b].sum() for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
     np.testing.assert_allclose(sums, [0.5, 0.5])
 
 
 def test_optimizer_steps_share_the_groups_without_splitting_one():
     groups = [group(f"g{i}", Scored(1.0), Scored(0.0)) for i in range(5)]
-    first, second = policy_batches(groups, rl().replace(optimizer_steps=2))
+    first, second = packed(groups, rl().replace(optimizer_steps=2))
     owners = [{name.split("-")[0] for name in batch.sequence_ids} for batch in (first, second)]
     assert owners[0].isdisjoint(owners[1])
     assert owners[0] | owners[1] == {f"g{i}" for i in range(5)}
@@ -114,8 +120,8 @@ def test_optimizer_steps_share_the_groups_without_splitting_one():
 
 def test_distillation_trains_on_every_sampled_token_of_whole_episodes_whatever_their_reward():
     groups = [group("g", Scored(1.0), Invalid("h", "e"), Failed("x")), group("h", Scored(0.0), Scored(0.0))]
-    [batch], [domains] = distill_batches(groups, distill())
-    assert int(batch.loss_mask.sum()) == 12
+    [plan], [domains] = distill_batches(played(groups), distill())
+    assert int(plan.pack().loss_mask.sum()) == plan.target_tokens == 12
     assert domains == ["list"] * 4
 
 
@@ -129,10 +135,11 @@ def test_recorded_experts_are_in_the_batches_of_a_run_that_replays_them():
     groups = [Group("g", "t", tuple(episodes))]
     for asked in (False, True):
         sampling = SamplingConfig(replay_routes=asked)
-        [trained] = policy_batches(groups, rl().replace(optimizer_steps=1, sampling=sampling))
-        [distilled], _ = distill_batches(groups, distill().replace(sampling=sampling))
-        for batch in (trained, distilled):
-            assert replay_metrics([batch]).values() == {"routes/replayed": float(asked)}
+        [trained] = policy_batches(played(groups), rl().replace(optimizer_steps=1, sampling=sampling))
+        [distilled], _ = distill_batches(played(groups), distill().replace(sampling=sampling))
+        for plan in (trained, distilled):
+            assert replay_metrics([plan]).values() == {"routes/replayed": float(asked)}
+            batch = plan.pack()
             if not asked:
                 assert batch.routes is None
                 continue
@@ -166,7 +173,7 @@ def test_what_the_breaker_skipped_is_no_failure_of_the_batch():
 
 
 def test_metrics_skip_missing_rewards_and_count_them():
-    values = rollout_metrics([group("g", Scored(1.0), Failed("x"), Scored(0.0))], "env", version=5.0).values()
+    values = rollout_metrics(played([group("g", Scored(1.0), Failed("x"), Scored(0.0))]), "env", version=5.0).values()
     assert values["reward/env/mean"] == 0.5
     assert values["env/env/failed"] == pytest.approx(1 / 3)
     assert values["staleness/max"] == 1.0
@@ -200,11 +207,11 @@ def test_advantages_count_each_sequence_once_and_nothing_is_no_zero():
 
 def test_an_episode_that_no_micro_batch_holds_is_counted_and_stays_in_the_baseline():
     long = episode("g-0", Scored(1.0), tokens=40)
-    groups = [Group("g", "t", (long, *group("g", Scored(0.0), Scored(0.0), Scored(0.0)).episodes[1:]))]
+    groups = played([Group("g", "t", (long, *group("g", Scored(0.0), Scored(0.0), Scored(0.0)).episodes[1:]))])
     kept, left_out = fitting(groups, budget=42)  # 3 of the prompt and 40 sampled
-    assert left_out == [long]
+    assert [episode.id for episode in left_out] == [long.id]
     assert too_long_metrics(left_out).values() == {"rollout/too_long_episodes": 1.0, "rollout/too_long_tokens": 40.0}
-    [batch] = policy_batches(kept, rl().replace(optimizer_steps=1))
+    [batch] = packed(kept, rl().replace(optimizer_steps=1))
     assert advantages(batch) == pytest.approx({"g-1": -1 / 3, "g-2": -1 / 3}, rel=1e-6)
     assert {len(ids) for ids in np.split(batch.input_ids, batch.cu_seqlens[1:-1])} == {6}
     assert fitting(groups, budget=43) == (groups, [])

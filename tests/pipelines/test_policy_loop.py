@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from k3rl.actors import ClusterConfig
+from k3rl.data import played
 from k3rl.pipelines import EvalConfig, RLConfig, policy
 from k3rl.pipelines.configs import GuardConfig, RolloutsConfig
 from k3rl.pipelines.guard import Drifted
@@ -80,7 +81,7 @@ class Workers:
     def take(self):
         groups = [self._group(self.draw(self.number + i)) for i in range(2)]
         self.number += 2
-        return groups
+        return played(groups)
 
     def _group(self, jobs) -> Group:
         sampled, parts = int(self.world.value("length")), self.world.parts()
@@ -101,10 +102,11 @@ class Workers:
     def evaluation(self):
         self.world.log.append("evaluated")
         rewards = [1.0, self.world.trained / 10, 0.0]
-        return [
+        groups = [
             Group(j.group_id, "t", (replace(EMPTY, id=j.episode_id, score=Scored(r)),))
             for j, r in zip(self.evaluated, rewards, strict=True)
         ]
+        return played(groups)
 
     def drawn(self):
         return self.number, []

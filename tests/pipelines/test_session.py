@@ -68,9 +68,9 @@ def test_tokens_of_a_run_are_those_of_the_checkpoint_that_it_starts_from(tmp_pat
         own = Tokenizer.load(checkpoint)
         assert own.hash != Tokenizer.builtin().hash
         assert job.tokenizer.hash == Tokenizer.load(job.run.tokenizer_dir).hash == own.hash
-        entry = job.trajectories.write([], generation=0)
+        place = job.recording.place
     [fleet] = started
     messages = make("coding-lists").source.get("train", 0, 0).messages
     assert fleet.canary.prompt == own.encode_segments(xtml.render(list(messages), thinking=False))
     assert fleet.canary.tolerance == 0.3
-    assert entry.tokenizer_hash == own.hash
+    assert Tokenizer.load(place.tokenizer).hash == own.hash
