@@ -348,10 +348,9 @@ class Scheduler:
 
     def _room(self, tokens: int) -> bool:
         """Whether so many tokens more can be committed: within the throttle beside others, within everything alone."""
-        return self.throttle is None or self._committed() + self._pages(tokens) <= self._limit(self.throttle)
-
-    def _limit(self, throttle: Throttle) -> int:
-        return throttle.limit if self.occupants else throttle.pages
+        return self.throttle is None or self._committed() + self._pages(tokens) <= self.throttle.most(
+            beside=bool(self.occupants)
+        )
 
     # ---- rows
 
@@ -402,7 +401,7 @@ class Scheduler:
     def _reserve(self, group: PromptGroup) -> None:
         committed, each = self._committed(), self._pages(group.length + 1)
         while len(group.rows) < len(group.members) and self._free:
-            if self.throttle is not None and committed + each > self._limit(self.throttle):
+            if self.throttle is not None and committed + each > self.throttle.most(beside=bool(self.occupants)):
                 break
             group.rows.append(self._take_row(group))
             committed += each
@@ -456,8 +455,14 @@ class Scheduler:
         return group.rows.pop() if len(group.rows) > len(group.members) else None
 
     def _compact(self, released: set[int]) -> list[tuple[int, int]]:
-        if not self._dense:
-            self._leave(released)
+        if not self._dense:  # they are nobody's, where they are
+            for row in released:
+                self.occupants[row] = None
+            while self.occupants and self.occupants[-1] is None:
+                self.occupants.pop()
+            self._holes = [row for row in (*self._holes, *released) if row < len(self.occupants)]
+            heapq.heapify(self._holes)
+            self.freed = list(released)
             return []
         before = len(self.occupants)
         count = len(self.occupants) - len(released)
@@ -474,13 +479,3 @@ class Scheduler:
         del self.occupants[count:]
         self.freed = list(range(count, before))
         return moves
-
-    def _leave(self, released: set[int]) -> None:
-        """Rows that were released are nobody's, where they are."""
-        for row in released:
-            self.occupants[row] = None
-        used = next((row + 1 for row in range(len(self.occupants) - 1, -1, -1) if self.occupants[row] is not None), 0)
-        del self.occupants[used:]
-        self._holes = [row for row in (*self._holes, *released) if row < used]
-        heapq.heapify(self._holes)
-        self.freed = list(released)

@@ -24,6 +24,10 @@ class Throttle:
     def limit(self) -> int:
         return int(self._limit)
 
+    def most(self, *, beside: bool) -> int:
+        """Pages that may be committed when somebody is admitted beside others, or alone."""
+        return self.limit if beside else self.pages
+
     def preempted(self) -> None:
         """Running requests outgrew the memory: admit less."""
         self._limit *= _DECREASE

@@ -18,7 +18,7 @@ class _Stages:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = [torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._memory = [torch.empty(_STAGE_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
         self._left = [torch.cuda.Event() for _ in range(2)]
         self._current, self._used = 0, 0
 

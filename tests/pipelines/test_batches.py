@@ -183,7 +183,9 @@ def test_rewards_and_their_parts_have_a_spread_over_the_episodes_that_have_them(
     scores = Scored(1.0, {"tests": 1.0, "style": 0.5}), Failed("x"), Scored(0.0, {"tests": 0.5}), Invalid("h", "e")
     made = group("g", *scores)
     first = dataclasses.replace(made.episodes[0], metrics={"tool_calls": 3.0, "broken": float("nan")})
-    values = rollout_metrics([dataclasses.replace(made, episodes=(first, *made.episodes[1:]))], "env", 5.0).values()
+    values = rollout_metrics(
+        played([dataclasses.replace(made, episodes=(first, *made.episodes[1:]))]), "env", 5.0
+    ).values()
     rewards = [1.0, 0.0, 0.0]  # a cheat counts as 0, a failure not at all
     assert values["reward/env/std"] == pytest.approx(np.std(rewards), rel=1e-12)
     assert (values["reward/env/min"], values["reward/env/max"]) == (0.0, 1.0)
@@ -197,7 +199,7 @@ def test_rewards_and_their_parts_have_a_spread_over_the_episodes_that_have_them(
 def test_advantages_count_each_sequence_once_and_nothing_is_no_zero():
     config = rl().replace(optimizer_steps=1)
     groups = [group("a", Scored(1.0), Scored(0.0), tokens=2), group("b", Scored(0.5), Scored(0.5), tokens=9)]
-    values = advantage_metrics(policy_batches(groups, config)).values()
+    values = advantage_metrics(policy_batches(played(groups), config)).values()
     assert values["advantage/mean"] == 0.0
     assert values["advantage/frac_zero"] == 0.5
     assert values["advantage/std"] == pytest.approx(np.std([0.5, -0.5, 0.0, 0.0]), rel=1e-12)
