@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 
 from k3rl.actors.cluster import ClusterConfig
-from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint
+from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint, load_tokenizer
 from k3rl.config import ConfigError
 from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError, device_bytes
 from k3rl.model import K3Config, place_of
-from k3rl.tokens import Tokenizer
 
 _CACHE_SHARE = 8  # of a device's memory, for states of conversations, when nobody says how much
 
@@ -37,7 +36,7 @@ def k3rl_engine(
         max_running=max_running,
         max_context=own.max_context,
         seed=seed,
-        tokenizer=Tokenizer.load(checkpoint),
+        tokenizer=load_tokenizer(checkpoint),
         in_flight=own.in_flight,
         memory_bytes="auto" if own.memory_mb is None else own.memory_mb << 20,
         device_share=min(1.0, config.rollout_gpus) if config.rollout_device == "cuda" else 1.0,

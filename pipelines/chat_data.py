@@ -9,13 +9,21 @@ from pathlib import Path
 import numpy as np
 
 from k3rl.config import ConfigError, MissingResource
-from k3rl.data import ChatDataset, ChatExample, TrainBatch, TrainSequence, chat_sequence, load_chat_dataset
+from k3rl.data import (
+    ChatDataset,
+    ChatExample,
+    DatasetError,
+    TrainBatch,
+    TrainSequence,
+    chat_sequence,
+    load_chat_dataset,
+)
 from k3rl.envs import make
 from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import write_atomic
-from k3rl.tokens import Tokenizer
+from k3rl.tokens import ChatError, Tokenizer, TokenizerError
 
 
 class ChatBatches:
@@ -71,15 +79,18 @@ class ChatBatches:
         if index not in self._encoded:
             row = self._rows[index]
             thinking = self._thinking == "on" or (self._thinking == "auto" and thinks(row))
-            self._encoded[index] = chat_sequence(
-                f"row-{index}",
-                row.messages,
-                row.tools,
-                self._tokenizer,
-                thinking,
-                thinking_effort=(row.meta.get("thinking_effort") or self._effort) if thinking else None,
-                folder=self._rows.path.parent,
-            )
+            try:
+                self._encoded[index] = chat_sequence(
+                    f"row-{index}",
+                    row.messages,
+                    row.tools,
+                    self._tokenizer,
+                    thinking,
+                    thinking_effort=(row.meta.get("thinking_effort") or self._effort) if thinking else None,
+                    folder=self._rows.path.parent,
+                )
+            except (ChatError, TokenizerError) as error:
+                raise DatasetError(self._rows.path, index, str(error)) from error
         return self._encoded[index]
 
 

@@ -24,7 +24,7 @@ from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.kernel_watch import KernelWatch
 from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import Tokenizer, chat_format
 from k3rl.types import Group, Message
 
 LOG = "driver.log"
@@ -159,7 +159,7 @@ def canary_prompt(env: EnvConfig, tokenizer: Tokenizer) -> list[int]:
 
 def prompt_ids(messages: list[Message], tokenizer: Tokenizer) -> list[int]:
     """The tokens of a conversation up to and including the generation prefix, without the think channel."""
-    return tokenizer.encode_segments(xtml.render(messages, thinking=False))
+    return tokenizer.encode_segments(chat_format(tokenizer).render(messages))
 
 
 class MemoryWatch:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from k3rl.actors import ClusterConfig, Fleet, LearnerGroup
 from k3rl.actors.weight_sync import POLICY
-from k3rl.checkpoint import is_adapter, read_adapter_config, weights_of
+from k3rl.checkpoint import is_adapter, load_tokenizer, read_adapter_config, weights_of
 from k3rl.config import ConfigError
 from k3rl.model import K3Config
 from k3rl.parallel import TrainerConfig, check_slices, data_degree, expert_run
@@ -64,9 +64,13 @@ def quantization_of(config: StageConfig) -> dict[str, str]:
 
 
 def tokenizer_of(start: str) -> Tokenizer:
-    """That of the checkpoint which `model.start` names; the one of the small sizes for fresh weights."""
+    """That of the checkpoint which `model.start` names; the one of the small sizes for fresh weights, in the
+    chat form of the model. Raises CheckpointError.
+    """
     directory = resolve_start(start)
-    return Tokenizer.builtin() if directory is None else Tokenizer.load(str(directory))
+    if directory is not None:
+        return load_tokenizer(directory)
+    return Tokenizer.builtin("k2" if K3Config.named(start).flat else "xtml")
 
 
 def trainer_of(config: StageConfig) -> TrainerConfig:

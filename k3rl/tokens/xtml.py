@@ -10,9 +10,10 @@ parse           sampled ids to a Message, or a ParseError that says where and wh
 
 from __future__ import annotations
 
+from k3rl.tokens.reader import ParseError
 from k3rl.tokens.tokenizer import Tokenizer
 from k3rl.tokens.xtml_normalize import XTMLError
-from k3rl.tokens.xtml_parse import ParseError, parse
+from k3rl.tokens.xtml_parse import parse
 from k3rl.tokens.xtml_render import (
     IMAGE_PLACEHOLDER,
     continuation,

@@ -12,7 +12,7 @@ references without end would end its process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from k3rl.engine.rows import RowTable
 from k3rl.engine.sampling.json_schema import SchemaError, check_brackets, enforceable
 from k3rl.engine.sampling.sampler import Allowed
 from k3rl.engine.uploads import upload
-from k3rl.tokens import Tokenizer
+from k3rl.tokens import Tokenizer, chat_format
 from k3rl.types import Constraint, SamplingParams
 
 MAX_SOURCE = 65_536  # characters
@@ -139,7 +139,7 @@ class Grammars:
             texts,
             module.VocabType.RAW,
             vocab_size=self._vocab_size,
-            stop_token_ids=[tokenizer.special("end_of_msg")],
+            stop_token_ids=[chat_format(tokenizer).stop_id],
         )
         return module.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
 
@@ -163,27 +163,51 @@ def _text_format(constraint: Constraint) -> dict[str, Any]:
 
 
 def _turn_format(text: dict[str, Any], constraint: Constraint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A whole assistant turn (`xtml.parse`) whose response is the text, or, with `calls`, free text and tool calls."""
-
-    def tag(kind: str, name: str) -> list[dict[str, Any]]:
-        return [special(kind), {"type": "const_string", "value": name}, special("sep")]
+    """A whole assistant turn whose response is the text, or, with `calls`, free text and tool calls."""
 
     def special(name: str) -> dict[str, Any]:
         return {"type": "token", "token": tokenizer.special(name)}
 
-    def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "sequence", "elements": list(parts)}
+    if tokenizer.form == "k2":
+        return _k2_turn(text, constraint, special)
+
+    def tag(kind: str, name: str) -> list[dict[str, Any]]:
+        return [special(kind), {"type": "const_string", "value": name}, special("sep")]
 
     structure = {tokenizer.special(name) for name in ("open", "close", "sep")}
     specials = [token for token in range(tokenizer.vocab_size) if tokenizer.special_name(token) is not None]
     free = {"type": "any_text"}  # UTF-8, and so without special tokens
     calls = {"type": "any_tokens", "exclude_tokens": [token for token in specials if token not in structure]}
     begin = [free, *tag("close", "think"), *tag("open", "response")] if constraint.turn == "think" else []
-    answer = sequence(text, *tag("close", "response"), *tag("close", "message"))
-    if constraint.calls:
-        called = sequence(free, *tag("close", "response"), *tag("open", "tools"), calls, *tag("close", "message"))
-        answer = {"type": "or", "elements": [answer, called]}
-    return sequence(*begin, answer)
+    answer = _sequence(text, *tag("close", "response"), *tag("close", "message"))
+    called = _sequence(free, *tag("close", "response"), *tag("open", "tools"), calls, *tag("close", "message"))
+    return _sequence(*begin, _answer(constraint, answer, called))
+
+
+def _k2_turn(text: dict[str, Any], constraint: Constraint, special: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """A turn of `k2.parse` without its im_end. No more is asked of a call than that it has an id and JSON arguments."""
+    call = _sequence(
+        special("tool_call_begin"),
+        {"type": "regex", "pattern": r"functions\.[^\s:]{1,256}:[0-9]{1,9}"},
+        special("tool_call_argument_begin"),
+        {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": MAX_WHITESPACE},
+        special("tool_call_end"),
+    )
+    calls = {"type": "plus", "content": call}
+    called = _sequence(
+        {"type": "any_text"}, special("tool_calls_section_begin"), calls, special("tool_calls_section_end")
+    )
+    return _answer(constraint, text, called)
+
+
+def _answer(constraint: Constraint, said: dict[str, Any], called: dict[str, Any]) -> dict[str, Any]:
+    if constraint.calls == "only":
+        return called
+    return {"type": "or", "elements": [said, called]} if constraint.calls else said
+
+
+def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(parts)}
 
 
 @dataclass(frozen=True, slots=True)

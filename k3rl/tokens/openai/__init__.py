@@ -51,7 +51,7 @@ from k3rl.tokens.openai.requests import (
     TextRequest,
     format_constraint,
 )
-from k3rl.tokens.openai.text import Channels, PlainText, TextCutter
+from k3rl.tokens.openai.text import Channels, K2Channels, PlainText, TextCutter, channels
 
 __all__ = [
     "DONE",
@@ -62,6 +62,7 @@ __all__ = [
     "Channels",
     "ChatRequest",
     "Conversation",
+    "K2Channels",
     "PlainText",
     "RequestError",
     "Sampling",
@@ -69,6 +70,7 @@ __all__ = [
     "TextCutter",
     "TextRequest",
     "cached_tokens",
+    "channels",
     "chat_logprobs",
     "chat_message",
     "chunks_of",
