@@ -221,7 +221,7 @@ class ChatRequest(Conversation, Sampling):
     thinking: bool = True
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
-    _must_call: bool = PrivateAttr(False)
+    _choice_is_said: bool = PrivateAttr(True)  # the prompt says which tools may be called
 
     @model_validator(mode="after")
     def _beside_logprobs(self) -> ChatRequest:
@@ -249,8 +249,8 @@ class ChatRequest(Conversation, Sampling):
         bias = dict(self.logit_bias or {})
         if self.tool_choice == "none":
             bias[tokenizer.special("tool_calls_section_begin")] = -math.inf
-        made = self.model_copy(update={"thinking": False, "tool_choice": None, "logit_bias": bias or None})
-        made._must_call = self.tool_choice == "required"
+        made = self.model_copy(update={"thinking": False, "logit_bias": bias or None})
+        made._choice_is_said = False
         return made
 
     @property
@@ -261,7 +261,7 @@ class ChatRequest(Conversation, Sampling):
     def constraint(self) -> Constraint | None:
         """The constraint on the response channel of a whole turn, which may call the request's tools instead."""
         text = super().constraint()
-        if self._must_call:
+        if self.tool_choice == "required" and not self._choice_is_said:
             return Constraint("json_schema", _ANY_OBJECT, turn="response", calls="only")
         if text is None:
             return None
@@ -300,7 +300,7 @@ class ChatRequest(Conversation, Sampling):
                 tools=self.tools,
                 thinking=self.thinks,
                 thinking_effort=None if self.reasoning_effort == "none" else self.reasoning_effort,
-                tool_choice=self.tool_choice,
+                tool_choice=self.tool_choice if self._choice_is_said else None,
                 response_format=self.response_format,
                 image_prompts=image_prompts(images),
             )
