@@ -22,7 +22,7 @@ from k3rl.pipelines.background import Background
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.kernel_watch import KernelWatch
-from k3rl.pipelines.start import tokenizer_of
+from k3rl.pipelines.start import kept_tokenizer
 from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, chat_format
 from k3rl.types import Group, Message
@@ -121,15 +121,14 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         if run.changed:
             more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
+        first = config.sft if isinstance(config, QuickstartConfig) else config
+        tokenizer = kept_tokenizer(run.tokenizer_dir, first.model.start)
         progress.note("starting Ray and the actors")
         watch: KernelWatch | None = None
         if "cuda" in (config.cluster.learner_device, config.cluster.rollout_device):
             watch = stack.enter_context(KernelWatch(progress.note))
         stack.enter_context(start_ray(config.cluster))
         memory = stack.enter_context(MemoryWatch())
-        first = config.sft if isinstance(config, QuickstartConfig) else config
-        tokenizer = tokenizer_of(first.model.start)
-        tokenizer.save(run.tokenizer_dir)
         canary = Canary(canary_prompt(env, tokenizer), config.cluster.canary_tolerance)
         max_running = config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))

@@ -14,8 +14,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint or an adapter, whose conversations have a chat form.
 
     Raises CheckpointError where there is none, its files are broken or of two tokenizers, its chat template renders
-    another form, or it is not the model's: it has ids that the model lacks, or the model's turns end with another
-    token.
+    another form, or it is not the model's: it has ids that the model lacks, or the model's texts begin or its turns end
+    with another token.
     """
     path = Path(directory)
     try:
@@ -30,11 +30,13 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             f"{path} has a tokenizer of {tokenizer.vocab_size} ids, and {file} says vocab_size {config.vocab_size}: "
             "some ids have no embedding. Put the tokenizer files of this model there"
         )
-    ends = {tokenizer.special(name) for name in ("bos", "eos")} | {chat.stop_id}
-    if config.eos_token_id not in ends:
-        found = tokenizer.decode([config.eos_token_id]) if config.eos_token_id < tokenizer.vocab_size else "no token"
-        raise CheckpointError(
-            f"{file} says eos_token_id {config.eos_token_id}, which is {found!r} to the tokenizer of {path}; turns end "
-            f"with {tokenizer.decode([chat.stop_id])!r}, id {chat.stop_id}. Put the tokenizer files of this model there"
-        )
+    wanted = {"eos_token_id": (chat.stop_id, tokenizer.special("eos")), "bos_token_id": (tokenizer.special("bos"),)}
+    for key, ids in wanted.items():
+        value = getattr(config, key)
+        if value not in ids:
+            found = tokenizer.decode([value]) if 0 <= value < tokenizer.vocab_size else "no token"
+            raise CheckpointError(
+                f"{file} says {key} {value}, which is {found!r} to the tokenizer of {path}; wanted "
+                f"{tokenizer.decode(ids[:1])!r}, id {ids[0]}. Put the tokenizer files of this model there"
+            )
     return tokenizer
