@@ -100,7 +100,4 @@ def test_the_canarys_measure_shows_a_reload_that_kept_what_was_there(served, mon
     engine.load_weights(new, 1)
     (done,) = engine.generate([PROMPT], SamplingParams(max_tokens=4, seed=0))
     assert done.weight_version == 1, "the server believes that it has the version"
-    if stale == r"\.kv_b_proj\.":  # one layer of five mixes by MLA, and random values say little: less than a rounding
-        assert difference(model(2), done) > 0.0
-    else:
-        assert difference(model(2), done) > HALF
+    assert difference(model(2), done) > HALF
