@@ -15,6 +15,8 @@ from pydantic import Field, model_validator
 
 from k3rl.config import NOT_HASHED, Config
 
+LEAST_ROWS, _GPU_ROWS = 256, 1024
+
 
 class EngineConfig(Config):
     """What each rollout engine does with its memory and its requests in flight."""
@@ -165,6 +167,12 @@ class ClusterConfig(Config):
                 "two ranks on one GPU; set learner_gpus to 1, or learner_actors to 1"
             )
         return self
+
+
+def most_rows(cluster: ClusterConfig) -> int:
+    """Sequences that one engine decodes at a time, at most, when nobody says how many: a GPU computes a step of many
+    rows in little more time than one of few."""
+    return _GPU_ROWS if cluster.rollout.backend == "k3rl" and cluster.rollout_device == "cuda" else LEAST_ROWS
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from k3rl.actors.cluster import ClusterConfig
+from k3rl.actors.cluster import LEAST_ROWS, ClusterConfig, most_rows
 from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint, load_tokenizer
 from k3rl.config import ConfigError
-from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError, device_bytes
+from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError, device_bytes, rows_within
 from k3rl.model import K3Config, place_of
 
 _CACHE_SHARE = 8  # of a device's memory, for states of conversations, when nobody says how much
@@ -21,25 +21,27 @@ def k3rl_engine(
     config: ClusterConfig,
     checkpoint: Path,
     *,
-    max_running: int,
+    max_running: int | None,
     seed: int,
     quantization: Mapping[str, str] | None = None,
 ) -> Engine:
-    """A fresh engine over a checkpoint directory."""
+    """A fresh engine over a checkpoint directory. max_running: None for as many as suit model and device."""
     (device, dtype), own = place_of(config.rollout_device), config.engine
     model = load_checkpoint(checkpoint, dtype, device, packed=not own.exact and "served", quantization=quantization)
     most = model.config.max_position_embeddings
     if own.max_context is not None and own.max_context > most:
         raise ConfigError(f"cluster.engine.max_context is {own.max_context}; the model of {checkpoint} allows {most}")
+    share = min(1.0, config.rollout_gpus) if config.rollout_device == "cuda" else 1.0
+    memory = None if own.memory_mb is None else own.memory_mb << 20
     return Engine(
         model,
-        max_running=max_running,
+        max_running=max_running or rows_within(model, LEAST_ROWS, most_rows(config), memory, share),
         max_context=own.max_context,
         seed=seed,
         tokenizer=load_tokenizer(checkpoint),
         in_flight=own.in_flight,
-        memory_bytes="auto" if own.memory_mb is None else own.memory_mb << 20,
-        device_share=min(1.0, config.rollout_gpus) if config.rollout_device == "cuda" else 1.0,
+        memory_bytes="auto" if memory is None else memory,
+        device_share=share,
         prefix_cache=_prefix_cache(config, device),
         exact=own.exact,
     )
@@ -51,7 +53,7 @@ def vllm_engine(
     checkpoint: Path,
     connected: Engine | VLLMEngine | None,
     *,
-    max_running: int,
+    max_running: int | None,
     seed: int,
 ) -> VLLMEngine:
     """The server of rollout actor `number`, given these weights. The handshake, which is the first time that none is
@@ -70,7 +72,7 @@ def vllm_engine(
             K3Config.from_json(checkpoint / "config.json"),
             model=rollout.model,
             token=os.environ.get(rollout.token_variable),
-            max_running=max_running,
+            max_running=max_running or most_rows(config),
             seed=seed,
             transfer_dir=rollout.transfer_dir,
             in_flight=config.engine.in_flight,

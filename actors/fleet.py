@@ -12,7 +12,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from k3rl.actors.calls import ActorLost, typed_errors
-from k3rl.actors.cluster import ClusterConfig
+from k3rl.actors.cluster import ClusterConfig, most_rows
 from k3rl.actors.environment import EnvironmentWorker
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.learner_group import LearnerGroup
@@ -34,13 +34,14 @@ class FleetConfig:
     """What a fleet is made of.
 
     cluster: how many actors of each kind, and what each may use. env: None for a run without rollouts. max_running:
-    sequences that one engine decodes at a time. seed: of the engines; each adds its number. canary: checked after each
-    switch of weights; None for a fleet that publishes none. learner: whether there is one.
+    sequences that one engine decodes at a time; None: as many as suit model and device, `cluster.most_rows` at most.
+    seed: of the engines; each adds its number. canary: checked after each switch of weights; None for a fleet that
+    publishes none. learner: whether there is one.
     """
 
     cluster: ClusterConfig
     env: EnvConfig | None = None
-    max_running: int = 64
+    max_running: int | None = None
     seed: int = 0
     canary: Canary | None = None
     learner: bool = True
@@ -147,7 +148,7 @@ class Fleet:
             faults=env.faults,
             compares=made.compares,
             timeout_s=cluster.call_timeout_s,
-            rows=config.max_running * len(engines),
+            rows=(config.max_running or most_rows(cluster)) * len(engines),
         )
 
     def _place(self, role: str, actor: type, *args: Any, **options: Any) -> Any:

@@ -38,8 +38,9 @@ class RolloutActor(AnswerStreams):
     A step that raises fails the requests that the engine had then, and leaves none behind.
     """
 
-    def __init__(self, config: ClusterConfig, number: int = 0, max_running: int = 64, seed: int = 0) -> None:
-        """number: of this actor among those of the cluster; with the vLLM backend, of its server too."""
+    def __init__(self, config: ClusterConfig, number: int = 0, max_running: int | None = None, seed: int = 0) -> None:
+        """number: of this actor among those of the cluster; with the vLLM backend, of its server too. max_running:
+        sequences decoded at a time; None: as many as suit model and device."""
         import torch
 
         from k3rl.actors.weight_sync import WeightSink
@@ -75,12 +76,12 @@ class RolloutActor(AnswerStreams):
         """
         from k3rl.actors.engines import k3rl_engine, vllm_engine
 
-        limits = {"max_running": self._max_running, "seed": self._seed}
+        rows, seed = self._max_running, self._seed
 
         def make(before: Engine | VLLMEngine | None) -> Engine | VLLMEngine:
             if self._config.rollout.backend == "vllm":
-                return vllm_engine(self._config, self._number, Path(checkpoint), before, **limits)
-            return k3rl_engine(self._config, Path(checkpoint), quantization=quantization, **limits)
+                return vllm_engine(self._config, self._number, Path(checkpoint), before, max_running=rows, seed=seed)
+            return k3rl_engine(self._config, Path(checkpoint), quantization=quantization, max_running=rows, seed=seed)
 
         if self._thread.error is not None:
             self._thread = self._new_thread()

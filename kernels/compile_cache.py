@@ -2,6 +2,7 @@
 
     <user's cache>/k3rl/kernels/specializations.jsonl     what runs have launched, of every version
                                 triton-3.6.0-ptxas-13.5.37/...   what was compiled, as Triton keeps it
+                                inductor-torch-2.11.0/...        what torch.compile made, as it keeps it
 
 `use` has this process keep what it compiles, and write down what that was. `python -m k3rl.kernels.compile_cache`
 compiles what is written down and missing, on as many cores as there are, without a GPU; it prints `done total` as it
@@ -15,8 +16,9 @@ import importlib
 import json
 import multiprocessing
 import os
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +29,18 @@ from k3rl.kernels import dispatch, ptxas
 TABLE = "specializations.jsonl"
 SHIPPED = Path(__file__).with_name(TABLE)
 """What runs of the named sizes launch, if it was recorded for this version."""
+_OPTIONS = {  # that a launch chooses; a backend fills the others in for its target, with paths of its own
+    "num_warps",
+    "num_ctas",
+    "num_stages",
+    "maxnreg",
+    "enable_fp_fusion",
+    "launch_cooperative_grid",
+    "launch_pdl",
+    "debug",
+    "sanitize_overflow",
+    "default_dot_input_precision",
+}
 _NEWEST = 512  # of the user's specializations that are compiled ahead
 _MANAGER = "k3rl.kernels.triton_cache:SharedCache"
 
@@ -72,6 +86,14 @@ def compiled() -> int:
         return 0
 
 
+def _portable(data: str) -> str:
+    """Triton's JSON of a specialization as any machine may compile it."""
+    values = {name: value for name, value in json.loads(data).items() if name not in ("name", "key")}
+    options = values["options"].items()
+    values["options"] = {name: value for name, value in options if name in _OPTIONS and value is not None}
+    return json.dumps(values, separators=(",", ":"))
+
+
 class _Recorder:
     """Writes down each specialization that this process is the first to launch."""
 
@@ -89,7 +111,8 @@ class _Recorder:
 
         target = driver.active.get_current_target()
         place = target.backend, target.arch, target.warp_size
-        one = Specialization(fn.module, fn.name, place, compile["specialization_data"], round(self._took_s, 2))
+        data = _portable(compile["specialization_data"])
+        one = Specialization(fn.module, fn.name, place, data, round(self._took_s, 2))
         if one.key in self._known or not fn.module.startswith("k3rl."):
             return
         self._known.add(one.key)
@@ -111,19 +134,45 @@ def use() -> None:
     except OSError:
         return
     os.environ["TRITON_CACHE_DIR"] = str(folder)
+    # Its own default is a folder for temporary files, which a machine may empty between two runs.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / f"inductor-torch-{metadata.version('torch')}"))
     os.environ.setdefault("TRITON_CACHE_MANAGER", _MANAGER)
     from triton import knobs
 
+    _hash_callees_first()
     recorder = _Recorder()
     knobs.compilation.listener = recorder.timed
     knobs.runtime.jit_post_compile_hook = recorder.launched
 
 
-def recorded() -> list[Specialization]:
-    """What the package ships and what runs have written down, each once, the slowest to compile first."""
+def _hash_callees_first() -> None:
+    """Makes the name of a compiled kernel the same in every process.
+
+    Triton 3.6 puts the constants that a called function reads into its caller's hash only where that function was
+    hashed before, so what one process has compiled another would not find.
+    """
+    from triton.runtime import jit
+
+    finder = getattr(jit, "DependenciesFinder", None)
+    update = getattr(finder, "_update_hash", None)
+    if update is None or getattr(update, "callees_first", False):
+        return
+
+    def update_hash(self: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018 (computed once, and kept)
+        update(self, function)
+
+    update_hash.callees_first = True  # type: ignore[attr-defined]
+    finder._update_hash = update_hash
+
+
+def recorded(capabilities: Collection[int] = ()) -> list[Specialization]:
+    """What runs have written down and, for GPUs of these capabilities, what the package ships: each once, the slowest
+    to compile first."""
     found: dict[tuple[Any, ...], Specialization] = {}
     own = _lines(home() / TABLE)
-    for one in (*_lines(SHIPPED), *own[-_NEWEST:]):
+    shipped = [one for one in _lines(SHIPPED) if one.target[1] in capabilities]
+    for one in (*shipped, *own[-_NEWEST:]):
         found.setdefault(one.key, one)
     return sorted(found.values(), key=lambda one: -one.seconds)
 
@@ -196,12 +245,22 @@ def compile_all(wanted: Sequence[Specialization], processes: int) -> Iterator[in
             yield number
 
 
+def _capabilities() -> set[int]:
+    """Those of this machine's GPUs, such as 90, as the driver's tool says: nothing here may use one."""
+    line = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return set()
+    return {int(text.replace(".", "")) for text in said.split() if text.replace(".", "").isdecimal()}
+
+
 def main(say: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
     """Compiles what is written down and missing."""
     if not dispatch.have_triton():
         return
     use()
-    wanted = recorded()
+    wanted = recorded(_capabilities())
     if wanted:
         say(f"0 {len(wanted)}")
         begun = time.monotonic()

@@ -11,7 +11,7 @@ protocol over a vLLM server). Nothing here trains, speaks HTTP to clients (`k3rl
 """
 
 from k3rl.engine.adapters import AdapterHeader
-from k3rl.engine.cache import MemoryPlan, StatePool
+from k3rl.engine.cache import MemoryPlan, StatePool, rows_within
 from k3rl.engine.compute import padded_batch
 from k3rl.engine.driver import EngineThread, News, Submission
 from k3rl.engine.engine import Engine, totals_of
@@ -71,6 +71,7 @@ __all__ = [
     "device_bytes",
     "padded_batch",
     "request_samples",
+    "rows_within",
     "sample_uncut",
     "totals_of",
 ]

@@ -122,8 +122,7 @@ class Batch:
                 self.prefix.leave_checkpoint(running)
                 if not isinstance(outcome, EngineError) and not _taken_back(running, outcome):
                     self.prefix.keep_turn(running)
-        used = self.scheduler.num_rows
-        self._follow(self.scheduler.remove([running.number for running, _ in ended]), used)
+        self._follow(self.scheduler.remove([running.number for running, _ in ended]))
         for running, _ in ended:
             del self.requests[running.number]
             self._leave_session(running)
@@ -162,10 +161,9 @@ class Batch:
                 self.prefix.keep_turn(running, goes_on=True)
             running.progress = self.table.progress(running.row)
             waiting.append((running.number, len(running.prompt) + len(running.progress.tokens)))
-        used = self.scheduler.num_rows
         for running in victims:
             running.row = None
-        self._follow(self.scheduler.preempt(waiting, groups), used)
+        self._follow(self.scheduler.preempt(waiting, groups))
         return sum(length for _, length in waiting)
 
     def restart(self) -> None:
@@ -173,11 +171,11 @@ class Batch:
         self.scheduler.restart()
         self._drop_parked()
 
-    def _follow(self, moves: list[tuple[int, int]], used: int) -> None:
-        """Moves rows as the scheduler did, and frees those behind the last one in use; `used` were in use before."""
+    def _follow(self, moves: list[tuple[int, int]]) -> None:
+        """Moves rows as the scheduler did, and frees those that are nobody's now."""
         self.pool.move(moves)
         self.table.move(moves)
-        freed = range(self.scheduler.num_rows, used)
+        freed = self.scheduler.freed
         self.pool.free(freed)
         self.table.free(freed)
         self._drop_parked()

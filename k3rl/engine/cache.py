@@ -112,6 +112,16 @@ def state_bytes(model: K3ForCausalLM, deferred: bool = False) -> tuple[int, int]
     return slot, sum(tensor_bytes(cache.latent(n, 1)) for n in model.config.mla_layers)
 
 
+def rows_within(model: K3ForCausalLM, least: int, most: int, memory: int | None, device_share: float) -> int:
+    """Rows for an engine of this model when nobody says how many: `most` while their states take a quarter of its
+    memory (None: of what "auto" gives) and the rest is left to latents, or else fewer, but `least`."""
+    if most <= least:
+        return least
+    budget = states_budget(model, SHARE * device_share) if memory is None else memory
+    slot, _ = state_bytes(model, defers(model, most))
+    return max(least, min(most, budget // 4 // max(1, slot)))
+
+
 class StatePool:
     """Model states of `rows` rows and the parked one (index `rows`); inference tensors, which autograd never sees.
 

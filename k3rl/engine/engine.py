@@ -32,6 +32,7 @@ from k3rl.engine.compute.decoding import Decoder, DrawnRows
 from k3rl.engine.compute.prefill import Prefill, RowLogits
 from k3rl.engine.compute.prefill_graph import CapturedPrefill
 from k3rl.engine.counters import EngineCounters
+from k3rl.engine.memory import prefill_step
 from k3rl.engine.outcomes import BlockingCalls
 from k3rl.engine.prefix.cache import PrefixCache
 from k3rl.engine.prefix.states import PrefixStates
@@ -54,9 +55,10 @@ class Engine(BlockingCalls):
 
     max_running: rows, that is requests that can be decoded together. max_context: prompt plus sampled tokens of one
     request, images by their rows, at most (default and upper bound: the model's `max_position_embeddings`).
-    prefill_tokens: prompt tokens per step. seed: of requests that bring none. version: number of the weights that
-    `model` holds. poison: fill rows that nobody owns with NaN, so that a state read by mistake is seen. tokenizer:
-    for stop strings only. prefix_cache: keeps the states at prompt and turn ends, for prompts that begin with them.
+    prefill_tokens: prompt tokens per step; None: as many as suit the model (`memory.prefill_step`). seed: of requests
+    that bring none. version: number of the weights that `model` holds. poison: fill rows that nobody owns with NaN, so
+    that a state read by mistake is seen. tokenizer: for stop strings only. prefix_cache: keeps the states at prompt and
+    turn ends, for prompts that begin with them.
     memory_bytes: what states and latents may take together. Latents then live in pages of `page_tokens`, there are as
     many rows as leave room for one longest request, requests are admitted by the pages left, and the youngest are
     preempted (and go on with the same tokens) when running ones need them; how many are admitted follows from how
@@ -79,7 +81,7 @@ class Engine(BlockingCalls):
         seed: int = 0,
         poison: bool = False,
         *,
-        prefill_tokens: int = 8192,
+        prefill_tokens: int | None = None,
         version: int = 0,
         tokenizer: Tokenizer | None = None,
         prefix_cache: PrefixCache | None = None,
@@ -113,7 +115,8 @@ class Engine(BlockingCalls):
         prefix = None
         if prefix_cache is not None:
             prefix = PrefixStates(prefix_cache, pool, table, self.weights, carries=not self._recomputes)
-        self.batch = Batch(Scheduler(rows, prefill_tokens, pages, page_tokens), pool, table, prefix, seed)
+        scheduler = Scheduler(rows, prefill_tokens or prefill_step(model), pages, page_tokens, dense=not fixed)
+        self.batch = Batch(scheduler, pool, table, prefix, seed)
 
         super().__init__(self.batch.ended, self.batch.requests, partial(_refuse_to_wait, self))
 

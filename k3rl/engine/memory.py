@@ -12,6 +12,8 @@ from k3rl.model import K3ForCausalLM
 SHARE = 0.5  # of what is free, when nobody says how much memory states may take
 TRANSPOSED_BYTES = 256 << 20  # of weights on a CPU that are held a second time, experts and the rest apart, at most
 CPU_RUN = 2048  # prompt tokens that a CPU computes at a time: temporaries of more are fetched page by page, each time
+_STEP, _GPU_STEP = 1 << 13, 1 << 15  # prompt tokens of a step of an engine: at least, and at most on a GPU
+_STEP_ELEMENTS = 1 << 25  # of the hidden rows of so many tokens: what a layer makes of them stays below some GiB
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
     (
@@ -35,6 +37,13 @@ def keep_experts_transposed(model: K3ForCausalLM) -> None:
     small = sum(part.bank.leaf_bytes for part in parts) <= TRANSPOSED_BYTES
     for part in parts:
         part.bank.keeps_transposed = small and model.device.type == "cpu"
+
+
+def prefill_step(model: K3ForCausalLM) -> int:
+    """Prompt tokens that an engine computes in a step, at most. A GPU is kept busy by many tokens of a small model."""
+    if model.device.type == "cpu":
+        return _STEP
+    return max(_STEP, min(_GPU_STEP, _STEP_ELEMENTS // model.config.hidden_size))
 
 
 def prefill_run(model: K3ForCausalLM) -> int | None:

@@ -57,13 +57,18 @@ class PageTable:
         self.changes += len(given) > 1
         return np.concatenate(given)
 
-    def release(self, row: int) -> np.ndarray:
-        """The row has no pages any more -> those that nobody else has; they are free."""
-        had = self.table[row, : self.held[row]]
-        self.users[had] -= 1
+    def release(self, rows: np.ndarray) -> np.ndarray:
+        """Rows int64 [n] have no pages any more -> those that nobody else has; they are free."""
+        having = rows[self.held[rows] > 0]
+        if not having.size:
+            return np.empty(0, np.int64)
+        listed = np.arange(self.table.shape[1]) < self.held[having][:, None]
+        had = self.table[having][listed]
+        np.subtract.at(self.users, had, 1)
+        had = np.unique(had)
         freed = had[self.users[had] == 0]
         self.free += freed.tolist()
-        self.table[row], self.held[row] = 0, 0
+        self.table[having], self.held[having] = 0, 0
         self.changes += 1
         return freed
 

@@ -153,11 +153,10 @@ class PagedCache:
     def release(self, rows: Tensor) -> np.ndarray:
         """Rows [R] become empty and give their pages back -> those that nobody else had. Their slots stay as they are,
         which nobody may read before `reset`, `copy_rows` or `restore` has written them; the device does nothing."""
-        freed = [self.table.release(row) for row in rows.tolist()]
         self.lengths[rows] = 0
         if self.deferred is not None:
             self.deferred.defers[rows.numpy()] = False
-        return np.concatenate(freed or [np.empty(0, np.int64)])
+        return self.table.release(rows.numpy())
 
     def reset(self, rows: Tensor) -> None:
         """Rows [R] become empty and give their pages back; their slots are as new."""

@@ -15,8 +15,9 @@ decode, new groups wait until they are some share of those, or for a few steps.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -104,17 +105,57 @@ class Excess(NamedTuple):
         return bool(self.requests or self.groups)
 
 
+class RunningTokens(Mapping[int, int]):
+    """Running request -> tokens in its state: one more for all of them with each step, which costs the same for any
+    number of them. pages: of `page` tokens, that they may claim in the next step."""
+
+    def __init__(self, page: int) -> None:
+        self._page, self._steps, self.pages = page, 0, 0
+        self._first: dict[int, int] = {}  # tokens at step 0, had they run then
+        self._phases = [0] * page  # requests by that, modulo a page
+
+    def start(self, request: int, tokens: int) -> None:
+        """A request runs."""
+        first = self._first[request] = tokens - self._steps
+        self._phases[first % self._page] += 1
+        self.pages += tokens // self._page + 1
+
+    def stop(self, request: int) -> None:
+        """It runs no longer."""
+        first = self._first.pop(request)
+        self._phases[first % self._page] -= 1
+        self.pages -= (first + self._steps) // self._page + 1
+
+    def step(self) -> None:
+        """Each has one token more."""
+        self._steps += 1
+        self.pages += self._phases[-self._steps % self._page]  # of those whose last page is full
+
+    def __getitem__(self, request: int) -> int:
+        return self._first[request] + self._steps
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+
 class Scheduler:
     """Plans steps over `rows` rows, computing at most `prefill_tokens` prompt tokens in each.
 
     pages: of `page` tokens each, shared by all rows; None when memory is not bounded. Any one request must fit alone.
+    dense: see the module; without it rows that are released stay empty until the next requests take them, the first
+    first, and nothing moves.
     """
 
-    def __init__(self, rows: int, prefill_tokens: int, pages: int | None = None, page: int = 1) -> None:
+    def __init__(
+        self, rows: int, prefill_tokens: int, pages: int | None = None, page: int = 1, *, dense: bool = True
+    ) -> None:
         if rows < 1 or prefill_tokens < 1:
             raise ValueError(f"rows is {rows}, prefill_tokens is {prefill_tokens}; both must be at least 1")
         self.rows, self.prefill_tokens = rows, prefill_tokens
-        self.pages, self.page = pages, page
+        self.pages, self.page, self._dense = pages, page, dense
         self.throttle = None if pages is None else Throttle(pages)
         self.clear()
 
@@ -126,15 +167,22 @@ class Scheduler:
         self.prefilling: list[PromptGroup] = []
         self._restarted: list[PromptGroup] = []  # of those, whose first tokens a cache may have
         self.parked: PromptGroup | None = None  # its prompt state is parked; its members have no row
-        self.occupants: list[int | PromptGroup] = []  # of rows 0..n-1: a running request, or a prefilling group
+        self.occupants: list[int | PromptGroup | None] = []  # of rows 0..n-1: a running request, a prefilling group
+        self._holes: list[int] = []  # rows among them that nobody has, a heap
+        self.freed: list[int] = []  # rows that the last `remove` or `preempt` left to nobody
         self.row_of: dict[int, int] = {}  # running requests
-        self.tokens: dict[int, int] = {}  # of running requests: tokens in their state
+        self.tokens = RunningTokens(self.page)
         self.group_of: dict[int, PromptGroup] = {}  # of those that do not run
 
     @property
     def num_rows(self) -> int:
-        """Rows in use."""
+        """Rows up to the last one in use."""
         return len(self.occupants)
+
+    @property
+    def _free(self) -> int:
+        """Rows that nobody has."""
+        return self.rows - len(self.occupants) + len(self._holes)
 
     @property
     def idle(self) -> bool:
@@ -165,8 +213,7 @@ class Scheduler:
         being computed for another one, which it waits for.
         """
         decode = [row for row, occupant in enumerate(self.occupants) if isinstance(occupant, int)]
-        for request in self.tokens:
-            self.tokens[request] += 1  # decoded in this step
+        self.tokens.step()  # of the requests in these rows
         known = cached or (lambda members: 0)
         looked_up = [group for group in self._restarted if group in self.prefilling]
         self._restarted = []
@@ -196,7 +243,7 @@ class Scheduler:
         excess = Excess([], [])
         if self.urgent and self.tokens:
             first = next(iter(self.urgent.values()))
-            if len(self.occupants) == self.rows or not self._room(first.length + 1):
+            if not self._free or not self._room(first.length + 1):
                 return Excess([max(self.tokens)], [])
         if self.throttle is None or self.pages is None:
             return excess
@@ -255,7 +302,7 @@ class Scheduler:
 
     def _stop(self, request: int) -> int:
         """A running request has no row any more -> the row that it had."""
-        del self.tokens[request]
+        self.tokens.stop(request)
         return self.row_of.pop(request)
 
     def restart(self) -> None:
@@ -288,8 +335,7 @@ class Scheduler:
     def _committed(self) -> int:
         """Pages that rows may claim in the next step, and those of the parked state."""
         groups = sum(len(group.rows) * self._pages(group.length + 1) for group in self.prefilling)
-        running = sum(self._pages(tokens + 1) for tokens in self.tokens.values())
-        return groups + running + (self._pages(self.parked.length) if self.parked is not None else 0)
+        return groups + self.tokens.pages + (self._pages(self.parked.length) if self.parked is not None else 0)
 
     def fits(self) -> bool:
         """Whether the next step needs no preemption, if nobody comes or goes before it."""
@@ -297,10 +343,10 @@ class Scheduler:
 
     def _room(self, tokens: int) -> bool:
         """Whether so many tokens more can be committed: within the throttle beside others, within everything alone."""
-        if self.throttle is None:
-            return True
-        limit = self.throttle.limit if self.occupants else self.throttle.pages
-        return self._committed() + self._pages(tokens) <= limit
+        return self.throttle is None or self._committed() + self._pages(tokens) <= self._limit(self.throttle)
+
+    def _limit(self, throttle: Throttle) -> int:
+        return throttle.limit if self.occupants else throttle.pages
 
     # ---- rows
 
@@ -308,7 +354,7 @@ class Scheduler:
         """Gives out free rows: to urgent requests, to members of the parked prompt, to started groups that lack rows,
         then to new ones."""
         from_parked = []
-        while self.urgent and len(self.occupants) < self.rows:
+        while self.urgent and self._free:
             group = next(iter(self.urgent.values()))
             if not self._room(group.length + 1):
                 break
@@ -318,8 +364,9 @@ class Scheduler:
             self._reserve(group)
         if self.parked is not None and not self.occupants and not self._room(self.parked.length + 1):
             self._requeue_parked()  # nobody runs who could make room beside it
-        while self.parked is not None and len(self.occupants) < self.rows and self._room(self.parked.length + 1):
-            request, row = self.parked.members.popitem(last=False)[0], len(self.occupants)
+        while self.parked is not None and self._free and self._room(self.parked.length + 1):
+            request = self.parked.members.popitem(last=False)[0]
+            row = self._take_row(request)
             self._run(request, row, self.parked.length)
             from_parked.append((request, row))
             if not self.parked.members:
@@ -328,7 +375,7 @@ class Scheduler:
             self._reserve(group)
         if self._gathers():
             return from_parked
-        while self.waiting and self.parked is None and len(self.occupants) < self.rows:
+        while self.waiting and self.parked is None and self._free:
             group = next(iter(self.waiting.values()))
             if not self._room(group.length + 1) or (done := known(tuple(group.members))) is None:
                 break
@@ -340,7 +387,7 @@ class Scheduler:
 
     def _gathers(self) -> bool:
         """Whether new groups wait for more of them to begin together."""
-        free = self.rows - len(self.occupants)
+        free = self._free
         if not self.waiting or not free or len(self.tokens) < GATHER_FROM or self.parked is not None:
             return False
         begin = min(free, self.num_waiting)
@@ -348,19 +395,26 @@ class Scheduler:
         return self._gathered > 0
 
     def _reserve(self, group: PromptGroup) -> None:
-        while len(group.rows) < len(group.members) and len(self.occupants) < self.rows:
-            if not self._room(group.length + 1):
+        committed, each = self._committed(), self._pages(group.length + 1)
+        while len(group.rows) < len(group.members) and self._free:
+            if self.throttle is not None and committed + each > self._limit(self.throttle):
                 break
-            group.rows.append(len(self.occupants))
-            self.occupants.append(group)
+            group.rows.append(self._take_row(group))
+            committed += each
+
+    def _take_row(self, occupant: int | PromptGroup) -> int:
+        """The first row that nobody has is the occupant's."""
+        if self._holes:
+            row = heapq.heappop(self._holes)
+            self.occupants[row] = occupant
+            return row
+        self.occupants.append(occupant)
+        return len(self.occupants) - 1
 
     def _run(self, request: int, row: int, length: int) -> None:
-        self.tokens[request] = length
+        self.tokens.start(request, length)
         del self.group_of[request]
-        if row == len(self.occupants):
-            self.occupants.append(request)
-        else:
-            self.occupants[row] = request
+        self.occupants[row] = request
         self.row_of[request] = row
 
     def _advance(self, group: PromptGroup, stop: int) -> Segment:
@@ -397,6 +451,10 @@ class Scheduler:
         return group.rows.pop() if len(group.rows) > len(group.members) else None
 
     def _compact(self, released: set[int]) -> list[tuple[int, int]]:
+        if not self._dense:
+            self._leave(released)
+            return []
+        before = len(self.occupants)
         count = len(self.occupants) - len(released)
         holes = sorted(row for row in released if row < count)
         movers = [row for row in range(count, len(self.occupants)) if row not in released]
@@ -406,7 +464,18 @@ class Scheduler:
             self.occupants[target] = occupant
             if isinstance(occupant, int):
                 self.row_of[occupant] = target
-            else:
+            elif occupant is not None:
                 occupant.rows[occupant.rows.index(source)] = target
         del self.occupants[count:]
+        self.freed = list(range(count, before))
         return moves
+
+    def _leave(self, released: set[int]) -> None:
+        """Rows that were released are nobody's, where they are."""
+        for row in released:
+            self.occupants[row] = None
+        used = next((row + 1 for row in range(len(self.occupants) - 1, -1, -1) if self.occupants[row] is not None), 0)
+        del self.occupants[used:]
+        self._holes = [row for row in (*self._holes, *released) if row < used]
+        heapq.heapify(self._holes)
+        self.freed = list(released)

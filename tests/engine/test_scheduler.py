@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.engine.scheduler import Scheduler, Segment, portions
+from k3rl.engine.scheduler import GATHER_FROM, RunningTokens, Scheduler, Segment, portions
 
 PARKED = "parked"
 
@@ -17,8 +17,8 @@ PARKED = "parked"
 class Shadow:
     """Row contents as (prompt key, tokens computed), moved, copied and grown exactly as the plans say."""
 
-    def __init__(self, rows: int, budget: int) -> None:
-        self.scheduler, self.budget = Scheduler(rows, budget), budget
+    def __init__(self, rows: int, budget: int, dense: bool = True) -> None:
+        self.scheduler, self.budget, self.dense = Scheduler(rows, budget, dense=dense), budget, dense
         self.state: dict[int | str, tuple[int, int] | None] = {}
         self.prompt: dict[int, tuple[int, int]] = {}  # request -> (key, length)
         self.started: list[int] = []
@@ -53,7 +53,10 @@ class Shadow:
 
     def remove(self, requests: list[int]) -> None:
         for source, target in self.scheduler.remove(requests):
+            assert self.dense
             self.state[target] = self.state.pop(source, None)  # a reserved row has none yet
+        for row in self.scheduler.freed:
+            self.state.pop(row, None)
         for request in requests:
             del self.prompt[request]
 
@@ -73,6 +76,9 @@ class Shadow:
             assert all(scheduler.occupants[row] is group for row in group.rows)
         assert sum(len(group.rows) < len(group.members) for group in scheduler.prefilling) <= 1
         assert all(not group.rows for group in scheduler.waiting.values())
+        held = [row for row, occupant in enumerate(scheduler.occupants) if occupant is not None]
+        assert not held or held[-1] == scheduler.num_rows - 1
+        assert not self.dense or len(held) == scheduler.num_rows
         for request, row in scheduler.row_of.items():
             assert self.state[row][0] == self.prompt[request][0]
 
@@ -89,10 +95,10 @@ def schedules(draw):
 
 
 @settings(max_examples=200, deadline=None)
-@given(schedules())
-def test_every_request_starts_once_on_its_own_whole_prompt_and_rows_stay_dense(schedule):
+@given(schedules(), st.booleans())
+def test_every_request_starts_once_on_its_own_whole_prompt_and_rows_stay_dense_or_where_they_are(schedule, dense):
     rows, budget, actions = schedule
-    shadow, number = Shadow(rows, budget), 0
+    shadow, number = Shadow(rows, budget, dense), 0
     for action, a, b in actions:
         if action == "submit":
             for _ in range(b):
@@ -257,3 +263,42 @@ def test_an_urgent_request_goes_before_all_others_and_takes_the_row_of_the_young
     scheduler.submit(10, "e", 2, urgent=True)
     scheduler.remove([10])
     assert scheduler.num_waiting == 1
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(st.tuples(st.sampled_from(["start", "stop", "step"]), st.integers(0, 20)), max_size=60),
+)
+def test_pages_of_running_requests_are_those_counted_one_by_one(page, actions):
+    tokens, naive = RunningTokens(page), dict[int, int]()
+    for number, (action, value) in enumerate(actions):
+        if action == "start":
+            tokens.start(number, value)
+            naive[number] = value
+        elif action == "stop" and naive:
+            gone = sorted(naive)[value % len(naive)]
+            tokens.stop(gone)
+            del naive[gone]
+        else:
+            tokens.step()
+            naive = {request: count + 1 for request, count in naive.items()}
+        assert dict(tokens) == naive
+        assert tokens.pages == sum(-(-(count + 1) // page) for count in naive.values())
+
+
+def test_beside_many_decoding_rows_new_groups_wait_for_company_or_for_a_few_steps():
+    scheduler = Scheduler(rows=2 * GATHER_FROM, prefill_tokens=10**6)
+    for number in range(GATHER_FROM):
+        scheduler.submit(number, 0, 5)
+    assert len(scheduler.plan().segments) == 1
+    scheduler.submit(1000, 1, 5)
+    waited = 0
+    while not scheduler.plan().segments:
+        waited += 1
+    assert waited == 4, "a single one waits for so many steps"
+    for number in range(GATHER_FROM // 8 + 1):
+        scheduler.submit(2000 + number, 2 + number, 5)
+    assert len(scheduler.plan().segments) == GATHER_FROM // 8 + 1, "many begin at once"
+    scheduler.remove(list(range(GATHER_FROM)))
+    scheduler.submit(3000, -1, 5)
+    assert scheduler.plan().segments, "nobody waits beside few rows"

@@ -150,8 +150,45 @@ def test_the_recorder_writes_each_launch_down_once(cache, monkeypatch) -> None:
         )
     recorder.launched(fn=SimpleNamespace(module="elsewhere", name="x"), compile={"specialization_data": one.data})
     (found,) = compile_cache.recorded()
-    assert (found.key, found.seconds) == (one.key, 2.5)
+    assert (found.module, found.name, found.target, found.seconds) == (one.module, one.name, one.target, 2.5)
+    given, kept = json.loads(one.data), json.loads(found.data)
+    assert all(kept[name] == given[name] for name in ("signature", "constant_keys", "constant_vals", "attrs_vals"))
+    assert compile_cache.compile_one(one)
+    entries = compile_cache.compiled()
+    assert compile_cache.compile_one(found)
+    assert compile_cache.compiled() == entries, "what is written down is the same kernel"
     compile_cache._Recorder().launched(
         fn=SimpleNamespace(module=one.module, name=one.name), compile={"specialization_data": one.data}
     )
     assert len(compile_cache.recorded()) == 1
+
+
+def test_a_kernel_has_the_same_name_whatever_was_hashed_before_it(cache):
+    """By order of hashing: callers before what they call, and after."""
+    import ast
+
+    module = importlib.import_module("k3rl.kernels.gemm.w4_grouped_skinny_kernels")
+    kernel = module.w4_grouped_skinny_kernel
+    names = {node.id for node in ast.walk(kernel.parse()) if isinstance(node, ast.Name)}
+    called = [found for name in sorted(names) if hasattr(found := kernel.__globals__.get(name), "cache_key")]
+    assert called, "the kernel calls another function"
+
+    def key_of(order) -> str:
+        for function in (*called, kernel):
+            function.hash = None
+            function.used_global_vals = {}
+        for function in order:
+            function.cache_key  # noqa: B018
+        return kernel.cache_key
+
+    assert key_of([kernel]) == key_of(called) == key_of([*called, kernel])
+
+
+def test_what_ships_can_be_compiled_by_this_version():
+    """Each line names a kernel that is there, with the arguments that it has."""
+    shipped = compile_cache._lines(compile_cache.SHIPPED)
+    assert len(shipped) > 100
+    for one in shipped:
+        kernel = getattr(importlib.import_module(one.module), one.name)
+        assert set(json.loads(one.data)["signature"]) == set(kernel.arg_names), one.name
+        assert "/" not in one.data
