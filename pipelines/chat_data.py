@@ -23,7 +23,7 @@ from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import write_atomic
-from k3rl.tokens import ChatError, Tokenizer, TokenizerError
+from k3rl.tokens import ChatError, Tokenizer, TokenizerError, chat_format
 
 
 class ChatBatches:
@@ -78,7 +78,8 @@ class ChatBatches:
     def _encode(self, index: int) -> TrainSequence:
         if index not in self._encoded:
             row = self._rows[index]
-            thinking = self._thinking == "on" or (self._thinking == "auto" and thinks(row))
+            auto = self._thinking == "auto" and chat_format(self._tokenizer).thinks
+            thinking = self._thinking == "on" or (auto and thinks(row))
             try:
                 self._encoded[index] = chat_sequence(
                     f"row-{index}",

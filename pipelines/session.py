@@ -22,7 +22,7 @@ from k3rl.pipelines.background import Background
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.kernel_watch import KernelWatch
-from k3rl.pipelines.start import kept_tokenizer
+from k3rl.pipelines.start import check_thinking, kept_tokenizer
 from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, chat_format
 from k3rl.types import Group, Message
@@ -123,6 +123,7 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
         first = config.sft if isinstance(config, QuickstartConfig) else config
         tokenizer = kept_tokenizer(run.tokenizer_dir, first.model.start)
+        check_thinking(tokenizer, sampling=getattr(config, "sampling", None), evaluation=config.evaluation)
         progress.note("starting Ray and the actors")
         watch: KernelWatch | None = None
         if "cuda" in (config.cluster.learner_device, config.cluster.rollout_device):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from k3rl.actors import ClusterConfig, Fleet, LearnerGroup
 from k3rl.actors.weight_sync import POLICY
@@ -14,7 +14,7 @@ from k3rl.config import ConfigError
 from k3rl.model import K3Config
 from k3rl.parallel import TrainerConfig, check_slices, data_degree, expert_run
 from k3rl.pipelines.configs import AblationChoices, DistillConfig, RolloutStageConfig, StageConfig
-from k3rl.tokens import RANKS_FILE, SMALL_FILE, Tokenizer, TokenizerError
+from k3rl.tokens import RANKS_FILE, SMALL_FILE, Tokenizer, TokenizerError, chat_format
 from k3rl.types import SamplingParams
 
 
@@ -90,6 +90,20 @@ def kept_tokenizer(folder: Path, start: str) -> Tokenizer:
         )
     tokenizer.save(folder)
     return tokenizer
+
+
+def check_thinking(tokenizer: Tokenizer, **parts: Any) -> None:
+    """Refuses `thinking` where the chat form has no channel for it. parts: by key, configurations that may ask for it.
+
+    Raises ConfigError.
+    """
+    for key, part in parts.items():
+        if getattr(part, "thinking", False) and not chat_format(tokenizer).thinks:
+            raise ConfigError(
+                f"{key}.thinking is true, and the chat form of this model has no think channel; set it to false",
+                key=f"{key}.thinking",
+                got=True,
+            )
 
 
 def _hash_of(directory: str | Path) -> str | None:

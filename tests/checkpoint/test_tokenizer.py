@@ -127,6 +127,16 @@ def test_a_run_with_the_wrong_tokenizer_ends_before_anything_is_started(command,
     assert "says vocab_size 700" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["rl", "eval"])
+def test_thinking_is_refused_where_the_form_has_no_channel_for_it(command, hub, tmp_path, capsys):
+    words = {
+        "rl": ["rl", "--model.start", str(hub), "--sampling.thinking", "--out", str(tmp_path / "run")],
+        "eval": ["eval", str(hub), "coding-lists", "--thinking"],
+    }
+    assert main(words[command]) == 2
+    assert "thinking is true, and the chat form of this model has no think channel" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_with_the_tokenizer_that_it_began_with(copied, tmp_path):
     kept = kept_tokenizer(tmp_path / "tokenizer", str(copied))
     again = kept_tokenizer(tmp_path / "tokenizer", str(copied))
@@ -163,5 +173,7 @@ def test_a_row_that_the_form_cannot_say_is_named(hub, tmp_path):
     said = [{"role": "user", "content": "2"}, {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}]
     file.write_text(json.dumps({"messages": said}) + "\n")
     rows = load_chat_dataset(file, cache_dir=tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"rows.jsonl, row 0: .*has reasoning|rows.jsonl, row 0: thinking was asked"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl, row 0: message 1 has reasoning, and the K2 chat form"):
         ChatBatches(rows, load_tokenizer(hub), 1, sft()).batch(0)
+    with pytest.raises(ConfigError, match=r"row 0: thinking was asked for, and the K2 chat form has no think channel"):
+        ChatBatches(rows, load_tokenizer(hub), 1, sft().replace(thinking="on")).batch(0)
