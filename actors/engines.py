@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from k3rl.actors.cluster import LEAST_ROWS, ClusterConfig, most_rows
-from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint
+from k3rl.checkpoint import StoredFiles, is_adapter, load_checkpoint, load_tokenizer
 from k3rl.config import ConfigError
 from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError, device_bytes, rows_within
 from k3rl.model import K3Config, place_of
-from k3rl.tokens import Tokenizer
 from k3rl.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def k3rl_engine(
         max_running=max_running or rows_within(model, LEAST_ROWS, most_rows(config), memory, share),
         max_context=own.max_context,
         seed=seed,
-        tokenizer=Tokenizer.load(checkpoint),
+        tokenizer=load_tokenizer(checkpoint),
         in_flight=own.in_flight,
         memory_bytes="auto" if memory is None else memory,
         device_share=share,

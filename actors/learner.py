@@ -18,6 +18,7 @@ from k3rl.checkpoint import (
     TrainState,
     TrainStateError,
     load_checkpoint,
+    load_tokenizer,
     refuse_foreign,
     restore,
     save_adapter,
@@ -97,8 +98,8 @@ class LearnerActor:
         self, config: Mapping[str, Any], trainer: TrainerConfig, seed: int, learner: LearnerConfig = _NATIVE
     ) -> int:
         """A freshly initialised model from an official-layout config; returns its number of parameters."""
-        self._tokenizer, self._start, self._seed = Tokenizer.builtin(), None, seed
         built, mesh = K3Config.from_dict(dict(config)), _mesh_of(self._meshes, self._world, trainer)
+        self._tokenizer, self._start, self._seed = Tokenizer.builtin("k2" if built.flat else "xtml"), None, seed
         packed = _packs(trainer, learner) and built.quantization.weights == "mxfp4"
         held = mesh.experts(built.num_experts)
         with self._world.together("making a model"):
@@ -116,7 +117,7 @@ class LearnerActor:
         quantization: Mapping[str, str] | None = None,
     ) -> int:
         """A checkpoint's model, with fresh optimizer state; quantization as in `load_checkpoint`."""
-        self._tokenizer, self._start = Tokenizer.load(checkpoint), str(weights_of(checkpoint))
+        self._tokenizer, self._start = load_tokenizer(checkpoint), str(weights_of(checkpoint))
         mesh = _mesh_of(self._meshes, self._world, trainer)
         packed = _packs(trainer, learner)
         device = _model_device(self._device_name, trainer)

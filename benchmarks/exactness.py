@@ -34,7 +34,7 @@ from k3rl.envs import make
 from k3rl.model import K3ForCausalLM, QuantizationConfig
 from k3rl.model.moe import ExpertBank
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import Tokenizer, chat_format
 
 BOUND = 5e-4  # nats, of one token in float32
 
@@ -42,7 +42,8 @@ BOUND = 5e-4  # nats, of one token in float32
 def prompts(count: int, tokenizer: Tokenizer) -> list[list[int]]:
     source = make("coding-lists").source
     tasks = [source.get("train", index, 0) for index in range(count)]
-    return [tokenizer.encode_segments(xtml.render(list(task.messages), thinking=False)) for task in tasks]
+    chat = chat_format(tokenizer)
+    return [tokenizer.encode_segments(chat.render(list(task.messages))) for task in tasks]
 
 
 def packed(given: list[list[int]], done: list[Completion], routes: bool) -> TrainBatch:

@@ -34,7 +34,7 @@ from k3rl.envs import make
 from k3rl.losses import K3Policy
 from k3rl.model import K3ForCausalLM
 from k3rl.parallel import Trainer, TrainerConfig
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import Tokenizer, chat_format
 
 DISTANCES = ((0, 8), (8, 32), (32, 10**6))
 
@@ -42,7 +42,8 @@ DISTANCES = ((0, 8), (8, 32), (32, 10**6))
 def prompts(count: int, tokenizer: Tokenizer) -> list[list[int]]:
     source = make("coding-lists").source
     tasks = [source.get("train", index, 0) for index in range(count)]
-    return [tokenizer.encode_segments(xtml.render(list(task.messages), thinking=False)) for task in tasks]
+    chat = chat_format(tokenizer)
+    return [tokenizer.encode_segments(chat.render(list(task.messages))) for task in tasks]
 
 
 def packed(given: list[list[int]], done: list[Completion], advantages: np.ndarray) -> TrainBatch:

@@ -220,17 +220,17 @@ def alone(given: argparse.Namespace) -> float:
     from k3rl.checkpoint import load_checkpoint
     from k3rl.engine import Engine, SamplingParams
     from k3rl.envs import make
-    from k3rl.tokens import Tokenizer, xtml
+    from k3rl.tokens import Tokenizer, chat_format
 
     tokenizer, source = Tokenizer.load(given.alone), make(str(HERE / "loop_env.py")).source
     prompts = []
     for index in range(given.episodes // 8):
         messages = list(source.get("train", index).messages)
-        prompts += 8 * [tokenizer.encode_segments(xtml.render(messages, thinking=False))]
+        prompts += 8 * [tokenizer.encode_segments(chat_format(tokenizer).render(messages))]
     device, dtype = ("cuda", torch.bfloat16) if given.gpu else ("cpu", torch.float32)
     model = load_checkpoint(given.alone, dtype, device, packed="served")
     engine = Engine(model, max_running=256, seed=0, tokenizer=tokenizer)
-    params, best = SamplingParams(max_tokens=TOKENS, stop_ids=(xtml.stop_id(tokenizer),)), 0.0
+    params, best = SamplingParams(max_tokens=TOKENS, stop_ids=(chat_format(tokenizer).stop_id,)), 0.0
     for _ in range(3):
         began = time.perf_counter()
         done = engine.generate(prompts, params)

@@ -14,7 +14,7 @@ from k3rl.envs.gateway import run_program
 from k3rl.envs.harness import files_from
 from k3rl.envs.recording import TurnSettings
 from k3rl.envs.rollout import run_episode
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import Tokenizer, chat_format
 from k3rl.types import Completion, EncodedImage, Episode, Message, SamplingParams, StopReason, Task, ToolCall
 
 Says: TypeAlias = Callable[[Sequence[Message], Sequence[str]], Message]  # (said so far, names of tools) -> next turn
@@ -88,7 +88,7 @@ class Script:
 
 def sampled(turn: Message, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids of an assistant turn, without the prompt before it."""
-    segments, own = xtml.render_trained([Message("user", "-"), turn], thinking=False, add_generation_prompt=False)
+    segments, own = chat_format(tokenizer).render_trained([Message("user", "-"), turn])
     return tuple(tokenizer.encode_segments([one for one, mine in zip(segments, own, strict=True) if mine]))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from k3rl.envs.episode_state import BranchState, EpisodeState
 from k3rl.packed import Packed, SamplingMasks
-from k3rl.tokens import Tokenizer, encoded_images, image_prompts, image_rows, xtml
+from k3rl.tokens import Tokenizer, chat_format, encoded_images, image_prompts, image_rows
 from k3rl.types import (
     Branch,
     Budgets,
@@ -88,7 +88,7 @@ class TurnSettings:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = (), tool_choice: str | None = None
     ) -> Rendered:
-        """A conversation that begins, through the generation prefix. Raises XTMLError, TokenizerError or ImageError."""
+        """A conversation that begins, through the generation prefix. Raises ChatError, TokenizerError or ImageError."""
         if self.prompts is None:
             return self._prompt(messages, tools, tool_choice)
         key = repr((messages, tools, tool_choice, self.thinking, self.thinking_effort))
@@ -98,7 +98,7 @@ class TurnSettings:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], tool_choice: str | None
     ) -> Rendered:
         images = encoded_images(messages)
-        segments = xtml.render(
+        segments = chat_format(self.tokenizer).render(
             messages,
             tools=tools or None,
             thinking=self.thinking,
@@ -116,7 +116,7 @@ class TurnSettings:
         Raises as `prompt` does.
         """
         images = encoded_images(messages, history)
-        segments = xtml.continuation(
+        segments = chat_format(self.tokenizer).continuation(
             history,
             messages,
             thinking=self.thinking,
@@ -132,13 +132,13 @@ class TurnSettings:
         return dataclasses.replace(
             self.sampling,
             max_tokens=max_tokens,
-            stop_ids=tuple(dict.fromkeys((xtml.stop_id(self.tokenizer), *self.sampling.stop_ids))),
+            stop_ids=tuple(dict.fromkeys((chat_format(self.tokenizer).stop_id, *self.sampling.stop_ids))),
             seed=None if seed is None else (seed * 1_000_003 + number) % 2**63,
         )
 
     def message(self, turn: Turn) -> Message | None:
         """The message of a turn; None for one that was cut or is not valid."""
-        parsed = xtml.parse(turn.sampled_ids, self.tokenizer, thinking=self.thinking)
+        parsed = chat_format(self.tokenizer).parse(turn.sampled_ids, thinking=self.thinking)
         return parsed if turn.stop_reason is StopReason.STOP and isinstance(parsed, Message) else None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from k3rl.envs import Env, EpisodeContext, TurnSettings, make, run_episode
 from k3rl.envs.harness import files_from
 from k3rl.envs.sandbox import provider_named
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import Tokenizer, chat_format
 from k3rl.types import Completion, Episode, Message, SamplingParams, StopReason, Task, ToolCall
 
 TOKENIZER = Tokenizer.builtin()
@@ -41,7 +41,7 @@ class ScriptedPolicy:
 
     async def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         turn = self._turns.pop(0)
-        rendered = xtml.render_trained([Message("user", "-"), turn], thinking=False, add_generation_prompt=False)
+        rendered = chat_format(TOKENIZER).render_trained([Message("user", "-"), turn])
         own = [segment for segment, sampled in zip(*rendered, strict=True) if sampled]
         ids = tuple(TOKENIZER.encode_segments(own))
         if len(ids) > params.max_tokens:

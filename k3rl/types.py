@@ -3,7 +3,7 @@
 Plain frozen dataclasses; arrays are NumPy, so a value travels between Ray actors without torch.
 Dimension letters: T tokens of one sequence, M MoE layers in depth order, k experts per token.
 
-Message, ToolCall          what is said; `k3rl.tokens.xtml` turns it into tokens and back
+Message, ToolCall          what is said; `k3rl.tokens.chat_format` turns it into tokens and back
 EncodedImage               an image of a conversation, as the bytes of its file
 Task, Budgets              what is asked of a policy, and how much it may spend
 SamplingParams, Completion what an engine is asked for, and what it gives; Constraint: what its text must match;
@@ -54,11 +54,16 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool. `arguments` is a mapping, or the raw string when it is not valid JSON."""
+    """One call of a tool. `arguments` is a mapping, or the raw string when it is not valid JSON.
+
+    text: the JSON of `arguments` as it was written, for chat forms that write it as it came; None where nobody wrote
+    any. Two calls are equal whatever it is.
+    """
 
     name: str
     arguments: Mapping[str, Any] | str
     id: str | None = None
+    text: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +150,13 @@ class Constraint:
     a grammar whose first rule is called root; "tool_call" and a tool as JSON {name, parameters}, which the turn then
     calls once, with an empty response. turn: None, the text is all there is; "response" or "think", the
     completion is a whole assistant turn whose prompt opened that channel, and the response channel's content is the
-    text. calls: such a turn may call tools instead.
+    text. calls: such a turn may call tools instead; "only": it must.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "tool_call"]
     source: str
     turn: Literal["response", "think"] | None = None
-    calls: bool = False
+    calls: bool | Literal["only"] = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("json_schema", "regex", "ebnf", "tool_call"):

@@ -29,7 +29,7 @@ from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
 from k3rl.pipelines.start import model_config, resolve_start, tokenizer_of
 from k3rl.run import write_atomic
-from k3rl.tokens import Tokenizer
+from k3rl.tokens import ChatError, Tokenizer, TokenizerError, chat_format
 
 _SHOWN_PROBLEMS = 9  # beside the first
 
@@ -94,16 +94,20 @@ class ChatBatches:
     def _encode(self, index: int) -> TrainSequence:
         if index not in self._encoded:
             row = self._rows[index]
-            thinking = thinks(row, self._thinking)
-            self._encoded[index] = chat_sequence(
-                f"row-{index}",
-                row.messages,
-                row.tools,
-                self._tokenizer,
-                thinking,
-                thinking_effort=(row.meta.get("thinking_effort") or self._effort) if thinking else None,
-                folder=self._rows.path.parent,
-            )
+            auto = self._thinking if chat_format(self._tokenizer).thinks or self._thinking == "on" else "off"
+            thinking = thinks(row, auto)
+            try:
+                self._encoded[index] = chat_sequence(
+                    f"row-{index}",
+                    row.messages,
+                    row.tools,
+                    self._tokenizer,
+                    thinking,
+                    thinking_effort=(row.meta.get("thinking_effort") or self._effort) if thinking else None,
+                    folder=self._rows.path.parent,
+                )
+            except (ChatError, TokenizerError) as error:
+                raise DatasetError(self._rows.path, index, str(error)) from error
         return self._encoded[index]
 
 

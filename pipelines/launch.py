@@ -28,7 +28,7 @@ from k3rl.pipelines.evaluation import evaluate as evaluate_on
 from k3rl.pipelines.evaluation import held_out
 from k3rl.pipelines.session import Session, open_session, with_restarts
 from k3rl.pipelines.stage import StageResult, cut_notes
-from k3rl.pipelines.start import check_start, resolve_start
+from k3rl.pipelines.start import check_start, check_thinking, resolve_start, tokenizer_of
 from k3rl.run import RunOptions, StageSummary, print_summary, visible
 
 
@@ -106,6 +106,7 @@ def evaluate(
     evaluation, cluster_config = evaluation or EvalConfig(), cluster_config or ClusterConfig()
     if resolve_start(checkpoint) is None:
         raise MissingResource(f"{checkpoint} {NO_CHECKPOINT}")
+    check_thinking(tokenizer_of(checkpoint), evaluation=evaluation)  # before anything is started
     chosen = EnvConfig(name=env, args=env_args or {})
     tasks = held_out(chosen, evaluation)
     provider_named(chosen.sandbox, **chosen.sandbox_args).check()

@@ -23,9 +23,9 @@ from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.kernel_watch import KernelWatch
 from k3rl.pipelines.layout import idle_parts
-from k3rl.pipelines.start import tokenizer_of
+from k3rl.pipelines.start import check_thinking, kept_tokenizer
 from k3rl.run import MetricsWriter, Progress, RunDirectory, RunOptions, check_sinks, open_sinks
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import Tokenizer, chat_format
 from k3rl.types import Message
 
 LOG = "driver.log"
@@ -130,6 +130,9 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         if run.changed:
             more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
+        first = config.sft if isinstance(config, QuickstartConfig) else config
+        tokenizer = kept_tokenizer(run.tokenizer_dir, first.model.start)
+        check_thinking(tokenizer, sampling=getattr(config, "sampling", None), evaluation=config.evaluation)
         stages = [config.sft, config.rl, config.distill] if isinstance(config, QuickstartConfig) else [config]
         for text in idle_parts(config.cluster, *stages):
             progress.note(text)
@@ -140,9 +143,6 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
             watch = stack.enter_context(KernelWatch(progress.note))
         stack.enter_context(start_ray(config.cluster))
         memory = stack.enter_context(MemoryWatch())
-        first = config.sft if isinstance(config, QuickstartConfig) else config
-        tokenizer = tokenizer_of(first.model.start)
-        tokenizer.save(run.tokenizer_dir)
         canary = Canary(canary_prompt(env, tokenizer), config.cluster.canary_tolerance)
         max_running = config.evaluation.max_running
         members = stack.enter_context(start_fleet(FleetConfig(config.cluster, env, max_running, config.seed, canary)))
@@ -172,7 +172,7 @@ def canary_prompt(env: EnvConfig, tokenizer: Tokenizer) -> list[int]:
 
 def prompt_ids(messages: list[Message], tokenizer: Tokenizer) -> list[int]:
     """The tokens of a conversation up to and including the generation prefix, without the think channel."""
-    return tokenizer.encode_segments(xtml.render(messages, thinking=False))
+    return tokenizer.encode_segments(chat_format(tokenizer).render(messages))
 
 
 class MemoryWatch:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from k3rl.actors import ClusterConfig, Fleet, LearnerGroup
 from k3rl.actors.weight_sync import POLICY
-from k3rl.checkpoint import is_adapter, read_adapter_config, weights_of
+from k3rl.checkpoint import CheckpointError, is_adapter, load_tokenizer, read_adapter_config, weights_of
 from k3rl.config import ConfigError
 from k3rl.model import K3Config
 from k3rl.parallel import TrainerConfig, check_slices, data_degree, expert_run
 from k3rl.pipelines.configs import AblationChoices, DistillConfig, RolloutStageConfig, StageConfig
-from k3rl.tokens import Tokenizer
+from k3rl.tokens import RANKS_FILE, SMALL_FILE, Tokenizer, TokenizerError, chat_format
 from k3rl.types import SamplingParams
 
 
@@ -67,9 +67,56 @@ def quantization_of(config: StageConfig) -> dict[str, str]:
 
 
 def tokenizer_of(start: str) -> Tokenizer:
-    """That of the checkpoint which `model.start` names; the one of the small sizes for fresh weights."""
+    """That of the checkpoint which `model.start` names; the one of the small sizes for fresh weights, in the
+    chat form of the model. Raises CheckpointError.
+    """
     directory = resolve_start(start)
-    return Tokenizer.builtin() if directory is None else Tokenizer.load(str(directory))
+    if directory is not None:
+        return load_tokenizer(directory)
+    return Tokenizer.builtin("k2" if K3Config.named(start).flat else "xtml")
+
+
+def kept_tokenizer(folder: Path, start: str) -> Tokenizer:
+    """`tokenizer_of`, written into this folder of the run, whose stored tokens are its ids.
+
+    Raises ConfigError where the folder has another one, of an earlier attempt.
+    """
+    tokenizer = tokenizer_of(start)
+    known = _hash_of(folder)
+    if known not in (None, tokenizer.hash):
+        raise ConfigError(
+            f"the run began with another tokenizer than that of {start}: {folder} has hash {known:.12}, and "
+            f"model.start {tokenizer.hash:.12}. Its stored tokens mean other texts; name the checkpoint that it began "
+            "with, or start a new run",
+            key="model.start",
+            got=start,
+        )
+    tokenizer.save(folder)
+    return tokenizer
+
+
+def check_thinking(tokenizer: Tokenizer, **parts: Any) -> None:
+    """Refuses `thinking` where the chat form has no channel for it. parts: by key, configurations that may ask for it.
+
+    Raises ConfigError.
+    """
+    for key, part in parts.items():
+        if getattr(part, "thinking", False) and not chat_format(tokenizer).thinks:
+            raise ConfigError(
+                f"{key}.thinking is true, and the chat form of this model has no think channel; set it to false",
+                key=f"{key}.thinking",
+                got=True,
+            )
+
+
+def _hash_of(directory: str | Path) -> str | None:
+    """Of the tokenizer in a directory; None where it has none. Raises CheckpointError."""
+    if not any((Path(directory) / name).is_file() for name in (RANKS_FILE, SMALL_FILE)):
+        return None
+    try:
+        return Tokenizer.load(directory).hash
+    except TokenizerError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def trainer_of(config: StageConfig) -> TrainerConfig:
@@ -232,6 +279,7 @@ def check_teachers(config: DistillConfig) -> None:
     """Refuses teachers that cannot score what the student samples. Raises ConfigError."""
     teachers = teachers_of(config)
     wanted = K3Config.from_json(weights_of(config.model.start) / "config.json").vocab_size
+    own = _hash_of(config.model.start)
     for domain, directory in teachers.items():
         found = K3Config.from_json(weights_of(directory) / "config.json").vocab_size
         if found != wanted:
@@ -241,6 +289,16 @@ def check_teachers(config: DistillConfig) -> None:
                 key=f"teachers.{domain}",
                 got=found,
                 wanted=str(wanted),
+            )
+        theirs = _hash_of(directory)
+        if theirs is not None and own is not None and theirs != own:
+            raise ConfigError(
+                f"the teacher of {domain}, {directory}, has another tokenizer (hash {theirs:.12}) than the student "
+                f"{config.model.start} ({own:.12}): it would read the student's tokens as other texts. Name a teacher "
+                "with the same tokenizer",
+                key=f"teachers.{domain}",
+                got=theirs,
+                wanted=own,
             )
 
 

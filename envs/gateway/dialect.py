@@ -39,7 +39,7 @@ class ProgramRequest(openai.Conversation):
     stream_options: _StreamOptions | None = None
 
     def request(self) -> TurnRequest:
-        """What the session is asked. Raises RequestError for what it cannot record, XTMLError."""
+        """What the session is asked. Raises RequestError for what it cannot record, ChatError."""
         if self.n not in (None, 1):
             raise RequestError(f"n is {self.n}; one answer is recorded per request", code=_INVALID, param="n")
         if self.stop:

@@ -19,7 +19,7 @@ from typing import Any
 
 from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, EpisodeRecorder, Policy, Rendered, TurnSettings
 from k3rl.packed import Packed
-from k3rl.tokens import xtml
+from k3rl.tokens import chat_format
 from k3rl.tokens.openai import RequestError
 from k3rl.types import Budgets, EncodedImage, Episode, Message, Score, StopReason, Task, Turn
 
@@ -112,7 +112,7 @@ class GatewaySession:
     async def complete(self, request: TurnRequest) -> Reply:
         """The next turn of a conversation. One that is cut or malformed is its plain text.
 
-        Raises RequestError, XTMLError, TokenizerError or ImageError for a conversation that has no form, and whatever
+        Raises RequestError, ChatError, TokenizerError or ImageError for a conversation that has no form, and whatever
         the policy raises.
         """
         self._check_open()
@@ -143,7 +143,7 @@ class GatewaySession:
             message = Message("assistant", self._settings.tokenizer.decode(turn.sampled_ids, skip_special=True))
         else:
             calls = tuple(
-                dataclasses.replace(call, id=f"call_{self._recorder.turns}_{place}")
+                call if call.id is not None else dataclasses.replace(call, id=f"call_{self._recorder.turns}_{place}")
                 for place, call in enumerate(parsed.tool_calls)
             )
             message = dataclasses.replace(parsed, tool_calls=calls)
@@ -232,10 +232,9 @@ class GatewaySession:
             for exchange in reversed(branch.exchanges):
                 if _same_assistant(message, exchange.message):
                     return exchange.turn.sampled_ids, self._whole(exchange)
-        thinking = self._settings.thinking
-        prompt = xtml.render([], thinking=thinking)
-        whole = xtml.render([dataclasses.replace(message, name=None)], thinking=thinking, add_generation_prompt=False)
-        return tuple(self._settings.tokenizer.encode_segments(whole[len(prompt) :])), message
+        tokenizer = self._settings.tokenizer
+        own = chat_format(tokenizer).sampled(message, thinking=self._settings.thinking)
+        return tuple(tokenizer.encode_segments(own)), message
 
     # --------------------------------------------------------------------------------------------- budgets, ends
 

@@ -2,6 +2,7 @@
 
 official.py  a model's official tensors        hf.py  shards.py    directories of them: load, save
 adapter.py   adapters in PEFT's format         card.py     facts about a checkpoint
+tokenizer.py    the tokenizer, checked against the model
 inspect.py   parameters and bytes of a model   export.py   copies, merged adapters, exported training states
 train_state.py  state_writer.py    training state: on disk, saved and restored
 delta.py     a version as its difference from another       manifest.py  fingerprint.py    which weights they are
@@ -40,6 +41,7 @@ from k3rl.checkpoint.official import (
     second_model,
 )
 from k3rl.checkpoint.state_writer import StateWriter, refuse_foreign, restore
+from k3rl.checkpoint.tokenizer import load_tokenizer
 from k3rl.checkpoint.train_state import (
     TrainState,
     TrainStateError,
@@ -85,6 +87,7 @@ __all__ = [
     "layouts_of",
     "load_adapter",
     "load_checkpoint",
+    "load_tokenizer",
     "manifest_digest",
     "manifest_of",
     "merge_adapter",

@@ -87,7 +87,7 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
     if about.get("rounded_to") == "bfloat16":  # by the program that trained it, before anything else
         masters = trainer.native.optimizer.masters(trainer.native.optimizer.names)
         trainer.native.optimizer.set_masters({name: value.bfloat16() for name, value in masters.items()})
-    tokenizer = Tokenizer.builtin() if start is None else _tokenizer(Path(start))
+    tokenizer = Tokenizer.builtin("k2" if built.flat else "xtml") if start is None else _tokenizer(Path(start))
     card = {"stage": state.directory.parent.name, "steps": state.extra.get("step", trainer.steps)}
     if merged and model.adapter is not None:
         merge(model)

@@ -18,7 +18,7 @@ from k3rl.data.chat_files import DatasetError, raw_rows
 from k3rl.data.chat_forms import ChatExample, Messages, example_of
 from k3rl.data.images import rows_per_token
 from k3rl.data.sft import chat_sequence
-from k3rl.tokens import ImageError, Tokenizer, TokenizerError, xtml
+from k3rl.tokens import ChatError, ImageError, Tokenizer, TokenizerError, xtml
 
 Thinking: TypeAlias = Literal["auto", "on", "off"]
 MAX_PROBLEMS = 10_000  # kept of one file; a file of that many is another kind of file
@@ -185,7 +185,7 @@ def _looked_at(
             thinking_effort=own if channel else None,
             folder=path.parent,
         )
-    except (xtml.XTMLError, TokenizerError, ImageError) as error:
+    except (ChatError, TokenizerError, ImageError) as error:
         yield Problem(example.row, getattr(error, "key", "") or "messages", str(error))
         return
     rows = rows_per_token(sequence.ids, sequence.images, tokenizer.special("media_pad")) if sequence.images else None
@@ -236,7 +236,7 @@ def _wrong_messages(messages: Messages) -> Iterator[tuple[str, str]]:
     for number, said in enumerate(messages):
         try:
             xtml.check(said, number)
-        except xtml.XTMLError as error:
+        except ChatError as error:
             yield error.key or "messages", str(error)
 
 

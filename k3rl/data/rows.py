@@ -146,7 +146,10 @@ def groups(
 
 def message_to_dict(message: Message, images: Mapping[str, EncodedImage]) -> dict[str, Any]:
     """A message as JSON values, with references to these images; `message_from_dict` gives it back."""
-    calls = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in message.tool_calls]
+    calls = [
+        {"name": call.name, "arguments": call.arguments, "id": call.id, "text": call.text}
+        for call in message.tool_calls
+    ]
     return {
         "role": message.role,
         "content": referring(message.content, images),
@@ -159,7 +162,9 @@ def message_to_dict(message: Message, images: Mapping[str, EncodedImage]) -> dic
 
 def message_from_dict(data: Mapping[str, Any], images: Mapping[str, EncodedImage]) -> Message:
     """The message that `message_to_dict` wrote."""
-    calls = tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in data["tool_calls"])
+    calls = tuple(
+        ToolCall(call["name"], call["arguments"], call["id"], call.get("text")) for call in data["tool_calls"]
+    )
     content = restored(data["content"], images)
     return Message(data["role"], content, data["reasoning"], calls, data["name"], data["tool_call_id"])
 

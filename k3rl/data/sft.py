@@ -18,7 +18,7 @@ from k3rl.data.batch import TrainSequence
 from k3rl.data.chat_files import DatasetError, RawRow, fingerprint_of, kind_of, raw_rows
 from k3rl.data.chat_forms import ChatExample, Messages, example_of
 from k3rl.data.images import ImagePatches, conversation_images
-from k3rl.tokens import Tokenizer, xtml
+from k3rl.tokens import Tokenizer, chat_format, xtml
 
 if TYPE_CHECKING:
     import datasets
@@ -143,14 +143,13 @@ def encode_example(
     True is exactly what the policy would sample: the assistant message after the generation prefix, END_OF_MSG
     included. Arguments that are not JSON are masked out (k3.md 10.2). `images` (`conversation_images`) get one
     placeholder id each, behind their original size; without them an image is the text of its placeholder. Raises
-    XTMLError or TokenizerError for a conversation that cannot be written, XTMLError when it has no assistant turn.
+    ChatError or TokenizerError for a conversation that cannot be written, ChatError when it has no assistant turn.
     """
-    segments, trained = xtml.render_trained(
+    segments, trained = chat_format(tokenizer).render_trained(
         messages,
         tools=tools,
         thinking=thinking,
         thinking_effort=thinking_effort,
-        add_generation_prompt=False,
         image_prompts=None if images is None else [image.prompt for image in images],
     )
     if not any(trained):

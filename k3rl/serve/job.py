@@ -10,8 +10,8 @@ from typing import Any
 
 from k3rl.engine import Tokens
 from k3rl.serve.driver import Stream
-from k3rl.tokens import Tokenizer, openai, xtml
-from k3rl.tokens.openai import Channels, ChatRequest, PlainText, TextRequest
+from k3rl.tokens import Tokenizer, chat_format, openai
+from k3rl.tokens.openai import Channels, ChatRequest, K2Channels, PlainText, TextRequest
 from k3rl.types import Completion, Message
 
 
@@ -20,7 +20,7 @@ class Choice:
     """One sample as it grows: its text by channel, and at its end the completion that it came from."""
 
     index: int
-    text: PlainText | Channels
+    text: PlainText | Channels | K2Channels
     said: dict[str, str] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
 
@@ -60,12 +60,12 @@ class Job:
     @property
     def thinks(self) -> bool:
         """Whether the answer begins in the think channel."""
-        return isinstance(self.body, ChatRequest) and self.body.thinks
+        return isinstance(self.body, ChatRequest) and self.body.thinks and chat_format(self.tokenizer).thinks
 
     def add(self, stream: Stream) -> None:
         """One more sample."""
         stop = stream.params.stop
-        text = Channels(self.tokenizer, stop, self.thinks) if self.chat else PlainText(self.tokenizer, stop)
+        text = openai.channels(self.tokenizer, stop, self.thinks) if self.chat else PlainText(self.tokenizer, stop)
         self.choices.append(Choice(len(self.choices), text))
         self.streams.append(stream)
 
@@ -162,7 +162,7 @@ class Job:
     def _logprobs(self, choice: Choice, tokens: Tokens) -> dict[str, Any]:
         """Of the last tokens of a choice, where they are asked for."""
         given = tokens.ids, tokens.logprobs, tokens.alternatives
-        if isinstance(choice.text, Channels):
+        if isinstance(choice.text, Channels | K2Channels):
             return {"logprobs": openai.chat_logprobs(self.tokenizer, *given)} if self.body.logprobs else {}
         if self.body.logprobs is None:
             return {}
@@ -171,6 +171,6 @@ class Job:
 
     def _calls(self, choice: Choice) -> list[dict[str, Any]]:
         """The tool calls of a whole, valid turn; ids are unique within the answer."""
-        message = xtml.parse(choice.ids, self.tokenizer, thinking=self.thinks)
+        message = chat_format(self.tokenizer).parse(choice.ids, thinking=self.thinks)
         calls = message.tool_calls if isinstance(message, Message) else ()
         return openai.tool_calls(calls, f"{self.id[-8:]}_{choice.index}")

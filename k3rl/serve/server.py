@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from k3rl.checkpoint import load_checkpoint
+from k3rl.checkpoint import load_checkpoint, load_tokenizer
 from k3rl.config import ConfigError, MissingResource
 from k3rl.data import ImagePatches, preprocess_files
 from k3rl.engine import (
@@ -47,7 +47,7 @@ from k3rl.serve.driver import EngineDriver
 from k3rl.serve.events import ANTHROPIC, OPENAI, Dialect, EventStream, disconnected, merged
 from k3rl.serve.job import Job
 from k3rl.serve.metrics import ServerMetrics, engine_counters
-from k3rl.tokens import Tokenizer, anthropic, openai, xtml
+from k3rl.tokens import Tokenizer, anthropic, chat_format, openai
 from k3rl.tokens.openai import MALFORMED, ChatRequest, RequestError, TextRequest
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
@@ -171,7 +171,7 @@ def serve_checkpoint(
     is no such device.
     """
     options = options or EngineOptions()
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = load_tokenizer(directory)
     torch.set_num_threads(options.threads)
     place, dtype = place_of(options.device)
 
@@ -315,6 +315,7 @@ class Server:
         return await self._chat(request, body, ANTHROPIC)
 
     async def _chat(self, request: Request, body: ChatRequest, dialect: Dialect = OPENAI) -> Response:
+        body = body.fitted(self.tokenizer)
         sees = self._engine().model.config.vision_config is not None
         shown, images = await asyncio.to_thread(self._images, body, sees)  # none of this may keep others waiting
         prompt = await asyncio.to_thread(body.prompt_ids, self.tokenizer, shown)
@@ -366,7 +367,7 @@ class Server:
         except ValueError as error:
             raise RequestError(str(error), param="response_format") from error
         if constraint is not None:
-            only = SamplingParams(max_tokens=1, stop_ids=(xtml.stop_id(self.tokenizer),), constraint=constraint)
+            only = SamplingParams(max_tokens=1, stop_ids=(chat_format(self.tokenizer).stop_id,), constraint=constraint)
             if self._compiling_now >= self.limits.compiling:
                 message = f"{self._compiling_now} constraints are being compiled; try later"
                 raise RequestError(message, status=429, code="rate_limit_exceeded")
@@ -394,7 +395,7 @@ class Server:
             room = context - length
             try:
                 default = room if isinstance(body, ChatRequest) else min(room, _TEXT_TOKENS)
-                params = body.params(max(default, 1), xtml.stop_id(self.tokenizer))
+                params = body.params(max(default, 1), chat_format(self.tokenizer).stop_id)
             except ValueError as error:
                 raise RequestError(str(error)) from error
             if params.max_tokens > room:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from k3rl.tokens.tokenizer import Tokenizer
 
 
+def turn_text(tokenizer: Tokenizer) -> TurnText:
+    """The reader of turns in the tokenizer's chat form."""
+    return TurnText(tokenizer) if tokenizer.form == "xtml" else K2TurnText(tokenizer)
+
+
 class TurnText:
-    """Reads the tokens of a turn in their order. Without any special token all of it is text."""
+    """Reads the tokens of a turn in their order. Without any special token all of it is text. This one knows XTML."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -30,4 +35,26 @@ class TurnText:
             self._header = None
         elif name == "end_of_msg":
             self._header, self._calls = None, False
+        return None
+
+
+class K2TurnText(TurnText):
+    """In K2's form: neither the head of a turn nor a tool call is text."""
+
+    _BEGINS = ("im_user", "im_assistant", "im_system", "tool_calls_section_begin")
+    _ENDS = ("im_middle", "im_end", "tool_calls_section_end")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._inside = False
+
+    def feed(self, token: int) -> bytes | None:
+        """See `TurnText.feed`."""
+        if token >= self._tokenizer.vocab_size:
+            return None
+        name = self._tokenizer.special_name(token)
+        if name is None:
+            return None if self._inside else self._tokenizer.decode_bytes([token])
+        if name in self._BEGINS or name in self._ENDS:
+            self._inside = name in self._BEGINS
         return None

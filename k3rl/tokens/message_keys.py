@@ -50,8 +50,8 @@ _MEANT = {
 }
 
 
-class XTMLError(ValueError):
-    """A conversation that has no XTML form; the message says which message and what it should be.
+class ChatError(ValueError):
+    """A conversation that has no form; the message says which message and what it should be.
 
     key: of the message, where the error is of one.
     """
@@ -59,6 +59,10 @@ class XTMLError(ValueError):
     def __init__(self, message: str, key: str = "") -> None:
         super().__init__(message)
         self.key = key
+
+
+class XTMLError(ChatError):
+    """A conversation that has no XTML form, or none in any chat form."""
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:

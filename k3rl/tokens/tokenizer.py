@@ -1,4 +1,4 @@
-"""Text <-> token ids for the builtin 512-id table and for K3's tiktoken ranks (k3.md 10.1).
+"""Text <-> token ids for the builtin 512-id tables and for the tiktoken ranks of K2 and K3 (k3.md 10.1).
 
 Both run on tiktoken's byte pair encoder. `encode` never gives a special id, whatever the text says; only
 `encode_segments` does, for the `Special` pieces that the renderer made.
@@ -18,7 +18,8 @@ from typing import Any
 
 import tiktoken
 
-from k3rl.tokens import vocab
+from k3rl.tokens import special_ids, vocab
+from k3rl.tokens.chat_template import ChatTemplate, find_template
 from k3rl.tokens.segments import Segment, Special
 from k3rl.tokens.vocab import TokenizerError, Vocabulary
 
@@ -46,10 +47,18 @@ class Tokenizer:
         )
 
     @classmethod
-    def builtin(cls) -> Tokenizer:
-        """The 512-id tokenizer of the small sizes; its special ids are those of `tokens.special_ids`."""
+    def builtin(cls, form: vocab.ChatForm = "xtml") -> Tokenizer:
+        """The 512-id tokenizer of the small sizes; its special ids are those of `tokens.special_ids`.
+
+        form: "k2" for those of Kimi Linear. It has one merge less, as its chat form has one special token more.
+        """
         path = importlib.resources.files("k3rl.tokens") / "small_vocab.json"
-        return cls(vocab.small_vocabulary(path.read_text(encoding="utf-8"), "k3rl/tokens/small_vocab.json"))
+        text = path.read_text(encoding="utf-8")
+        if form == "k2":
+            table = json.loads(text)
+            table = table | {"merges": table["merges"][:-1], "specials": special_ids.SMALL_K2_SPECIAL_IDS}
+            text = json.dumps(table, ensure_ascii=False, indent=1)
+        return cls(vocab.small_vocabulary(text, "k3rl/tokens/small_vocab.json"))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Tokenizer:
@@ -81,6 +90,19 @@ class Tokenizer:
         companions = {vocab.CONFIG_FILE: vocab.added_tokens_config(self._specials), **self._vocabulary.companions}
         for name, data in companions.items():
             _write(folder / name, data)
+
+    @property
+    def form(self) -> vocab.ChatForm:
+        """The chat form that the special tokens are made for; `chat_format` speaks it."""
+        return self._vocabulary.form
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The chat template that came along, in a file of its own or in the tokenizer's configuration.
+
+        Raises TokenizerError for one that cannot be read.
+        """
+        return find_template(self._vocabulary)
 
     @property
     def vocab_size(self) -> int:

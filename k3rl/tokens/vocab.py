@@ -1,4 +1,4 @@
-"""Reading and writing the two vocabulary formats: the small sizes' JSON table and K3's tiktoken ranks.
+"""Reading and writing the two vocabulary formats: the small sizes' JSON table, and the tiktoken ranks of K2 and K3.
 
 A `Vocabulary` is data only; `tokenizer.py` turns it into a tokenizer.
 """
@@ -11,14 +11,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from k3rl.tokens import special_ids
 
 SMALL_FILE = "k3rl_tokenizer.json"
 RANKS_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
-# Files of a released K3 that other programs need beside the ranks. Carried along as bytes, never imported.
-COMPANION_FILES = (CONFIG_FILE, "tokenization_kimi.py", "encoding_k3.py", "special_tokens_map.json")
+TEMPLATE_FILE = "chat_template.jinja"
+# Files of a released model that other programs need beside the ranks. Carried along as bytes, never imported.
+COMPANION_FILES = (CONFIG_FILE, TEMPLATE_FILE, "tokenization_kimi.py", "encoding_k3.py", "special_tokens_map.json")
 TOKENIZER_FILES = (SMALL_FILE, RANKS_FILE, *COMPANION_FILES)
 
 # Digits always single, nothing merges across a newline, merges over spaces are allowed.
@@ -41,6 +43,9 @@ K3_PATTERN = "|".join(
     ]
 )
 
+ChatForm: TypeAlias = Literal["xtml", "k2"]
+# What only one chat form has; the ranks of both are the same.
+_MARKS: dict[ChatForm, str] = {"xtml": "end_of_msg", "k2": "im_middle"}
 _K3_RESERVED = special_ids.K3_VOCAB_SIZE - special_ids.K3_RANKS
 
 
@@ -52,7 +57,8 @@ class TokenizerError(ValueError):
 class Vocabulary:
     """ranks: token bytes -> id; specials: name -> id, ids after all ranks; pattern: the split regex.
 
-    `source` is the small table's own JSON text; `companions` are K3 files carried along by name.
+    `source` is the small table's own JSON text; `companions` are released files carried along by name; `folder` is
+    where they are from, for messages.
     """
 
     ranks: Mapping[bytes, int]
@@ -60,6 +66,12 @@ class Vocabulary:
     specials: Mapping[str, int]
     source: str | None = None
     companions: Mapping[str, bytes] = field(default_factory=dict)
+    folder: str = ""
+
+    @property
+    def form(self) -> ChatForm:
+        """The chat form that the special tokens are made for."""
+        return "k2" if _MARKS["k2"] in self.specials else "xtml"
 
 
 def small_vocabulary(text: str, where: str) -> Vocabulary:
@@ -117,33 +129,63 @@ def format_ranks(ranks: Mapping[bytes, int]) -> bytes:
 
 def k3_specials(ranks: int) -> dict[str, int]:
     """Names and ids of the 256 specials that follow `ranks` ordinary ids; unnamed ones are reserved_token_ID."""
+    return _specials(ranks, special_ids.K3_SPECIAL_IDS)
+
+
+def k2_specials(ranks: int) -> dict[str, int]:
+    """`k3_specials` for Kimi K2 and Kimi Linear."""
+    return _specials(ranks, special_ids.K2_SPECIAL_IDS)
+
+
+def _specials(ranks: int, released: Mapping[str, int]) -> dict[str, int]:
     shift = ranks - special_ids.K3_RANKS
-    named = {value + shift: name for name, value in special_ids.K3_SPECIAL_IDS.items()}
+    named = {value + shift: name for name, value in released.items()}
     return {named.get(value, f"reserved_token_{value}"): value for value in range(ranks, ranks + _K3_RESERVED)}
 
 
 def read_ranks_folder(folder: Path) -> Vocabulary:
-    """The K2/K3 vocabulary of a checkpoint folder (k3.md 10.1), its companion files carried along as bytes."""
+    """The K2 or K3 vocabulary of a checkpoint folder (k3.md 10.1), its companion files carried along as bytes."""
     path = folder / RANKS_FILE
     ranks = parse_ranks(path.read_bytes(), str(path))
-    specials = k3_specials(len(ranks))
     companions = {name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()}
-    if CONFIG_FILE in companions:
-        _check_added_tokens(companions[CONFIG_FILE], specials, folder / CONFIG_FILE)
-    return Vocabulary(ranks, K3_PATTERN, specials, companions=companions)
+    said = _added_tokens(companions[CONFIG_FILE], folder / CONFIG_FILE) if CONFIG_FILE in companions else {}
+    specials = (k2_specials if _form(said, folder) == "k2" else k3_specials)(len(ranks))
+    _check_added_tokens(said, specials, folder / CONFIG_FILE)
+    return Vocabulary(ranks, K3_PATTERN, specials, companions=companions, folder=str(folder))
 
 
-def _check_added_tokens(config: bytes, specials: Mapping[str, int], path: Path) -> None:
-    """Refuse a folder that says another id for a token we know by name: every prompt would be wrong."""
+def _added_tokens(config: bytes, path: Path) -> dict[str, int]:
+    """Special tokens as text -> id, as a tokenizer_config.json says."""
     try:
         added = json.loads(config).get("added_tokens_decoder", {})
-        said = {entry["content"]: int(key) for key, entry in added.items()}
+        return {entry["content"]: int(key) for key, entry in added.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TokenizerError(f"{path} cannot be read as a tokenizer config: {error!r}") from error
-    for name, string in special_ids.SPECIAL_STRINGS.items():
-        if said.get(string, specials[name]) != specials[name]:
+
+
+def _form(said: Mapping[str, int], folder: Path) -> ChatForm:
+    """By the tokens that are named; where none tells, K2's beside a Kimi Linear, else K3's."""
+    found = [form for form, mark in _MARKS.items() if special_string(mark) in said]
+    if len(found) == 2:
+        marks = " and ".join(map(special_string, _MARKS.values()))
+        raise TokenizerError(f"{folder / CONFIG_FILE} names {marks}, which are of two chat forms; wanted one of them")
+    if found:
+        return found[0]
+    try:
+        model = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):  # whoever reads the model says what is wrong with it
+        return "xtml"
+    flat = isinstance(model, dict) and model.get("model_type") == "kimi_linear" and "text_config" not in model
+    return "k2" if flat else "xtml"
+
+
+def _check_added_tokens(said: Mapping[str, int], specials: Mapping[str, int], path: Path) -> None:
+    """Refuse a folder that says another id for a token we know by name: every prompt would be wrong."""
+    for name, value in specials.items():
+        string = special_string(name)
+        if said.get(string, value) != value:
             raise TokenizerError(
-                f"{path} gives {string} the id {said[string]}, the ranks beside it give {specials[name]}; "
+                f"{path} gives {string} the id {said[string]}, the ranks beside it give {value}; "
                 "the two files are not of one tokenizer"
             )
 

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from k3rl.tokens.message_keys import XTMLError
+from k3rl.tokens.reader import ParseError
 from k3rl.tokens.tokenizer import Tokenizer
 from k3rl.tokens.xtml_normalize import normalize
-from k3rl.tokens.xtml_parse import ParseError, parse
+from k3rl.tokens.xtml_parse import parse
 from k3rl.tokens.xtml_render import (
     IMAGE_PLACEHOLDER,
     continuation,

@@ -27,12 +27,16 @@ class ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class NormalizedCall:
-    """One tool call. `raw` is the argument string when it is not JSON; `arguments` is then empty."""
+    """One tool call. `raw` is the argument string when it is not JSON; `arguments` is then empty.
+
+    text: the argument string where one was given, JSON or not.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     raw: str | None
     id: str | None
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +129,15 @@ def plain(value: Any, depth: int = 0) -> Any:
     raise XTMLError(f"{value!r} of type {type(value).__name__} has no JSON form")
 
 
-def dump_json(value: Any, *, compact: bool = False) -> str:
-    """JSON text, non-ASCII kept: with Python's separators, or compact with keys sorted at every depth.
+def dump_json(value: Any, *, compact: bool = False, separators: tuple[str, str] | None = None) -> str:
+    """JSON text, non-ASCII kept: with Python's separators or these, or compact with keys sorted at every depth.
 
     Raises XTMLError for an integer that Python refuses to print (more than 4,300 digits).
     """
     try:
         if compact:
             return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, separators=separators)
     except ValueError as error:
         raise XTMLError(f"a value has no JSON text: {error}") from error
 
@@ -214,8 +218,9 @@ def _parts(content: Any, where: str, thinks: bool) -> tuple[str, tuple[ContentPa
 def _call(call: Any, where: str) -> NormalizedCall:
     name: Any
     arguments: Any
+    text = None
     if isinstance(call, ToolCall):
-        name, arguments, call_id = call.name, call.arguments, call.id
+        name, arguments, call_id, text = call.name, call.arguments, call.id, call.text
     elif isinstance(call, Mapping):
         function = call.get("function", call)
         if not isinstance(function, Mapping):
@@ -231,7 +236,21 @@ def _call(call: Any, where: str) -> NormalizedCall:
     if not isinstance(name, str) or not name:
         raise XTMLError(f"{where} has a tool call named {name!r}; wanted a non-empty name", "tool_calls")
     parsed, raw = _arguments(arguments, f"{where}, call of {name}")
-    return NormalizedCall(name, parsed, raw, None if call_id is None else str(call_id))
+    return NormalizedCall(
+        name, parsed, raw, None if call_id is None else str(call_id), _written(arguments, parsed, text)
+    )
+
+
+def _written(arguments: Any, parsed: Mapping[str, Any], text: str | None) -> str | None:
+    """The argument string as it came; None where a mapping was given, or `text` is not of that mapping."""
+    if isinstance(arguments, str):
+        return arguments
+    if text is None:
+        return None
+    try:
+        return text if (load_json(text) if text.strip() else {}) == parsed else None
+    except ValueError:
+        return None
 
 
 def _arguments(arguments: Any, where: str) -> tuple[dict[str, Any], str | None]:

@@ -11,8 +11,9 @@ its own (`grammar_process.py`): what hangs or ends it is refused.
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from k3rl.engine.sampling.json_schema import MAX_WHITESPACE, SchemaError, check_
 from k3rl.engine.sampling.patterns import enforced
 from k3rl.engine.sampling.sampler import Allowed
 from k3rl.engine.uploads import upload
-from k3rl.tokens import Tokenizer
+from k3rl.tokens import Tokenizer, chat_format
 from k3rl.types import Constraint, SamplingParams
 
 MAX_SOURCE = 65_536  # characters
@@ -143,7 +144,7 @@ class Grammars:
         with self._lock:
             if self._processes is None or self._processes.closed:
                 texts = [_token_text(tokenizer, token) for token in range(min(tokenizer.vocab_size, self._vocab_size))]
-                stops = [tokenizer.special("end_of_msg")]
+                stops = [chat_format(tokenizer).stop_id]
                 self._info = module.TokenizerInfo(
                     texts, module.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=stops
                 )
@@ -193,14 +194,14 @@ def _turn_format(text: dict[str, Any] | None, constraint: Constraint, tokenizer:
     Without a text, an empty response and one call of the constraint's tool.
     """
 
-    def tag(kind: str, name: str) -> list[dict[str, Any]]:
-        return [special(kind), {"type": "const_string", "value": name}, special("sep")]
-
     def special(name: str) -> dict[str, Any]:
         return {"type": "token", "token": tokenizer.special(name)}
 
-    def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "sequence", "elements": list(parts)}
+    if tokenizer.form == "k2":
+        return _k2_turn(text, constraint, special)
+
+    def tag(kind: str, name: str) -> list[dict[str, Any]]:
+        return [special(kind), {"type": "const_string", "value": name}, special("sep")]
 
     structure = {tokenizer.special(name) for name in ("open", "close", "sep")}
     specials = [token for token in range(tokenizer.vocab_size) if tokenizer.special_name(token) is not None]
@@ -212,12 +213,53 @@ def _turn_format(text: dict[str, Any] | None, constraint: Constraint, tokenizer:
             raise SchemaError(f"the tool has {len(constraint.source)} characters; at most {MAX_SOURCE} are taken")
         call = call_format(constraint.source, special)
         tools = [*tag("open", "tools"), *call, *tag("close", "tools")]
-        return sequence(*begin, *tag("close", "response"), *tools, *tag("close", "message"))
-    answer = sequence(text, *tag("close", "response"), *tag("close", "message"))
-    if constraint.calls:
-        called = sequence(free, *tag("close", "response"), *tag("open", "tools"), calls, *tag("close", "message"))
-        answer = {"type": "or", "elements": [answer, called]}
-    return sequence(*begin, answer)
+        return _sequence(*begin, *tag("close", "response"), *tools, *tag("close", "message"))
+    answer = _sequence(text, *tag("close", "response"), *tag("close", "message"))
+    called = _sequence(free, *tag("close", "response"), *tag("open", "tools"), calls, *tag("close", "message"))
+    return _sequence(*begin, _answer(constraint, answer, called))
+
+
+def _k2_turn(
+    text: dict[str, Any] | None, constraint: Constraint, special: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
+    """A turn of `k2.parse` without its im_end. No more is asked of a call than that it has an id and JSON arguments.
+
+    Without a text, one call of the constraint's tool, whose arguments keep to its parameters.
+    """
+    name: dict[str, Any] = {"type": "regex", "pattern": r"[^\s:]{1,256}"}
+    arguments: Any = {"type": "object"}
+    if text is None:
+        if len(constraint.source) > MAX_SOURCE:
+            raise SchemaError(f"the tool has {len(constraint.source)} characters; at most {MAX_SOURCE} are taken")
+        tool = json.loads(constraint.source)
+        name = {"type": "const_string", "value": tool["name"]}
+        arguments = enforceable(json.dumps({"type": "object", **(tool.get("parameters") or {})}))
+    call = _sequence(
+        special("tool_call_begin"),
+        {"type": "const_string", "value": "functions."},
+        name,
+        {"type": "regex", "pattern": ":[0-9]{1,9}"},
+        special("tool_call_argument_begin"),
+        {"type": "json_schema", "json_schema": arguments, "max_whitespace_cnt": MAX_WHITESPACE},
+        special("tool_call_end"),
+    )
+    if text is None:
+        return _sequence(special("tool_calls_section_begin"), call, special("tool_calls_section_end"))
+    calls = {"type": "plus", "content": call}
+    called = _sequence(
+        {"type": "any_text"}, special("tool_calls_section_begin"), calls, special("tool_calls_section_end")
+    )
+    return _answer(constraint, text, called)
+
+
+def _answer(constraint: Constraint, said: dict[str, Any], called: dict[str, Any]) -> dict[str, Any]:
+    if constraint.calls == "only":
+        return called
+    return {"type": "or", "elements": [said, called]} if constraint.calls else said
+
+
+def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(parts)}
 
 
 @dataclass(frozen=True, slots=True)

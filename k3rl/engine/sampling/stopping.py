@@ -1,6 +1,6 @@
 """Stop strings, found in the bytes of sampled tokens.
 
-A match is byte-exact and may begin and end inside a token. Markup is no text (`k3rl.tokens.TurnText`): none is part of
+A match is byte-exact and may begin and end inside a token. Markup is no text (`k3rl.tokens.turn_text`): none is part of
 a match, and no match reaches across it, so that a text like "response" or "call" ends neither an answer nor a call.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from k3rl.tokens import Tokenizer, TurnText
+from k3rl.tokens import Tokenizer, turn_text
 
 
 class StopStrings:
@@ -17,7 +17,7 @@ class StopStrings:
     def __init__(self, stop: Sequence[str], tokenizer: Tokenizer) -> None:
         self._stop = [(text.encode(), text) for text in stop]
         self._keep = max(len(text) for text, _ in self._stop) - 1  # bytes that a later token could complete
-        self._text = TurnText(tokenizer)
+        self._text = turn_text(tokenizer)
         self._tail = b""
 
     def feed(self, token: int) -> str | None:

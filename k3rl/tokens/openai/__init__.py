@@ -52,7 +52,7 @@ from k3rl.tokens.openai.requests import (
     TextRequest,
     format_constraint,
 )
-from k3rl.tokens.openai.text import Channels, PlainText, TextCutter
+from k3rl.tokens.openai.text import Channels, K2Channels, PlainText, TextCutter, channels
 
 __all__ = [
     "DONE",
@@ -63,6 +63,7 @@ __all__ = [
     "Channels",
     "ChatRequest",
     "Conversation",
+    "K2Channels",
     "PlainText",
     "RequestError",
     "Sampling",
@@ -70,6 +71,7 @@ __all__ = [
     "TextCutter",
     "TextRequest",
     "cached_tokens",
+    "channels",
     "chat_logprobs",
     "chat_message",
     "chunks_of",

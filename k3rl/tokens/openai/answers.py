@@ -45,13 +45,18 @@ def tool_calls(calls: Sequence[ToolCall], prefix: str = "") -> list[dict[str, An
             "type": "function",
             "function": {
                 "name": call.name,
-                "arguments": call.arguments
-                if isinstance(call.arguments, str)
-                else json.dumps(call.arguments, ensure_ascii=False),
+                "arguments": _argument_text(call),
             },
         }
         for place, call in enumerate(calls)
     ]
+
+
+def _argument_text(call: ToolCall) -> str:
+    """As it was sampled, where that is known: a client sends it back, and it becomes the same tokens."""
+    if isinstance(call.arguments, str):
+        return call.arguments
+    return json.dumps(call.arguments, ensure_ascii=False) if not (call.text or "").strip() else str(call.text)
 
 
 def finish_reason(reason: StopReason, calls: Sequence[Any] = ()) -> str:

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from k3rl.config import K3Error
 from k3rl.tokens.images import ImageError
+from k3rl.tokens.message_keys import ChatError
 from k3rl.tokens.vocab import TokenizerError
-from k3rl.tokens.xtml_normalize import XTMLError
 
-NO_TOKENS = (XTMLError, TokenizerError, ImageError)  # what a conversation raises that has no tokens
+NO_TOKENS = (ChatError, TokenizerError, ImageError)  # what a conversation raises that has no tokens
 MALFORMED = (ValidationError, *NO_TOKENS)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from k3rl.tokens import xtml
+from k3rl.tokens.chat import chat_format
 from k3rl.tokens.images import encode_image, image_parts, image_prompts, part_source, url_bytes
 from k3rl.tokens.message_keys import LOSS_KEYS, XTMLError
 from k3rl.tokens.openai.errors import RequestError
@@ -134,9 +135,9 @@ class Conversation(Body):
         return min((limit for limit in limits if limit is not None), default=None)
 
     def as_messages(self) -> tuple[Message, ...]:
-        """The messages as values, which say what `xtml.render` makes of the rows.
+        """The messages as values, which say what a chat form makes of the rows.
 
-        Raises XTMLError, also for tools that a system message declares: a `Message` has none.
+        Raises ChatError, also for tools that a system message declares: a `Message` has none.
         """
         return tuple(_message(row, number) for number, row in enumerate(self.messages))
 
@@ -151,7 +152,9 @@ def _message(row: Mapping[str, Any], number: int) -> Message:
         if len(texts) < len(said.parts):
             raise XTMLError(f"message {number} shows an image; an assistant message is text")
         content = "".join(texts)
-    calls = tuple(ToolCall(call.name, call.arguments if call.raw is None else call.raw, call.id) for call in said.calls)
+    calls = tuple(
+        ToolCall(call.name, call.arguments if call.raw is None else call.raw, call.id, call.text) for call in said.calls
+    )
     call_id = said.call_id if said.role == "tool" else None
     return Message(said.role, content, said.reasoning or None, calls, said.name, call_id)
 
@@ -245,6 +248,7 @@ class ChatRequest(Conversation, Sampling):
     thinking: bool = True
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
+    _choice_is_said: bool = PrivateAttr(True)  # the prompt says which tools may be called
 
     @model_validator(mode="after")
     def _beside_logprobs(self) -> ChatRequest:
@@ -255,10 +259,37 @@ class ChatRequest(Conversation, Sampling):
     def alternatives(self) -> int:
         return self.top_logprobs or 0
 
+    def fitted(self, tokenizer: Tokenizer) -> ChatRequest:
+        """The request for a model of this tokenizer's chat form.
+
+        Where a form cannot say which tools may be called, a bias or a constraint keeps it. Raises RequestError for an
+        effort where nothing thinks.
+        """
+        if chat_format(tokenizer).thinks:
+            return self
+        if self.reasoning_effort not in (None, "none"):
+            raise RequestError(
+                f"reasoning_effort is {self.reasoning_effort!r} and this model's chat form has no think channel; leave "
+                "it out",
+                param="reasoning_effort",
+            )
+        bias = dict(self.logit_bias or {})
+        if self.tool_choice == "none":
+            bias[tokenizer.special("tool_calls_section_begin")] = -math.inf
+        made = self.model_copy(update={"thinking": False, "logit_bias": bias or None})
+        made._choice_is_said = False
+        return made
+
     @property
     def thinks(self) -> bool:
         """Whether the answer begins in the think channel."""
         return self.thinking and self.reasoning_effort != "none"
+
+    def _said_choice(self) -> str | None:
+        """What the prompt says of it."""
+        if not self._choice_is_said:
+            return None
+        return "required" if isinstance(self.tool_choice, NamedTool) else self.tool_choice
 
     def constraint(self) -> Constraint | None:
         """The constraint on the response channel of a whole turn, which may call the request's tools instead.
@@ -271,6 +302,8 @@ class ChatRequest(Conversation, Sampling):
                 raise ValueError("a named tool_choice leaves no response for a response_format; keep one of them")
             tool = json.dumps(self._tool(self.tool_choice.function.name))
             return Constraint("tool_call", tool, turn="think" if self.thinks else "response")
+        if self.tool_choice == "required" and not self._choice_is_said:
+            return Constraint("json_schema", _ANY_OBJECT, turn="response", calls="only")
         if text is None:
             return None
         calls = bool(self.tools) and self.tool_choice != "none"
@@ -289,7 +322,7 @@ class ChatRequest(Conversation, Sampling):
         """The images of the messages, in the order of their media blocks: `data:` URLs, nothing is downloaded.
 
         sees: whether the model has a vision tower; limit: images at most; pixel_limit: pixels of one at most. Raises
-        XTMLError, ImageError or RequestError.
+        ChatError, ImageError or RequestError.
         """
         parts = image_parts(self.messages)
         if parts and not sees:
@@ -309,15 +342,15 @@ class ChatRequest(Conversation, Sampling):
     def prompt_ids(self, tokenizer: Tokenizer, images: Sequence[EncodedImage] = ()) -> list[int]:
         """The conversation with the generation prefix, one placeholder for each of `images`.
 
-        Raises XTMLError or TokenizerError.
+        Raises ChatError or TokenizerError.
         """
         return tokenizer.encode_segments(
-            xtml.render(
+            chat_format(tokenizer).render(
                 self.messages,
                 tools=self.tools,
                 thinking=self.thinks,
                 thinking_effort=None if self.reasoning_effort == "none" else self.reasoning_effort,
-                tool_choice="required" if isinstance(self.tool_choice, NamedTool) else self.tool_choice,
+                tool_choice=self._said_choice(),
                 response_format=self.response_format,
                 image_prompts=image_prompts(images),
             )

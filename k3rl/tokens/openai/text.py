@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from k3rl.tokens.markup import TurnText
+from k3rl.tokens.markup import turn_text
 from k3rl.tokens.tokenizer import Tokenizer
 
 
@@ -54,7 +54,7 @@ class PlainText:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._tokenizer, self._cutter, self._markup = tokenizer, TextCutter(stop), TurnText(tokenizer)
+        self._tokenizer, self._cutter, self._markup = tokenizer, TextCutter(stop), turn_text(tokenizer)
         self._whole = TextCutter(())
         self._characters = 0
         self.offsets: list[int] = []
@@ -72,10 +72,32 @@ class PlainText:
         return [("text", text)] if text else []
 
 
+def channels(tokenizer: Tokenizer, stop: Sequence[str], thinking: bool) -> Channels | K2Channels:
+    """What reads an assistant turn in the tokenizer's chat form. thinking: it begins in the think channel."""
+    return Channels(tokenizer, stop, thinking) if tokenizer.form == "xtml" else K2Channels(tokenizer, stop)
+
+
+class K2Channels:
+    """`Channels` for K2's form, whose turns are content, and tool calls, which are left to the parser."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer, self._cutter, self._text = tokenizer, TextCutter(stop), turn_text(tokenizer)
+
+    def feed(self, ids: Iterable[int], final: bool = False) -> list[tuple[str, str]]:
+        """The text that these ids add; `final` with the last ones."""
+        text = ""
+        for token in ids:
+            piece = self._text.feed(token)
+            text += self._cutter.pass_over() if piece is None else self._cutter.feed(piece)
+        text += self._cutter.feed(b"", True) if final else ""
+        return [("content", text)] if text else []
+
+
 class Channels:
     """Sampled ids of an assistant turn -> (channel, piece) pairs of "reasoning_content" and "content".
 
-    Shows what there is of a turn that is cut off or malformed, too; tool calls are left to `xtml.parse`.
+    Shows what there is of a turn that is cut off or malformed, too; tool calls are left to `xtml.parse`. This one knows
+    XTML.
     """
 
     _NAMES = {"think": "reasoning_content", "response": "content"}
