@@ -78,18 +78,19 @@ class AnnotationWriter:
         expert_load: float [MoE layers, experts], any scale. version: of the weights that the step began with.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = [row for batch in batches for row in _rows(batch, scores)]
         place = {"stage": stage, "attempt": self._attempt, "step": step}
         file = self._folder / f"{stage}-a{self._attempt}-{step:06d}.parquet"
-        table = pa.Table.from_pylist([place | row for row in rows], schema=ANNOTATION_SCHEMA)
-        table = table.replace_schema_metadata({"schema_version": str(ANNOTATION_SCHEMA_VERSION)})
+        tables = [_table(place, batch, scores) for batch in batches] or [ANNOTATION_SCHEMA.empty_table()]
+        table = pa.concat_tables(tables).replace_schema_metadata({"schema_version": str(ANNOTATION_SCHEMA_VERSION)})
+        episodes = [name.partition("/")[0] for batch in batches for name in batch.sequence_ids]
+        advantages = [advantage for batch in batches for advantage in _advantages(batch)]
         part = file.with_name(file.name + ".tmp")
         pq.write_table(table, part, compression="zstd", compression_level=1)
         os.replace(part, file)
         line: dict[str, Any] = place | {
             "t": time.time(),
             "file": file.name,
-            "advantages": {row["episode_id"]: float(f"{row['advantage']:.6g}") for row in rows},
+            "advantages": {name: float(f"{own:.6g}") for name, own in zip(episodes, advantages, strict=True)},
             "scored": sum(batch_id in scores for batch in batches for batch_id in batch.sequence_ids),
         }
         if version is not None:
@@ -102,9 +103,10 @@ class AnnotationWriter:
 
 
 def read_annotations(file: Path, episode: str) -> list[dict[str, Any]]:
-    """The rows of one episode, a row a branch, as ANNOTATION_SCHEMA names them. Raises ValueError for another schema.
+    """The rows of one episode, a row a branch, as ANNOTATION_SCHEMA names them.
 
-    Raises FileNotFoundError when the file is gone.
+    Lists are arrays over the branch's tokens: bool [T], and float32 [T] with NaN where the file has null, or None.
+    Raises ValueError for another schema, FileNotFoundError when the file is gone.
     """
     with pq.ParquetFile(file) as source:
         metadata = source.schema_arrow.metadata or {}
@@ -112,7 +114,14 @@ def read_annotations(file: Path, episode: str) -> list[dict[str, Any]]:
         if version != str(ANNOTATION_SCHEMA_VERSION):
             raise ValueError(f"{file} is of schema version {version}; this program reads {ANNOTATION_SCHEMA_VERSION}")
         table = source.read()
-    return table.filter(pc.equal(table["episode_id"], episode)).to_pylist()
+    own = table.filter(pc.equal(table["episode_id"], episode))
+    return [{name: _value(own[name][number]) for name in own.column_names} for number in range(own.num_rows)]
+
+
+def _value(cell: pa.Scalar) -> Any:
+    if not isinstance(cell, pa.ListScalar) or not cell.is_valid:
+        return cell.as_py()
+    return cell.values.to_numpy(zero_copy_only=False).astype(np.float32 if cell.type == _FLOATS else bool)
 
 
 def load_reader() -> None:
@@ -133,30 +142,36 @@ def _append_line(path: Path, line: str) -> None:
         file.write(f"{line}\n".encode())
 
 
-def _rows(batch: TrainBatch, scores: Mapping[str, SequenceScores]) -> list[dict[str, Any]]:
-    """One row for each sequence of a batch, whose ids are `EPISODE/BRANCH`."""
-    rows = []
-    for number, name in enumerate(batch.sequence_ids):
-        start, stop = int(batch.cu_seqlens[number]), int(batch.cu_seqlens[number + 1])
-        mask, found = batch.loss_mask[start:stop], scores.get(name)
-        episode, _, branch = name.partition("/")
-        row: dict[str, Any] = {
-            "episode_id": episode,
-            "branch_id": branch,
-            "advantage": float(batch.advantages[start:stop][mask][0]) if mask.any() else 0.0,
-            "loss_mask": mask.tolist(),
-        }
-        if found is not None:
-            with np.errstate(over="ignore"):
-                ratios = np.exp(found.logprobs - batch.sampler_logprobs[start:stop])
-            row |= {
-                "learner_logprobs": _nullable(found.logprobs),
-                "entropies": _nullable(found.entropies),
-                "ratios": _nullable(ratios),
-            }
-        rows.append(row)
-    return rows
+def _table(place: Mapping[str, Any], batch: TrainBatch, scores: Mapping[str, SequenceScores]) -> pa.Table:
+    """A row for each sequence of a batch, whose ids are `EPISODE/BRANCH`; whole columns at once, as they are long."""
+    names, lengths = batch.sequence_ids, batch.lengths
+    found = [scores.get(name) for name in names]
+    blank = [np.full(length, np.nan, np.float32) for length in lengths]
+    logprobs, entropies = (
+        np.concatenate([gap if one is None else one[stream] for one, gap in zip(found, blank, strict=True)])
+        for stream in range(2)
+    )
+    with np.errstate(over="ignore"):
+        ratios = np.exp(logprobs - batch.sampler_logprobs)
+    offsets = pa.array(batch.cu_seqlens, pa.int32())
+    missing = pa.array([one is None for one in found], pa.bool_())
+
+    def lists(values: np.ndarray) -> pa.Array:
+        return pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32(), mask=np.isnan(values)), mask=missing)
+
+    columns = {name: [value] * len(names) for name, value in place.items()} | {
+        "episode_id": [name.partition("/")[0] for name in names],
+        "branch_id": [name.partition("/")[2] for name in names],
+        "advantage": _advantages(batch),
+        "loss_mask": pa.ListArray.from_arrays(offsets, pa.array(batch.loss_mask)),
+        "learner_logprobs": lists(logprobs),
+        "entropies": lists(entropies),
+        "ratios": lists(ratios),
+    }
+    return pa.table(columns, schema=ANNOTATION_SCHEMA)
 
 
-def _nullable(values: np.ndarray) -> pa.Array:
-    return [None if np.isnan(value) else float(value) for value in values]
+def _advantages(batch: TrainBatch) -> list[float]:
+    """That of each sequence, which all its trained tokens have; 0 where it has none."""
+    parts = (np.split(values, batch.cu_seqlens[1:-1]) for values in (batch.advantages, batch.loss_mask))
+    return [float(own[mask][0]) if mask.any() else 0.0 for own, mask in zip(*parts, strict=True)]
