@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -53,6 +53,7 @@ class AnswerStreams(ABC):
     def __init__(self) -> None:
         self._outboxes: dict[str, _Outbox] = {}
         self._tokens = KeptTokens()
+        self._moved = 0
 
     @abstractmethod
     def begin(self, requests: Sequence[Request]) -> list[asyncio.Future[Completion]]:
@@ -67,10 +68,22 @@ class AnswerStreams(ABC):
         """Conversations that do not go on, by the names that their requests' parameters had."""
         return
 
-    async def submit(self, client: str, batch: Sequence[tuple[int, SessionTurn]], ended: Sequence[int] = ()) -> None:
+    @property
+    def rows(self) -> int | None:
+        """Requests that the engine decodes at a time, where that is known."""
+        return None
+
+    async def demand(self) -> tuple[int, int | None]:
+        """(requests of all clients that have no answer, `rows`)."""
+        return sum(len(outbox.live) for outbox in self._outboxes.values()), self.rows
+
+    async def submit(
+        self, client: str, batch: Sequence[tuple[int, SessionTurn]], ended: Sequence[int] = (), moved: int = 0
+    ) -> tuple[int, int | None]:
         """Starts the requests of these tickets; `answers` gives what becomes of them. ended: conversations that do not
-        go on."""
+        go on. moved: conversations among them that another engine had; returns the `demand` with them."""
         self._end(client, ended)
+        self._moved += moved
         outbox = self._outboxes.setdefault(client, _Outbox())
         ready: list[tuple[int, SessionTurn]] = []
         requests: list[Request] = []
@@ -85,12 +98,13 @@ class AnswerStreams(ABC):
             requests.append((row, params, images) if images else (row, params))
             ready.append((ticket, turn))
         if not ready:  # conversations that ended, and nothing else
-            return
+            return await self.demand()
         for (ticket, turn), future in zip(ready, self.begin(requests), strict=True):
             outbox.live[ticket] = future
             turns = self._tokens.turns(client, turn.session)
             future.add_done_callback(partial(self._answered, client, turn.session, turns))
             future.add_done_callback(partial(outbox.put, ticket))
+        return await self.demand()
 
     def _answered(self, client: str, session: int, turns: int, future: asyncio.Future[Completion]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -131,8 +145,9 @@ class AnswerStreams(ABC):
             del self._outboxes[client]
 
     async def take_counts(self) -> dict[str, float]:
-        """What the engine has counted since the last call, by name."""
-        return {}
+        """What was counted since the last call, by name: here the conversations that came from other engines."""
+        moved, self._moved = self._moved, 0
+        return {"moved_conversations": float(moved)}
 
     async def check(self) -> None:
         """Comes back if the engine can go on. Raises EngineFailed."""
@@ -155,9 +170,11 @@ class Increments:
 class EngineClient:
     """An engine's actor as one client sees it. Requests of one turn of the event loop travel together."""
 
-    def __init__(self, engine: Any, name: str) -> None:
-        """engine: the handle of an actor that has `AnswerStreams`."""
-        self._engine, self._name = engine, name
+    def __init__(self, engine: Any, name: str, told: Callable[[int, int | None], None] = lambda *_: None) -> None:
+        """engine: the handle of an actor that has `AnswerStreams`. told: is given its demand and rows, as they become
+        known."""
+        self._engine, self._name, self._told = engine, name, told
+        self._moved = 0  # of what goes out next
         self._tickets = itertools.count()
         self._live: dict[int, asyncio.Future[Completion]] = {}
         self._conversations = Conversations()
@@ -169,9 +186,13 @@ class EngineClient:
         self.together = False
         """Whether answers are of use only when all have come; set before the first request."""
 
-    async def complete(self, request: Request, episode: str = "", last: bool = False) -> Completion:
+    async def complete(
+        self, request: Request, episode: str = "", last: bool = False, moved: bool = False
+    ) -> Completion:
         """The completion of a request, of the conversation of this episode that its prompt goes on; last: the episode
-        asks for nothing more. Raises ContextOutgrown, and EngineFailed for whatever else goes wrong."""
+        asks for nothing more; moved: another engine had the conversation so far. Raises ContextOutgrown, and
+        EngineFailed for whatever else goes wrong."""
+        self._moved += moved
         prompt, params, images = request if len(request) == 3 else (*request, ())
         ids, shown = np.asarray(prompt, np.int32), tuple(images)
         with self._conversations.turn(episode, ids) as (mine, base):
@@ -194,6 +215,10 @@ class EngineClient:
             if self._live.pop(ticket, None) is not None:  # whoever asked was ended meanwhile
                 self._take_back(ticket)
 
+    async def look(self) -> None:
+        """Has the engine tell its demand."""
+        self._told(*await self._engine.demand.remote())
+
     def end(self, episode: str) -> None:
         """The conversations of an episode do not go on."""
         if ended := self._conversations.end(episode):
@@ -212,13 +237,14 @@ class EngineClient:
     def _flush(self) -> None:
         batch, self._outgoing = self._outgoing, []
         ended, self._ended = self._ended, []
+        moved, self._moved = self._moved, 0
         if batch:
             self._reader = self._reader or asyncio.ensure_future(self._read())
-        self._in_background(self._submit(batch, ended))
+        self._in_background(self._submit(batch, ended, moved))
 
-    async def _submit(self, batch: Sequence[tuple[int, SessionTurn]], ended: Sequence[int]) -> None:
+    async def _submit(self, batch: Sequence[tuple[int, SessionTurn]], ended: Sequence[int], moved: int) -> None:
         try:
-            await self._engine.submit.remote(self._name, batch, ended)
+            self._told(*await self._engine.submit.remote(self._name, batch, ended, moved))
         except Exception as error:  # a lost engine is every waiting episode's error, and each reports it
             self._answer([(ticket, error) for ticket, _ in batch])
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -86,8 +88,8 @@ class ClusterConfig(Config):
     rollout_cpus: float = Field(0.25, gt=0)
     rollout_device: Literal["cpu", "cuda"] = "cpu"
     """Where each rollout actor's engine computes: on the CPU in float32, or on a GPU in bf16, states in float32."""
-    rollout_gpus: float = Field(1.0, gt=0)
-    """With rollout_device cuda, of each rollout actor; several may share one."""
+    rollout_gpus: float = Field(1.0, gt=0, le=1.0)
+    """With rollout_device cuda, of each rollout actor, whose engine computes on one GPU; several may share one."""
     environment_actors: int = Field(2, ge=1)
     """Each runs episodes against the rollout actors that are its share, or against one that it shares."""
     environment_cpus: float = Field(0.125, gt=0)
@@ -176,6 +178,20 @@ def most_rows(cluster: ClusterConfig) -> int:
 
 
 @contextmanager
+def _own_signals() -> Iterator[None]:
+    """Gives SIGTERM and SIGINT back to who handled them before: Ray's handler would end a run with its step unsaved.
+
+    Where nobody did, Ray's stays, which ends its daemons.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, handler)
+
+
+@contextmanager
 def start_ray(config: ClusterConfig) -> Iterator[None]:
     """Ray for the length of the block. A Ray that was running before is joined and left running.
 
@@ -187,18 +203,18 @@ def start_ray(config: ClusterConfig) -> Iterator[None]:
     joins = config.address is not None or bool(os.environ.get("RAY_ADDRESS"))
     if not joins:
         os.environ["OMP_NUM_THREADS"] = str(max(config.learner_threads, config.rollout_threads))
-    if joins:
-        ray.init(address=config.address or "auto", namespace="k3rl", log_to_driver=False, logging_level=logging.ERROR)
-    else:
-        ray.init(
-            address="local",  # never a cluster that happens to run on this machine
-            num_cpus=config.cpus or max(2, os.cpu_count() or 2),
-            include_dashboard=False,
-            object_store_memory=config.object_store_mb * 2**20,
-            namespace="k3rl",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    quiet: dict[str, Any] = {"namespace": "k3rl", "log_to_driver": False, "logging_level": logging.ERROR}
+    with _own_signals():
+        if joins:
+            ray.init(address=config.address or "auto", **quiet)
+        else:
+            ray.init(
+                address="local",  # never a cluster that happens to run on this machine
+                num_cpus=config.cpus or max(2, os.cpu_count() or 2),
+                include_dashboard=False,
+                object_store_memory=config.object_store_mb * 2**20,
+                **quiet,
+            )
     try:
         yield
     finally:

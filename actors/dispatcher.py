@@ -30,7 +30,9 @@ class Dispatcher:
     whether the reward of an episode depends on the others of its group, which is then graded when it is whole.
     skipped: task family -> the score of its episodes where they are not played any more. wanted: groups that the
     learner takes in all; None: without end. next_group, version: where a resumed run goes on; drawn: what `drawn` gave
-    before it was stopped, which is played again.
+    before it was stopped, which is played again, but for episodes that go on from where they stood: `going_on` has
+    these by id, with the version of their oldest token. begun: groups with lower numbers were begun by actors that were
+    lost, and count as played again.
     """
 
     def __init__(
@@ -44,11 +46,14 @@ class Dispatcher:
         next_group: int = 0,
         version: int = 0,
         drawn: Iterable[tuple[int, Sequence[EpisodeJob]]] = (),
+        begun: int = 0,
+        going_on: Mapping[str, int] | None = None,
     ) -> None:
         self.schedule, self.version, self.next_group = schedule, version, next_group
         self.counts = Counts()
         self._draw, self._compares, self._skipped = draw, compares, skipped
         self._wanted = wanted  # groups that are still to be taken
+        self._begun_before = begun
         self._first_batch_number = next_group // schedule.groups
         self._updates = 0  # publications
         self.groups, self._assigned = Groups(), Assignments()
@@ -59,9 +64,12 @@ class Dispatcher:
         self._first_of_batch = next_group  # synchronous: number of the first group that was not taken
         self._training = 0  # groups that were taken since the last publication
         self._phase_episodes = self._phase_ended = 0  # partial: active in this phase, and how many of them have ended
+        self._going_on = dict(going_on or {})
         for number, jobs in drawn:
             self._begin(number, jobs)
-            self.counts.replayed += len(jobs)
+            continued = sum(job.episode_id in self._going_on for job in jobs)
+            self.counts.continued += continued
+            self.counts.replayed += len(jobs) - continued
 
     # ---- what may start
 
@@ -128,6 +136,8 @@ class Dispatcher:
     def _start(self, episode_id: str, worker: int) -> Start:
         member = self.groups.member(episode_id)
         member.state, member.version = State.RUNNING, self.version
+        if (oldest := self._going_on.pop(episode_id, None)) is not None and member.attempt == 0:
+            member.version = min(oldest, self.version)
         self._assigned.start(worker, member)
         self.counts.started += 1
         self.counts.most_running = max(self.counts.most_running, self._assigned.running)
@@ -156,6 +166,8 @@ class Dispatcher:
         if not self._may_begin():
             return False
         self._begin(self.next_group, self._draw(self.next_group))
+        if self.next_group < self._begun_before:
+            self.counts.replayed += self.schedule.group_size
         self.next_group += 1
         return True
 

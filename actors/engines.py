@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from k3rl.actors.cluster import LEAST_ROWS, ClusterConfig, most_rows
@@ -14,7 +16,12 @@ from k3rl.config import ConfigError
 from k3rl.engine import Engine, PrefixCache, VLLMEngine, WeightUpdateError, device_bytes, rows_within
 from k3rl.model import K3Config, place_of
 from k3rl.tokens import Tokenizer
+from k3rl.types import SamplingParams
 
+log = logging.getLogger(__name__)
+
+_WARM_UP_GROUPS, _WARM_UP_TOKENS = 40, 60  # of a warm-up: more than captured steps take together, as at a run's start
+_WARM_UP_IDS = 200  # ids below it are text in every tokenizer
 _CACHE_SHARE = 8  # of a device's memory, for states of conversations, when nobody says how much
 
 
@@ -46,6 +53,21 @@ def k3rl_engine(
         prefix_cache=_prefix_cache(config, device),
         exact=own.exact,
     )
+
+
+def warm_up(engine: Engine) -> None:
+    """Has an engine without requests compute made-up ones: kernels are compiled, and steps of as many rows as it has
+    captured, before anybody waits for them. Nothing is left of them but what `totals_of` counts."""
+    most = min(engine.model.config.vocab_size, _WARM_UP_IDS)
+    ids = np.random.default_rng(0).integers(most, size=(_WARM_UP_GROUPS, _WARM_UP_TOKENS))
+    params = SamplingParams(max_tokens=3, seed=0, return_routes=True)
+    try:
+        for groups, copies in ((_WARM_UP_GROUPS, -(-engine.max_running // _WARM_UP_GROUPS)), (1, 1), (4, 8)):
+            engine.generate([ids[number].tolist() for number in range(groups) for _ in range(copies)], params)
+    except Exception as error:  # whoever asks for something meets it again, and is told
+        log.warning("an engine could not warm up: %s: %s", type(error).__name__, error)
+    finally:
+        engine.clear()
 
 
 def vllm_engine(

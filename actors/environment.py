@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from k3rl.actors.answers import EngineClient, Request
+from k3rl.actors.engine_places import EnginePlaces, Place
 from k3rl.actors.jobs import EpisodeJob, Tasks
 from k3rl.actors.schedule import Header
 from k3rl.envs import (
@@ -21,8 +22,10 @@ from k3rl.envs import (
     EngineFailed,
     EnvConfig,
     EpisodeContext,
+    EpisodeState,
     GuardedEnv,
     GuardedHarness,
+    KeptState,
     PromptCache,
     TurnSettings,
     gradable,
@@ -80,14 +83,23 @@ class Lockstep:
 class _Seat:
     """One episode at its engine (the `Policy` that `run_episode` sees). tokens: that it has been given.
 
-    name: of the episode's conversations, which the engine keeps until it leaves. turns: that it may ask for, at most.
+    place: its engine, which `places` may change between two turns, but for episodes in lockstep, whose batches are to
+    be the same in every run. name: of the episode's conversations, which the engine keeps until it leaves. turns: that
+    it may ask for, at most. kept: its newest state, from which it may go on in another process; resume: the one from
+    which it goes on here.
     """
 
-    def __init__(self, client: EngineClient, lockstep: Lockstep | None, order: int, name: str) -> None:
-        self._client, self._lockstep, self._order, self._name = client, lockstep, order, name
+    def __init__(
+        self, clients: Sequence[EngineClient], places: EnginePlaces, place: Place, lockstep: Lockstep | None,
+        order: int, name: str,
+    ) -> None:  # fmt: skip
+        self._clients, self._places, self.place = clients, places, place
+        self._lockstep, self._order, self._name = lockstep, order, name
         self.tokens = 0
         self.turns: int | None = None
-        self._asked = 0
+        self.kept: KeptState | None = None
+        self.resume: bytes | None = None
+        self._asked = self._waiting = 0
 
     async def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, images: Sequence[EncodedImage] = ()
@@ -96,13 +108,24 @@ class _Seat:
             await self._lockstep.wait(self._order)
         request: Request = (prompt_ids, params, tuple(images)) if images else (prompt_ids, params)
         self._asked += 1
-        completion = await self._client.complete(request, self._name, last=self._asked == self.turns)
+        before = self.place.engine
+        moves = self._places.ask(self.place, stay=self._lockstep is not None or self._waiting > 0)
+        if moves:
+            self._clients[before].end(self._name)
+        engine, last = self.place.engine, self._asked == self.turns
+        self._waiting += 1
+        try:
+            completion = await self._clients[engine].complete(request, self._name, last=last, moved=moves)
+        finally:
+            self._waiting -= 1
+            self._places.answered(engine)
         self.tokens += len(completion.token_ids)
         return completion
 
     def leave(self) -> None:
         """The episode has ended."""
-        self._client.end(self._name)
+        self._clients[self.place.engine].end(self._name)
+        self._places.leave(self.place)
         if self._lockstep is not None:
             self._lockstep.leave()
 
@@ -113,21 +136,26 @@ class EnvironmentWorker:
     `start` begins episodes, `events` tells of those that ended, `abort` and `stop` end them.
     """
 
-    def __init__(self, env: EnvConfig, *engines: Any) -> None:
-        """engines: the rollout actors that sample; the episodes of a group share one."""
+    def __init__(
+        self, env: EnvConfig, *engines: Any, home: Sequence[int] | None = None, rows: int | None = None
+    ) -> None:
+        """engines: the rollout actors that sample. home: numbers of those on which episodes begin, those of a group on
+        one; None: all. rows: requests that an engine decodes at a time, by which episodes may move; see
+        `EnginePlaces`."""
         self._faults = env.faults
         self._watch: BlockWatch | None = None
         self._environment = make(env.name, **env.args)
         self._tasks = Tasks(self._environment.source)
         self._engines = engines
+        self._home, self._rows = range(len(engines)) if home is None else home, rows
+        self._places = EnginePlaces(self._home, len(engines), rows)
+        self._looking: asyncio.Task[None] | None = None  # at what engines have to do
         self._clients: list[EngineClient] = []
         self._sandboxes = provider_named(env.sandbox, **env.sandbox_args)
         needs_programs = self._environment.needs_programs
         self._programs = ProgramRunner(provider_named(env.local_sandbox)) if needs_programs else None
         self._tokenizer, self._prompts = Tokenizer.builtin(), PromptCache()
         self._episodes: dict[tuple[str, int], tuple[asyncio.Task[None], _Seat]] = {}
-        self._of_engine: Counter[int] = Counter()  # episodes that run
-        self._engine_of: dict[str, tuple[int, int]] = {}  # group -> its engine, and how many of its episodes run
         self._ended: list[tuple[EpisodeJob, int, Episode]] = []
         self._changed = asyncio.Event()
         self._stopped = False
@@ -143,19 +171,38 @@ class EnvironmentWorker:
         await self.stop()
         self._stopped = False
         self._watch = self._watch or BlockWatch(self._faults.blocked_s)  # on the thread of the event loop
-        self._clients = [EngineClient(engine, client) for engine in self._engines]
+        places = self._places = EnginePlaces(self._home, len(self._engines), self._rows)
 
-    async def start(self, jobs: Sequence[tuple[EpisodeJob, int]], sampling: SamplingParams, lockstep: bool) -> None:
+        def told(number: int, load: int, rows: int | None) -> None:
+            places.told(number, load, places.asking(number), rows)
+
+        self._clients = [
+            EngineClient(engine, client, partial(told, number)) for number, engine in enumerate(self._engines)
+        ]
+
+    async def start(
+        self,
+        jobs: Sequence[tuple[EpisodeJob, int]],
+        sampling: SamplingParams,
+        lockstep: bool,
+        resume: Mapping[str, bytes] | None = None,
+        keep_s: float | None = None,
+    ) -> None:
         """Begins episodes: jobs, each with the number of the attempt.
 
-        lockstep: those of one call that share an engine send their requests together; see `Lockstep`.
+        lockstep: those of one call that share an engine send their requests together; see `Lockstep`. resume: states
+        from which episodes go on, by id. keep_s: how often a state of each is kept, for `states`; None: never.
         """
         for client in self._clients:
             client.together = lockstep
-        placed = [self._place(job.group_id) for job, _ in jobs]
-        cohorts = {engine: Lockstep(count) for engine, count in Counter(placed).items()} if lockstep else {}
-        for order, ((job, attempt), engine) in enumerate(zip(jobs, placed, strict=True)):
-            seat = _Seat(self._clients[engine], cohorts.get(engine), order, f"{job.episode_id} {attempt}")
+        placed = [self._places.begin(job.group_id) for job, _ in jobs]
+        counts = Counter(place.engine for place in placed)
+        cohorts = {engine: Lockstep(count) for engine, count in counts.items()} if lockstep else {}
+        for order, ((job, attempt), place) in enumerate(zip(jobs, placed, strict=True)):
+            cohort, name = cohorts.get(place.engine), f"{job.episode_id} {attempt}"
+            seat = _Seat(self._clients, self._places, place, cohort, order, name)
+            seat.kept = None if keep_s is None else KeptState(keep_s)
+            seat.resume = (resume or {}).get(job.episode_id)
             task = asyncio.create_task(self._play(job, attempt, seat, sampling))
             self._episodes[job.episode_id, attempt] = task, seat
             task.add_done_callback(partial(self._left, job, attempt, seat))
@@ -167,9 +214,29 @@ class EnvironmentWorker:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
             self._changed.clear()
+            if self._places.crowded and (self._looking is None or self._looking.done()):
+                self._looking = asyncio.ensure_future(self._look())
             ended, self._ended = self._ended, []
             yield [episode for _, _, episode in ended]
             yield [(header_of(job, episode), attempt) for job, attempt, episode in ended]
+
+    async def _look(self) -> None:
+        """Asks all engines how many requests they have."""
+        with suppress(Exception):  # whoever has requests in a lost one is told so
+            await asyncio.gather(*(client.look() for client in self._clients))
+
+    async def states(self) -> dict[str, tuple[int, bytes]]:
+        """The newest state of each episode that runs and has one, by id, with its attempt; see `EpisodeState`.
+
+        An episode that was resumed and has none yet gives the state from which it went on.
+        """
+        found: dict[str, tuple[int, bytes]] = {}
+        for (name, attempt), (_, seat) in list(self._episodes.items()):
+            if seat.kept is not None and seat.kept.state is not None:
+                found[name] = attempt, await asyncio.to_thread(seat.kept.state.to_bytes)
+            elif seat.resume is not None:
+                found[name] = attempt, seat.resume
+        return found
 
     async def abort(self, episodes: Sequence[tuple[str, int]]) -> int:
         """Ends these attempts, (episode id, attempt), without a word; the tokens that they had sampled."""
@@ -194,21 +261,9 @@ class EnvironmentWorker:
         self._stopped = True
         self._changed.set()
 
-    def _place(self, group: str) -> int:
-        """The engine of an episode: that of its group, or the one with fewest."""
-        fewest = min(range(len(self._engines)), key=lambda number: (self._of_engine[number], number))
-        engine, running = self._engine_of.get(group, (fewest, 0))
-        self._engine_of[group] = engine, running + 1
-        self._of_engine[engine] += 1
-        return engine
-
     def _left(self, job: EpisodeJob, attempt: int, seat: _Seat, _: asyncio.Task[None]) -> None:
         """An episode does not run any more, whether it ended or was ended."""
         del self._episodes[job.episode_id, attempt]
-        engine, running = self._engine_of.pop(job.group_id)
-        self._of_engine[engine] -= 1
-        if running > 1:
-            self._engine_of[job.group_id] = engine, running - 1
         seat.leave()
 
     async def _play(self, job: EpisodeJob, attempt: int, seat: _Seat, sampling: SamplingParams) -> None:
@@ -230,7 +285,10 @@ class EnvironmentWorker:
                 program = GuardedHarness(self._environment.make_harness(), self._watched())
                 return await run_program(program, task, seat, settings, episode_id=job.episode_id, context=context)
             env = GuardedEnv(self._environment.make_env(), self._faults, self._watched())
-            return await run_episode(env, task, seat, settings, episode_id=job.episode_id, context=context)
+            resume = None if seat.resume is None else EpisodeState.from_bytes(seat.resume)
+            return await run_episode(
+                env, task, seat, settings, episode_id=job.episode_id, context=context, resume=resume, kept=seat.kept
+            )
         except (EngineFailed, ContextOutgrown) as error:
             return job.failed(self._environment.name, Failed(f"engine: {error}"[:500], FailureKind.ENGINE))
         except Exception as error:  # the last line of defence: user code must not end the run

@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
-from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from k3rl.actors.calls import ActorLost, typed_errors
 from k3rl.actors.cluster import ClusterConfig, most_rows
+from k3rl.actors.engine_places import home_engines
 from k3rl.actors.environment import EnvironmentWorker
 from k3rl.actors.learner import LearnerActor
 from k3rl.actors.learner_group import LearnerGroup
-from k3rl.actors.placement import Bundle, reserve
+from k3rl.actors.placement import Bundle, Reservation
 from k3rl.actors.reward import RewardWorker
 from k3rl.actors.rollout import RolloutActor
 from k3rl.actors.rollout_workers import RolloutWorkers
 from k3rl.actors.weight_sync import Canary, WeightPublisher
 from k3rl.actors.worker_pool import WorkerPool
 from k3rl.config import K3Error
-from k3rl.envs import EnvConfig, make
-
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
+from k3rl.envs import EnvConfig, made
 
 
 @dataclass(frozen=True)
@@ -68,12 +65,12 @@ class FleetConfig:
 class Fleet:
     """The actors of one run. Use `start_fleet(...)`; members that a pipeline did not ask for are absent."""
 
-    def __init__(self, config: FleetConfig, group: PlacementGroup) -> None:
+    def __init__(self, config: FleetConfig, reservation: Reservation) -> None:
         self.learner: LearnerGroup
         self.rollouts: RolloutWorkers
         self.restarts_left = config.cluster.restarts
         self._config = config
-        self._group = group
+        self._reservation = reservation
         self._places = {name: (index, bundle) for index, (name, bundle) in enumerate(config.roles())}
         self._publisher: WeightPublisher | None = None
         self._started: list[Any] = []
@@ -125,16 +122,17 @@ class Fleet:
         return ranks
 
     def _start_rollouts(self, env: EnvConfig) -> None:
-        config, cluster, made = self._config, self._config.cluster, make(env.name, **env.args)
+        config, cluster, about = self._config, self._config.cluster, made(env)
         engines = [
             self._place(f"rollout {i}", RolloutActor, cluster, i, config.max_running, config.seed + i)
             for i in range(cluster.rollout_actors)
         ]
         self._started += engines
+        rows = config.max_running or most_rows(cluster)
 
         def environment(i: int) -> Any:
-            mine = engines[i :: cluster.environment_actors] or [engines[i % len(engines)]]
-            return self._place(f"environment {i}", EnvironmentWorker, env, *mine)
+            home = home_engines(len(engines), i, cluster.environment_actors)
+            return self._place(f"environment {i}", EnvironmentWorker, env, *engines, home=home, rows=rows)
 
         def reward(i: int) -> Any:
             return self._place(f"reward {i}", RewardWorker, env)
@@ -144,24 +142,40 @@ class Fleet:
         self.rollouts = RolloutWorkers(
             engines,
             *self._pools,
-            env=made.name,
+            env=about.name,
             faults=env.faults,
-            compares=made.compares,
+            compares=about.compares,
             timeout_s=cluster.call_timeout_s,
-            rows=(config.max_running or most_rows(cluster)) * len(engines),
+            rows=rows * len(engines),
+            lost_nodes=self._reservation.lost_nodes,
         )
 
-    def _place(self, role: str, actor: type, *args: Any, **options: Any) -> Any:
+    def _place(self, role: str, actor: type, *args: Any, **named: Any) -> Any:
         index, bundle = self._places[role]
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        strategy = PlacementGroupSchedulingStrategy(self._reservation.group, placement_group_bundle_index=index)
         where: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
         where["scheduling_strategy"] = strategy
-        return ray.remote(actor).options(**where, **options).remote(*args)
+        return ray.remote(actor).options(**where).remote(*args, **named)
+
+    @property
+    def begun(self) -> int:
+        """Groups with lower numbers than this were begun by the rollouts that are open; 0 without any."""
+        return self.rollouts.begun if self._pools and "rollouts" in vars(self) else 0
+
+    def lost_nodes(self) -> list[str]:
+        """Which nodes of the run answer no more, and which of its actors they had: a sentence for each."""
+        return self._reservation.lost_nodes()
 
     def restart(self) -> None:
-        """Ends all actors, what they were doing included, and makes new ones in the same reservation."""
+        """Ends all actors, what they were doing included, and makes new ones in the same reservation, or, where a node
+        of it is gone, in one on the nodes that are left.
+
+        Raises MissingResource with a table where these have no room, and ActorLost where a new actor is lost too; it
+        may be called again then.
+        """
         self.restarts_left -= 1
         self.stop()
+        self._reservation.renew()
         self.start()
 
     def settle(self) -> None:
@@ -172,7 +186,7 @@ class Fleet:
 
     def stop(self) -> None:
         """Ends all actors."""
-        if self._pools:
+        if self._pools and "rollouts" in vars(self):
             self.rollouts.close()
         for pool in self._pools:
             pool.end()
@@ -189,8 +203,8 @@ def start_fleet(config: FleetConfig) -> Iterator[Fleet]:
     A training state that is being written when the block fails is waited for, where its learner still lives.
     Raises MissingResource with a table when the cluster cannot place them in time.
     """
-    group = reserve(config.roles(), deadline_s=config.cluster.placement_deadline_s)
-    members = Fleet(config, group)
+    reservation = Reservation(config.roles(), deadline_s=config.cluster.placement_deadline_s)
+    members = Fleet(config, reservation)
     try:
         members.start()
         yield members
@@ -201,4 +215,4 @@ def start_fleet(config: FleetConfig) -> Iterator[Fleet]:
         raise
     finally:
         members.stop()
-        remove_placement_group(group)
+        reservation.release()

@@ -32,7 +32,7 @@ class Grading:
         saw: Callable[[EpisodeJob, Score], None],
         then: Callable[[], None],
     ) -> None:
-        self._rewards, self._dispatcher = actors.rewards, dispatcher
+        self._rewards, self._dispatcher, self._check_nodes = actors.rewards, dispatcher, actors.check_nodes
         self._limit_s = actors.faults.deadline_s or actors.timeout_s
         self._spawn, self._saw, self._then = spawn, saw, then
         self._grades: list[Grade] = []
@@ -105,5 +105,6 @@ class Grading:
             return None
         except RayError as error:
             failed = Failed(f"grading: {type(error).__name__}: {error}"[:500], FailureKind.DIED)
+        await self._check_nodes()
         self._rewards.replace(place)
         return failed

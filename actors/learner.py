@@ -175,7 +175,11 @@ class LearnerActor:
         return pair_cost(self.trainer.model.config)
 
     def notes(self) -> list[str]:
-        """What a person should read about this rank's GPU and the last steps; each is given once."""
+        """What a person should read about this rank's GPU and the last steps; each is given once.
+
+        Raises TrainStateError where a state that was being written meanwhile could not be.
+        """
+        self._writer.check()
         slow = [text for text in slow_paths(self._device) if text not in self._told]
         self._told += slow
         notes, self.trainer.notes = self.trainer.notes, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from k3rl.actors.jobs import EpisodeJob, Tasks
-from k3rl.envs import EnvConfig, grade, make
+from k3rl.envs import EnvConfig, grade, made
 from k3rl.types import Episode, Score
 
 
@@ -13,7 +13,7 @@ class RewardWorker:
     """A synchronous Ray actor without torch, owning one grader and its sandbox."""
 
     def __init__(self, env: EnvConfig) -> None:
-        self._environment = make(env.name, **env.args)
+        self._environment = made(env)
         self._tasks = Tasks(self._environment.source)
         self._grader = self._environment.grader(provider=env.local_sandbox)
 

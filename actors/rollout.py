@@ -87,7 +87,18 @@ class RolloutActor(AnswerStreams):
             self._thread = self._new_thread()
         elif self._resting:
             await self._between_steps(self._wake)
-        return (await asyncio.wrap_future(self._thread.load(make))).version
+        engine = await asyncio.wrap_future(self._thread.load(make))
+        if self._config.rollout_device == "cuda" and self._config.rollout.backend == "k3rl":
+            self._thread.run(self._warm_up)  # beside whatever else starts; calls for the engine come after it
+        return engine.version
+
+    def _warm_up(self, engine: Engine | VLLMEngine) -> None:
+        from k3rl.actors.engines import warm_up
+        from k3rl.engine import Engine, totals_of
+
+        if isinstance(engine, Engine):
+            warm_up(engine)
+            self._counts.since(totals_of(engine))  # of requests that nobody made
 
     async def slow_paths(self) -> list[str]:
         """What of this actor's GPU runs without its kernels."""
@@ -182,15 +193,26 @@ class RolloutActor(AnswerStreams):
         with suppress(EngineStopped):  # and with it what it had kept
             self._thread.run(end)
 
+    @property
+    def rows(self) -> int | None:
+        """See `AnswerStreams`."""
+        from k3rl.engine import Engine, EngineStopped
+
+        with suppress(EngineStopped):
+            engine = self.engine
+            return engine.batch.scheduler.rows if isinstance(engine, Engine) else self._max_running
+        return None
+
     async def take_counts(self) -> dict[str, float]:
         """See `AnswerStreams`."""
         from k3rl.engine import Engine, EngineStopped, totals_of
 
+        counts = await super().take_counts()
         try:
             engine = self.engine
         except EngineStopped:  # nothing is loaded, or `check` says what happened
-            return {}
-        return self._counts.since(totals_of(engine)) if isinstance(engine, Engine) else {}
+            return counts
+        return counts | self._counts.since(totals_of(engine)) if isinstance(engine, Engine) else counts
 
     async def check(self) -> None:
         """See `AnswerStreams`."""

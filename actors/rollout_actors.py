@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ _SLACK_S = 60.0  # beyond what a worker's own watch takes to end code that does 
 
 @dataclass(frozen=True)
 class Actors:
-    """Who makes rollouts. env: the environment's name in episodes. timeout_s: of any call but an episode's."""
+    """Who makes rollouts. env: the environment's name in episodes. timeout_s: of any call but an episode's. lost_nodes:
+    which nodes that had actors of the run answer no more, and what they had."""
 
     engines: Sequence[Any]
     environments: WorkerPool
@@ -27,6 +28,7 @@ class Actors:
     env: str
     faults: FaultConfig
     timeout_s: float
+    lost_nodes: Callable[[], Sequence[str]] = lambda: ()
 
     @property
     def silence_s(self) -> float:
@@ -39,6 +41,11 @@ class Actors:
             await asyncio.sleep(_LOOK_S)
             await self.check_engines()
 
+    async def check_nodes(self) -> None:
+        """Raises ActorLost where a node that had actors of the run is gone: nothing can be started again there."""
+        if lost := await asyncio.to_thread(self.lost_nodes):
+            raise ActorLost("; ".join(lost))
+
     async def check_engines(self) -> None:
         """Raises ActorLost where an engine is gone or broken: no other one may take its requests."""
         for number, engine in enumerate(self.engines):
@@ -48,6 +55,7 @@ class Actors:
             except TimeoutError:
                 raise no_answer(what, self.timeout_s) from None
             except RayActorError as error:
+                await self.check_nodes()
                 raise ActorLost(f"{what} died:\n{error}") from error
             except RayTaskError as error:
                 raise ActorLost(f"{what} is broken:\n{error}") from error

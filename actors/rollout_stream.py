@@ -30,6 +30,7 @@ from k3rl.envs import Breaker
 from k3rl.types import Episode, Failed, FailureKind, Group, SamplingParams, Score
 
 _CLOSE_S = 20.0  # for workers to end what they play
+_STATES_S = 60.0  # for a worker to give the states of its episodes
 T = TypeVar("T")
 
 
@@ -48,8 +49,13 @@ class RolloutStream:
         breaker: Breaker,
         counts: Counter[str],
         prepare: Callable[[Any], Any],
+        *,
+        going_on: Mapping[str, bytes] | None = None,
+        keep_s: float | None = None,
     ) -> None:
-        """counts: what went wrong, added to. prepare: worker -> the call that comes first, if any."""
+        """counts: what went wrong, added to. prepare: worker -> the call that comes first, if any. going_on: states
+        from which episodes go on, by id. keep_s: how often states are kept, for `states`; None: never."""
+        self._going_on, self._keep_s = dict(going_on or {}), keep_s
         self._actors, self._dispatcher, self._sampling = actors, dispatcher, sampling
         self._evaluation_sampling = sampling
         self._breaker, self._counts, self._prepare = breaker, counts, prepare
@@ -97,15 +103,10 @@ class RolloutStream:
         groups = []
         for group in finished:
             pairs = zip(group.headers, group.jobs, strict=True)
-            own = tuple(self._episode(header, job, played.get(header.payload, {})) for header, job in pairs)
+            env = self._actors.env
+            own = tuple(_episode(env, header, job, played.get(header.payload, {})) for header, job in pairs)
             groups.append(Group(group.group_id, own[0].task_id, own))
         return groups
-
-    def _episode(self, header: Header, job: EpisodeJob, played: Mapping[str, Episode]) -> Episode:
-        score = header.score if header.score is not None else Failed("not graded")
-        if header.episode_id in played:
-            return replace(played[header.episode_id], score=score)
-        return job.failed(self._actors.env, score if isinstance(score, Failed) else Failed("its record is gone"))
 
     def published(self, version: int) -> None:
         """Engines serve this version from now on."""
@@ -114,6 +115,11 @@ class RolloutStream:
     def drawn(self) -> tuple[int, list[tuple[int, list[EpisodeJob]]]]:
         """(number of the next group, groups that were drawn and not taken), where a resumed run goes on."""
         return self._on_loop(self._drawn()).result()
+
+    def states(self) -> dict[str, bytes]:
+        """The newest state of each episode of `drawn` that can go on later, by id; none where a worker does not give
+        its own in time."""
+        return self._on_loop(self._states()).result()
 
     def take_counts(self) -> dict[str, float]:
         """What did not reach the learner since the last call, by name."""
@@ -181,6 +187,18 @@ class RolloutStream:
     async def _drawn(self) -> tuple[int, list[tuple[int, list[EpisodeJob]]]]:
         return self._dispatcher.drawn()
 
+    async def _states(self) -> dict[str, bytes]:
+        if self._keep_s is None:
+            return {}
+        calls = [self._actors.environments.actors[place].states.remote() for place in self._open]
+        answers = (asyncio.wait_for(asyncio.wrap_future(call.future()), _STATES_S) for call in calls)
+        given = await asyncio.gather(*answers, return_exceptions=True)  # of who is lost its reader hears
+        every = {name: one for found in given if not isinstance(found, BaseException) for name, one in found.items()}
+        training = self._dispatcher.training.groups
+        current = {name: state for name, (attempt, state) in every.items() if training.attempt_of(name) == attempt}
+        waiting = {name: state for name, state in self._going_on.items() if training.attempt_of(name) == 0}
+        return waiting | current
+
     async def _take_counts(self) -> dict[str, float]:
         counts, aborted, self.aborted_tokens = self._dispatcher.take_counts(), self.aborted_tokens, 0
         self._counts["retried"] += counts.retried + counts.regraded
@@ -192,6 +210,7 @@ class RolloutStream:
             "aborted_episodes": counts.aborted_episodes,
             "restarted_episodes": counts.restarted,
             "replayed_episodes": counts.replayed,
+            "continued_episodes": counts.continued,
             **({} if self._synchronous else {"most_running": counts.most_running}),
         } | {f"dropped_by_length/{2**bits // 2}": float(n) for bits, n in sorted(counts.by_length.items())}
 
@@ -237,7 +256,13 @@ class RolloutStream:
             worker, sampling = self._actors.environments.actors[place], self._sampling
             if evaluates:
                 sampling = self._evaluation_sampling
-            self._spawn(_sent(worker.start.remote(jobs, sampling, self._synchronous)))
+            resume = {
+                job.episode_id: self._going_on.pop(job.episode_id)
+                for job, attempt in jobs
+                if job.episode_id in self._going_on and attempt == 0
+            }
+            keep_s = None if evaluates else self._keep_s
+            self._spawn(_sent(worker.start.remote(jobs, sampling, self._synchronous, resume, keep_s)))
         self._grading.give_out(dispatcher.take_due())
         if dispatcher.phase_over and not self._resting:
             self._resting = True
@@ -266,6 +291,7 @@ class RolloutStream:
             await self._actors.check_engines()
             if not pool.can_replace:
                 raise ActorLost(lost.reason)
+            await self._actors.check_nodes()
             for engine in self._actors.engines:
                 engine.cancel.remote(client)
             pool.replace(place)
@@ -331,3 +357,11 @@ async def _sent(ref: Any) -> None:
 async def _rest(engines: Sequence[Any]) -> None:
     """Engines rest until the next version is published; tools go on."""
     await asyncio.gather(*(engine.pause.remote() for engine in engines))
+
+
+def _episode(env: str, header: Header, job: EpisodeJob, played: Mapping[str, Episode]) -> Episode:
+    """The episode of a header, with its score."""
+    score = header.score if header.score is not None else Failed("not graded")
+    if header.episode_id in played:
+        return replace(played[header.episode_id], score=score)
+    return job.failed(env, score if isinstance(score, Failed) else Failed("its record is gone"))

@@ -14,7 +14,7 @@ from k3rl.actors.rollout_actors import Actors
 from k3rl.actors.rollout_stream import RolloutStream
 from k3rl.actors.schedule import Mode, Schedule
 from k3rl.actors.worker_pool import WorkerPool
-from k3rl.envs import Breaker, FaultConfig
+from k3rl.envs import Breaker, EpisodeState, FaultConfig
 from k3rl.run import Accumulator
 from k3rl.types import FailureKind, Group, SamplingParams
 
@@ -37,17 +37,18 @@ class RolloutWorkers:
         compares: bool = False,
         timeout_s: float,
         rows: int = 1,
+        lost_nodes: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         """engines: rollout actors, which decode `rows` episodes at once, all together. env: the environment's own name;
         a run may have found it by a path. compares: whether rewards depend on the other episodes of a group. timeout_s:
-        of a call."""
+        of a call. lost_nodes: which nodes that had actors of the run answer no more, and what they had."""
         self.engines = list(engines)
         self.env = env
         """The name under which metrics stand."""
         self._environments, self._rewards = environments, rewards
         self._faults = faults or FaultConfig(retries=0)
         self._compares = compares
-        self._timeout_s, self._rows = timeout_s, rows
+        self._timeout_s, self._rows, self._lost_nodes = timeout_s, rows, lost_nodes
         self._breaker = Breaker(self._faults, env)
         self._checkpoint: str | None = None
         self._counts: Counter[str] = Counter()
@@ -104,8 +105,15 @@ class RolloutWorkers:
         next_group: int = 0,
         version: int = 0,
         drawn: Iterable[tuple[int, Sequence[EpisodeJob]]] = (),
+        begun: int = 0,
+        going_on: Mapping[str, bytes] | None = None,
+        keep_s: float | None = None,
     ) -> RolloutStream:
-        """Begins a stream; see `Dispatcher` for what it is given. Ends the one before."""
+        """Begins a stream; see `Dispatcher` for what it is given. Ends the one before.
+
+        going_on: states of episodes of `drawn` that go on from there, by id; keep_s: how often such a state of each
+        episode is kept, None for never.
+        """
         self.close()
         dispatcher = Dispatcher(
             schedule,
@@ -116,13 +124,28 @@ class RolloutWorkers:
             next_group=next_group,
             version=version,
             drawn=drawn,
+            begun=begun,
+            going_on={name: _oldest(state, version) for name, state in (going_on or {}).items()},
         )
         actors = Actors(
-            self.engines, self._environments, self._rewards, self.env, self._faults, timeout_s=self._timeout_s
+            self.engines,
+            self._environments,
+            self._rewards,
+            self.env,
+            self._faults,
+            timeout_s=self._timeout_s,
+            lost_nodes=self._lost_nodes,
         )
         both = Evaluating(dispatcher, self._rows)
-        self._stream = RolloutStream(actors, both, sampling, self._breaker, self._counts, self._prepare)
+        self._stream = RolloutStream(
+            actors, both, sampling, self._breaker, self._counts, self._prepare, going_on=going_on, keep_s=keep_s
+        )
         return self._stream
+
+    @property
+    def begun(self) -> int:
+        """Groups with lower numbers than this were begun in the stream that is open; 0 without one."""
+        return 0 if self._stream is None else self._stream.drawn()[0]
 
     def close(self) -> None:
         """Ends the stream, if there is one."""
@@ -154,3 +177,9 @@ class RolloutWorkers:
     def _prepare(self, worker: Any) -> Any:
         """What a worker is told before it plays."""
         return None if self._checkpoint is None else worker.set_tokenizer.remote(self._checkpoint)
+
+
+def _oldest(state: bytes, version: int) -> int:
+    """The version of an episode's oldest token, or the one that is served where it has none."""
+    oldest = EpisodeState.from_bytes(state).first_version
+    return version if oldest is None else oldest

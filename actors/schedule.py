@@ -138,7 +138,8 @@ class Counts:
     most_running: int = 0  # at once
     retried: int = 0  # after a failure of their own
     restarted: int = 0  # after a worker was lost with them
-    replayed: int = 0  # after the run was resumed
+    replayed: int = 0  # after the run was resumed, or all actors were lost
+    continued: int = 0  # from where they stood when the run was saved
     regraded: int = 0
     dropped_groups: int = 0
     dropped_episodes: int = 0

@@ -515,8 +515,13 @@ def memory(report: Any, setting: Setting) -> None:
 
 
 def group(report: Any, setting: Setting) -> None:
-    config = gpu.dry_model() if setting.dry else gpu.wide_group(context=setting.context)
-    model = setting.model(config)
+    wide, own = gpu.wide_group, {"context": setting.context}
+    model = setting.model(gpu.dry_model() if setting.dry else wide(**own, vocabulary=163_840))
+    whole = "whole vocabulary"  # the head and the draw of each token are in these steps
+    for batch in setting.batches:
+        guarded(report, f"decode, {whole}", f"real-width group, {batch} sequences",
+                lambda b=batch: decode_row(report, setting, model, "real-width group", b, whole))  # fmt: skip
+    model = setting.model(gpu.dry_model() if setting.dry else wide(**own))
     for batch in setting.batches:
         guarded(report, "decode, as it is", f"real-width group, {batch} sequences",
                 lambda b=batch: decode_row(report, setting, model, "real-width group", b, "as it is"))  # fmt: skip

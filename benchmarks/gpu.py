@@ -181,14 +181,16 @@ def filled(config: K3Config, device: torch.device, dtype: torch.dtype, seed: int
     return model
 
 
-def wide_group(experts: int = 56, context: int = 4096) -> K3Config:
+def wide_group(experts: int = 56, context: int = 4096, vocabulary: int = 512) -> K3Config:
     """One group of K3's width, 3 KDA and 1 MLA layers, each with `experts` experts and K3's 16 choices a token.
+
+    A vocabulary of 512 leaves the layers alone; K3's, 163,840, adds its head and its draws.
 
     16 choices among 56 are the rows that one of 16 expert-parallel ranks has when each decodes as many tokens.
     """
     linear = LinearAttnConfig(num_heads=96, head_dim=128, kda_layers=(1, 2, 3), full_attn_layers=(4,))
     return K3Config.named("k3").replace(
-        num_hidden_layers=4, num_experts=experts, first_k_dense_replace=0, vocab_size=512, bos_token_id=0,
+        num_hidden_layers=4, num_experts=experts, first_k_dense_replace=0, vocab_size=vocabulary, bos_token_id=0,
         eos_token_id=1, pad_token_id=2, media_placeholder_token_id=3, linear_attn_config=linear, vision_config=None,
         max_position_embeddings=context, quantization=IN_THE_LOOP,
     )  # fmt: skip

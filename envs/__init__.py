@@ -34,7 +34,7 @@ from k3rl.envs.base import (
     tighter,
 )
 from k3rl.envs.config import EnvConfig
-from k3rl.envs.episode_state import BrokenState, EpisodeState
+from k3rl.envs.episode_state import BrokenState, EpisodeState, KeptState
 from k3rl.envs.faults import (
     Breaker,
     EngineFailed,
@@ -52,7 +52,7 @@ from k3rl.envs.recording import (
     TurnSettings,
     prompt_rows,
 )
-from k3rl.envs.registry import BrokenEnvironment, UnknownEnvironment, builtin_names, make, names, register
+from k3rl.envs.registry import BrokenEnvironment, UnknownEnvironment, builtin_names, made, make, names, register
 from k3rl.envs.rollout import gradable, run_episode
 from k3rl.envs.rubric import RewardFunction, reward
 from k3rl.types import Budgets, Message, Task
@@ -87,6 +87,7 @@ __all__ = [
     "GuardedEnv",
     "GuardedHarness",
     "Hack",
+    "KeptState",
     "Message",
     "NoOracle",
     "NoSnapshot",
@@ -107,6 +108,7 @@ __all__ = [
     "gradable",
     "grade",
     "honest",
+    "made",
     "make",
     "names",
     "play",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from k3rl.config import Config
 from k3rl.envs.faults import FaultConfig
@@ -14,6 +14,44 @@ Sandbox: TypeAlias = Literal[
 ]
 _LISTS_FAMILIES: dict[str, float] = {"list": 0.9, "probe": 0.1}
 _LISTS_LEVELS: dict[str, tuple[int, ...]] = {"list": (1, 2, 3), "probe": (1, 2)}
+
+
+class JudgeConfig(Config):
+    """Who judges the answers of a group, and by what rules (docs/environments.md, The judge)."""
+
+    base_url: str
+    """An OpenAI-compatible server, `/v1` included; `k3rl serve` is one."""
+    model: str
+    """The name that the server knows the judge by."""
+    key_variable: str = "OPENAI_API_KEY"
+    """The environment variable that holds the server's key."""
+    temperature: float = Field(0.0, ge=0)
+    max_tokens: int = Field(2048, ge=64)
+    """Of one reply."""
+    timeout_s: float = Field(120.0, gt=0)
+    """For one reply."""
+    attempts: int = Field(3, ge=1)
+    """Replies that are asked for until one can be used; requests that are made until one is answered."""
+    reads: int = Field(4, ge=0)
+    """Looks at more of a submission that the judge may take before it scores."""
+    shown_chars: int = Field(20_000, ge=100)
+    """Of a submission that are shown at first, and in one look."""
+    advice: str = ""
+    """Added to what the judge is told when it writes the rubric."""
+    opponents: int | None = Field(None, ge=1)
+    """How many others each answer meets; None: all of its group."""
+    tie_margin: float = Field(0.25, ge=0)
+    """Weighted scores (of 10) that are not further apart than this are a tie."""
+    length_ratio: float = Field(2.0, gt=1)
+    """An answer that is longer than this many times the reference length loses without being read."""
+    length_floor: int = Field(400, ge=0)
+    """No answer shorter than this many characters is too long. The reference length is task.data["length"], else the
+    median of the group."""
+    reward: Literal["win_rate", "bradley_terry"] = "win_rate"
+    concurrency: int = Field(8, ge=1)
+    """Games that are judged at the same time."""
+    seed: int = 0
+    """Draws who meets whom."""
 
 
 class EnvConfig(Config):
@@ -34,6 +72,9 @@ class EnvConfig(Config):
     levels: dict[str, tuple[int, ...]] = _LISTS_LEVELS
     """The ladder of a family, drawn in proportion to p(1 - p) of each level's recent pass rate p. A family that is
     not named leaves its levels to the environment, and this default too is meant for coding-lists."""
+    judge: JudgeConfig | None = None
+    """A model that compares the answers of a group which the environment's own grader scores above 0; the reward is
+    then what it says. None leaves rewards to the environment."""
     faults: FaultConfig = FaultConfig()
     """What becomes of episodes whose environment misbehaves."""
 

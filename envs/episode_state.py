@@ -9,7 +9,8 @@ import dataclasses
 import io
 import json
 import tarfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,21 @@ class EpisodeState:
                 _add(archive, f"{number}.image", image.data)
         return target.getvalue()
 
+    def with_versions(self, shift: int) -> EpisodeState:
+        """The same with all weight versions counted from elsewhere: `shift` is added to each."""
+
+        def turn(one: Turn) -> Turn:
+            first, last = one.first_version + shift, one.last_version + shift
+            return dataclasses.replace(one, first_version=first, last_version=last)
+
+        branches = tuple(dataclasses.replace(b, turns=tuple(map(turn, b.turns))) for b in self.branches)
+        return dataclasses.replace(self, branches=branches)
+
+    @property
+    def first_version(self) -> int | None:
+        """Of the oldest token that was sampled; None before the first."""
+        return min((turn.first_version for branch in self.branches for turn in branch.turns), default=None)
+
     @classmethod
     def from_bytes(cls, data: bytes) -> EpisodeState:
         """Raises BrokenState."""
@@ -112,6 +128,29 @@ class EpisodeState:
             return cls(env=members["env"], **rows)
         except (tarfile.TarError, KeyError, TypeError, ValueError) as error:
             raise BrokenState(f"these bytes are no episode that can go on: {type(error).__name__}: {error}") from error
+
+
+class KeptState:
+    """The newest state of an episode that is being played, taken between two turns, at most every so many seconds."""
+
+    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """The first one is due after `every_s`, so that short episodes never pay for one."""
+        self.state: EpisodeState | None = None
+        self._every_s, self._clock = every_s, clock
+        self._next: float | None = clock() + every_s
+
+    @property
+    def due(self) -> bool:
+        """Whether the next turn should be preceded by `keep`."""
+        return self._next is not None and self._clock() >= self._next
+
+    def keep(self, state: EpisodeState) -> None:
+        """Replaces the state before."""
+        self.state, self._next = state, self._clock() + self._every_s
+
+    def stop(self) -> None:
+        """The environment gives no state; none is due any more."""
+        self._next = None
 
 
 def message_row(message: Message) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 
 from k3rl.config import ConfigError, K3Error
 from k3rl.envs.base import Environment
+from k3rl.envs.config import EnvConfig
 
 GROUP = "k3rl.envs"
 OBJECT = "environment"  # what a file or a package without entry points is asked for
@@ -103,6 +104,16 @@ def make(name: str, **options: Any) -> Environment:
             f"{name!r} gave {_kind(environment)}; an environment factory must return k3rl.envs.Environment"
         )
     return environment
+
+
+def made(config: EnvConfig) -> Environment:
+    """The environment of a run's configuration, with the judge that this names, if any. Raises as `make`."""
+    environment = make(config.name, **config.args)
+    if config.judge is None:
+        return environment
+    from k3rl.envs.judge import with_judge
+
+    return with_judge(environment, config.judge)
 
 
 def object_at(place: str) -> Any:

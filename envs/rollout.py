@@ -14,8 +14,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from k3rl.envs.base import Action, Env, EpisodeContext, Observation, tighter
-from k3rl.envs.episode_state import BranchState, EpisodeState
+from k3rl.envs.base import Action, Env, EpisodeContext, NoSnapshot, Observation, tighter
+from k3rl.envs.episode_state import BranchState, EpisodeState, KeptState
 from k3rl.envs.recording import NOT_GRADED, ContextOutgrown, EpisodeRecorder, Policy, TurnSettings, prompt_rows
 from k3rl.envs.sandbox import SandboxDied
 from k3rl.types import Episode, Failed, FailureKind, Message, Score, StopReason, Task, Turn
@@ -43,6 +43,7 @@ async def run_episode(
     context: EpisodeContext | None = None,
     resume: EpisodeState | None = None,
     before_turn: Callable[[EpisodeState], bool] | None = None,
+    kept: KeptState | None = None,
 ) -> Episode:
     """Run one episode and close the environment. The score is NOT_GRADED, or Failed when the environment broke.
 
@@ -52,11 +53,12 @@ async def run_episode(
     the policy is raised, also where the very first prompt does not fit: then no turn ever would.
 
     before_turn is given the episode's state before each turn but the first, and pauses the episode (PAUSED) by
-    returning True. resume: such a state, of the same task and settings; the episode goes on from there.
+    returning True. resume: such a state, of the same task and settings; the episode goes on from there. kept: where
+    such states are kept now and then, for whoever may have to go on later.
     """
     context = context or EpisodeContext(seed=task.seed)
     recorder = EpisodeRecorder(task, settings, tighter(task.budgets, context.budgets))
-    loop = _Loop(env, policy, context, recorder)
+    loop = _Loop(env, policy, context, recorder, kept)
     try:
         await loop.play(resume, before_turn)
     finally:
@@ -71,8 +73,11 @@ async def run_episode(
 class _Loop:
     """The turns of one episode: which conversation acts, and how it ends."""
 
-    def __init__(self, env: Env, policy: Policy, context: EpisodeContext, recorder: EpisodeRecorder) -> None:
+    def __init__(
+        self, env: Env, policy: Policy, context: EpisodeContext, recorder: EpisodeRecorder, kept: KeptState | None
+    ) -> None:
         self._env, self._policy, self._context, self._recorder = env, policy, context, recorder
+        self._kept = kept
         self._open: list[int] = []  # numbers of the branches that go on; the last one acts, others wait
         self.metrics: dict[str, float] = {}
         self.answer = ""
@@ -97,6 +102,7 @@ class _Loop:
             if before_turn is not None and self._recorder.turns and before_turn(await self._state(prompt)):
                 self.stop_reason = StopReason.PAUSED
                 return False
+            await self._keep(prompt)
             message = await self._sample(prompt)
             if message is None:
                 return self.stop_reason is not StopReason.CANCELLED
@@ -133,6 +139,18 @@ class _Loop:
 
     async def _state(self, prompt: Sequence[int]) -> EpisodeState:
         return self._recorder.state(prompt, self._open, self.metrics, await self._env.snapshot())
+
+    async def _keep(self, prompt: Sequence[int]) -> None:
+        """Keeps the state before this turn, if one is due. An environment that cannot give it plays on without."""
+        if self._kept is None or not self._recorder.turns or not self._kept.due:
+            return
+        try:
+            self._kept.keep(await self._state(prompt))
+        except NoSnapshot:
+            self._kept.stop()
+        except Exception:
+            self._kept.stop()
+            _log.exception("the state of an episode of environment %s cannot be kept", self._recorder.task.env)
 
     # ---- what the environment says
 

@@ -142,19 +142,24 @@ class Constraint:
     """What the text of a completion must match, from its first token to its stop id.
 
     kind and source: "json_schema" and a JSON schema as JSON text; "regex" and a pattern for the whole text; "ebnf" and
-    a grammar whose first rule is called root. turn: None, the text is all there is; "response" or "think", the
+    a grammar whose first rule is called root; "tool_call" and a tool as JSON {name, parameters}, which the turn then
+    calls once, with an empty response. turn: None, the text is all there is; "response" or "think", the
     completion is a whole assistant turn whose prompt opened that channel, and the response channel's content is the
     text. calls: such a turn may call tools instead.
     """
 
-    kind: Literal["json_schema", "regex", "ebnf"]
+    kind: Literal["json_schema", "regex", "ebnf", "tool_call"]
     source: str
     turn: Literal["response", "think"] | None = None
     calls: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in ("json_schema", "regex", "ebnf"):
-            raise ValueError(f"the kind of a constraint is {self.kind!r}; it must be json_schema, regex or ebnf")
+        if self.kind not in ("json_schema", "regex", "ebnf", "tool_call"):
+            raise ValueError(
+                f"the kind of a constraint is {self.kind!r}; it must be json_schema, regex, ebnf or tool_call"
+            )
+        if self.kind == "tool_call" and self.turn is None:
+            raise ValueError("a tool_call is one of a whole turn; say which channel the prompt opened (turn)")
         if not self.source:
             raise ValueError("the source of a constraint is empty; give a schema, a pattern or a grammar")
 

@@ -19,6 +19,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -222,9 +223,14 @@ def compile_one(one: Specialization) -> bool:
         return False
     source = ASTSource(kernel, signature, constants, attributes)
     try:
-        compile_kernel(source, target=GPUTarget(*one.target), options=options)
+        compiled = compile_kernel(source, target=GPUTarget(*one.target), options=options)
     except Exception:  # it will be compiled where it is launched, if it still is, and that says what is wrong
         return False
+    if one.target[0] == "cuda":
+        from triton.backends.nvidia import driver
+
+        with suppress(Exception):  # where there is no driver to link to, nothing is launched either
+            driver.CudaLauncher(source, compiled.metadata)  # the host's side, which a C compiler makes for a signature
     return True
 
 

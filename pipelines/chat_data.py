@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from k3rl.checkpoint import weights_of
 from k3rl.config import ConfigError, MissingResource
-from k3rl.data import ChatDataset, ChatExample, TrainBatch, TrainSequence, chat_sequence, load_chat_dataset
+from k3rl.data import (
+    ChatDataset,
+    DatasetError,
+    Fit,
+    Problem,
+    TrainBatch,
+    TrainSequence,
+    chat_sequence,
+    check_chat_file,
+    load_chat_dataset,
+    thinks,
+)
 from k3rl.envs import make
+from k3rl.model import K3Config
 from k3rl.pipelines.configs import SFTConfig
 from k3rl.pipelines.session import Session
-from k3rl.pipelines.start import tokenizer_of
+from k3rl.pipelines.start import model_config, resolve_start, tokenizer_of
 from k3rl.run import write_atomic
 from k3rl.tokens import Tokenizer
+
+_SHOWN_PROBLEMS = 9  # beside the first
 
 
 class ChatBatches:
     """Batches of encoded examples, a new order each epoch. Batch `step` depends on the seed and the step only."""
 
-    def __init__(self, rows: ChatDataset, tokenizer: Tokenizer, batch_size: int, config: SFTConfig) -> None:
-        """config: for the seed, and for what is thought."""
+    def __init__(
+        self, rows: ChatDataset, tokenizer: Tokenizer, batch_size: int, config: SFTConfig, mended: bool = False
+    ) -> None:
+        """config: for the seed, and for what is thought; mended: a few rows are others than when a state was saved."""
+        self._mended = mended
         self._rows = rows
         self._thinking, self._effort = config.thinking, config.thinking_effort
         self._tokenizer = tokenizer
@@ -50,8 +69,13 @@ class ChatBatches:
         return here | {"content": self._rows.fingerprint}
 
     def check(self, cursor: Mapping[str, int | str], step: int) -> None:
-        """Raises ConfigError unless `cursor` was taken at `step` of this order of these data."""
+        """Raises ConfigError unless `cursor` was taken at `step` of this order of these data.
+
+        A few rows that were mended since draw a new order of what is left.
+        """
         here = self.cursor(step)
+        if self._mended:
+            here = {key: here[key] for key in ("batch_size", "seed")}
         if changed := [
             f"{key} was {cursor.get(key)} and is {value}"
             for key, value in here.items()
@@ -70,7 +94,7 @@ class ChatBatches:
     def _encode(self, index: int) -> TrainSequence:
         if index not in self._encoded:
             row = self._rows[index]
-            thinking = self._thinking == "on" or (self._thinking == "auto" and thinks(row))
+            thinking = thinks(row, self._thinking)
             self._encoded[index] = chat_sequence(
                 f"row-{index}",
                 row.messages,
@@ -83,10 +107,26 @@ class ChatBatches:
         return self._encoded[index]
 
 
-def thinks(row: ChatExample) -> bool:
-    """Whether an assistant turn of the conversation has reasoning."""
-    said = [message for message in row.messages if isinstance(message, Mapping)]
-    return any(message.get("reasoning_content") or message.get("reasoning") for message in said)
+def mended_rows(kept: Path, rows: ChatDataset) -> int | None:
+    """How many rows differ from those that `kept` has digests of, where they are few; None where they are many.
+
+    Few is one in a hundred, and one at least: a file in which bad rows were mended is the same data, another file is
+    not. 0 for the same rows, and without `kept`. What is few is written there.
+    """
+    here = rows.digests()
+    changed = 0
+    if kept.is_file():
+        before = Counter(np.load(kept).tolist())
+        now = Counter(here.tolist())
+        changed = max((before - now).total(), (now - before).total())
+        if changed > max(1, before.total() // 100):
+            return None
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    part = kept.with_suffix(".tmp")
+    with part.open("wb") as file:
+        np.save(file, here)
+    part.replace(kept)
+    return changed
 
 
 def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatches, TrainBatch]:
@@ -106,12 +146,19 @@ def chat_data(session: Session, config: SFTConfig, name: str) -> tuple[ChatBatch
     tokenizer = tokenizer_of(config.model.start)
     train = load_chat_dataset(train_file, cache_dir=cache)
     heldout = load_chat_dataset(heldout_file, cache_dir=cache)
+    changed = mended_rows(folder / f"{name}.digests.npy", train)
+    if changed:
+        session.progress.note(f"{name}: {changed} rows of {train_file} are others than in the attempt before")
     kept = ChatBatches(heldout, tokenizer, len(heldout), config)
-    return ChatBatches(train, tokenizer, config.batch_size, config), kept.pack(np.arange(len(heldout)))
+    batches = ChatBatches(train, tokenizer, config.batch_size, config, mended=bool(changed))
+    return batches, kept.pack(np.arange(len(heldout)))
 
 
-def check_data(config: SFTConfig) -> None:
-    """Refuses, before anything is started, what has nothing to train on. Raises ConfigError or MissingResource."""
+def check_data(config: SFTConfig, told: Callable[[str], None] = lambda text: None) -> None:
+    """Refuses, before anything is started, what cannot be trained on: every row of the files is looked at.
+
+    told: hears what the files hold. Raises ConfigError (DatasetError for a file of the user's) or MissingResource.
+    """
     if config.data is None or config.heldout_data is None:
         if make(config.env.name, **config.env.args).demonstrations is None:
             raise ConfigError(
@@ -122,6 +169,35 @@ def check_data(config: SFTConfig) -> None:
     for path in (config.data, config.heldout_data):
         if not Path(path).is_file():
             raise MissingResource(f"there is no file {path} with chat data")
+    tokenizer, fit = tokenizer_of(config.model.start), fit_of(config)
+    for path in (config.data, config.heldout_data):
+        report = check_chat_file(
+            Path(path), tokenizer, thinking=config.thinking, thinking_effort=config.thinking_effort, fit=fit
+        )
+        if report.problems:
+            raise _refused(path, report.problems)
+        told(f"{path}: {'; '.join(report.lines())}")
+
+
+def fit_of(config: SFTConfig) -> Fit:
+    """The most tokens that a row may have in this configuration."""
+    start = resolve_start(config.model.start)
+    model = model_config(config) if start is None else K3Config.from_json(weights_of(start) / "config.json")
+    ranks = config.trainer.context_parallel
+    budget = config.trainer.micro_batch_tokens * ranks
+    if model.max_position_embeddings < budget:
+        return Fit(model.max_position_embeddings, f"the context of {config.model.start}")
+    return Fit(budget, "trainer.micro_batch_tokens" + (f" on {ranks} context ranks" if ranks > 1 else ""))
+
+
+def _refused(path: str, problems: Sequence[Problem]) -> DatasetError:
+    """The error of a file with these problems: the first one, and the next few with their rows."""
+    first, *others = problems
+    more = [f"row {problem.row}: {problem.why}" for problem in others[:_SHOWN_PROBLEMS]]
+    left = len(others) - len(more)
+    tail = [f"and {left:,} more problems"] if left else []
+    said = "\n  ".join([first.why, *more, *tail, f"`k3rl data check {path}` shows all"])
+    return DatasetError(path, first.row, said, first.key)
 
 
 def _demonstrations(path: Path, config: SFTConfig, n: int, split: str) -> Path:

@@ -280,6 +280,10 @@ class RolloutsConfig(Config):
     """partial: share of the active episodes that ends a phase."""
     in_flight: int | None = Field(None, ge=1)
     """Episodes that run at once, at most; None leaves it to the batch and, asynchronous, to `max_off_policy_steps`."""
+    keep_s: float | None = Field(30.0, ge=0)
+    """partial, asynchronous: how often, in seconds, an episode whose environment can be paused is remembered between
+    two turns. A training state has what is remembered, and a resumed run goes on with those episodes; others, and all
+    with None, it plays again."""
 
     @model_validator(mode="after")
     def _keys_are_those_of_the_mode(self) -> RolloutsConfig:
@@ -287,6 +291,7 @@ class RolloutsConfig(Config):
             ("max_off_policy_steps", ("partial", "asynchronous")),
             ("fraction", ("partial",)),
             ("in_flight", ("partial", "asynchronous")),
+            ("keep_s", ("partial", "asynchronous")),
         ):
             if self.mode not in modes and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"rollouts.{name} is of the modes {' and '.join(modes)}; rollouts.mode is {self.mode}")

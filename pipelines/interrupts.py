@@ -8,12 +8,15 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from k3rl.run import Signalled
+
 
 class Interrupts:
-    """While active, the first SIGINT or SIGTERM sets `requested`; the second raises KeyboardInterrupt."""
+    """While active, the first SIGINT or SIGTERM sets `requested` and `number`; the second raises Signalled."""
 
     def __init__(self) -> None:
         self.requested = False
+        self.number: int = signal.SIGINT
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -24,8 +27,8 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
+            raise Signalled(number)
+        self.requested, self.number = True, number
         print("\nending after this step; once more to end at once", file=sys.stderr)
 
     def __exit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from k3rl.pipelines.evaluation import held_out
 from k3rl.pipelines.session import Session, open_session, with_restarts
 from k3rl.pipelines.stage import StageResult, cut_notes
 from k3rl.pipelines.start import check_start, resolve_start
-from k3rl.run import RunOptions, StageSummary, print_summary
+from k3rl.run import RunOptions, StageSummary, print_summary, visible
 
 
 def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
         raise ConfigError(f"{type(config).__name__} is not a pipeline's config", key=pipeline)
     check_start(config)
     if isinstance(config, SFTConfig):
-        check_data(config)
+        check_data(config, lambda text: print(visible(text), file=sys.stderr))
     tasks = held_out(config.env, config.evaluation, required=False)
     started = time.monotonic()
     with open_session(pipeline, config, options) as job:
@@ -51,7 +52,7 @@ def run(pipeline: str, config: Config, options: RunOptions) -> dict[str, Any]:
             "checkpoint": result.checkpoint,
             "env": config.env.name,
             "steps": result.steps,
-            **_measured(job, config, result.checkpoint, tasks),
+            **with_restarts(job, lambda session: _measured(session, config, result.checkpoint, tasks)),
         }
     _print(job, result, report)
     return report | {"seconds": round(time.monotonic() - started, 1), "peak_rss_mb": round(job.memory.peak_mb)}

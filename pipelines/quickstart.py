@@ -18,7 +18,16 @@ from k3rl.pipelines.evaluation import Evaluation, evaluate, held_out
 from k3rl.pipelines.session import Session, open_session, with_restarts
 from k3rl.pipelines.stage import StageResult, cut_notes
 from k3rl.pipelines.start import check_experts, check_layout
-from k3rl.run import RunOptions, StageSummary, plot_rewards, print_summary, read_metrics, series, write_atomic
+from k3rl.run import (
+    RunOptions,
+    StageSummary,
+    plot_rewards,
+    print_summary,
+    read_metrics,
+    read_object,
+    series,
+    write_atomic,
+)
 
 
 def run(config: QuickstartConfig, options: RunOptions) -> dict[str, Any]:
@@ -44,7 +53,7 @@ def _stages(job: Session, config: QuickstartConfig) -> tuple[dict[str, StageResu
 
     def keep(result: StageResult) -> str:
         stages[result.name] = result
-        measured[result.name] = _measured(job, config, result, tasks)
+        measured[result.name] = with_restarts(job, lambda session: _measured(session, config, result, tasks))
         return result.checkpoint
 
     warm = keep(with_restarts(job, lambda session: sft.train(session, _seeded(config.sft, config))))
@@ -64,7 +73,7 @@ def _measured(job: Session, config: QuickstartConfig, result: StageResult, tasks
     asked = {"result": of, "env": config.rl.env.model_dump(), "evaluation": config.evaluation.model_dump()}
     asked |= {"tasks": tasks}
     asked = json.loads(json.dumps(asked, default=str))
-    if path.is_file() and (kept := json.loads(path.read_text()))["of"] == asked:
+    if path.is_file() and (kept := read_object(path, "delete it, and it is measured again")).get("of") == asked:
         return Evaluation.from_json(kept["found"])
     job.progress.note(f"{result.name}: measuring on {tasks['heldout']} held-out tasks")
     found = evaluate(job.fleet.rollouts, result.checkpoint, config.evaluation, tasks)

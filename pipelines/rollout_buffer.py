@@ -2,7 +2,8 @@
 
 Filling it publishes the weights so far and lets a stream of rollouts go on with them; taking from it waits for graded
 groups. A training state holds what is in it. Synchronous rollouts are waited for and written down whole, so that no
-episode is run twice; otherwise a state has the jobs of all groups that were begun, which a resumed run plays again.
+episode is run twice; otherwise a state has the jobs of all groups that were begun, which a resumed run plays again, and
+what is remembered of episodes whose environment can be paused, which go on.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from k3rl.actors import EpisodeJob, Mode, RolloutStream, Schedule, TaskRef
+from k3rl.actors import EpisodeJob, Mode, RolloutStream, TaskRef
 from k3rl.data import ManifestEntry, TrajectoryWriter, read_groups
+from k3rl.envs import BrokenState, EpisodeState
 from k3rl.pipelines.configs import RolloutStageConfig
 from k3rl.pipelines.curriculum import Curriculum
 from k3rl.pipelines.evaluation import RunEvaluations
+from k3rl.pipelines.layout import schedule_of
 from k3rl.pipelines.rollout_metrics import publication_metrics, reward_of
 from k3rl.pipelines.stage import Stage
 from k3rl.pipelines.start import policy_sampling
-from k3rl.run import Accumulator
+from k3rl.run import Accumulator, write_atomic
 from k3rl.types import Group
 
 
@@ -32,21 +35,6 @@ class RolloutBatch:
     groups: list[Group]
     version: float
     off_policy_steps: int
-
-
-def schedule_of(config: RolloutStageConfig) -> Schedule:
-    """When rollouts of a stage start, and what becomes of old ones."""
-    chosen, mode = config.rollouts, Mode(config.rollouts.mode)
-    groups = config.batch_size // config.group_size
-    retries = config.env.faults.retries
-    match mode:
-        case Mode.SYNCHRONOUS:  # one batch a publication; when that comes is the loop's affair
-            return Schedule(mode, groups, config.group_size, 0, retries=retries)
-        case Mode.PARTIAL:
-            bound = chosen.max_off_policy_steps
-        case _:
-            bound = chosen.max_off_policy_steps or 1
-    return Schedule(mode, groups, config.group_size, bound, chosen.fraction, chosen.in_flight, retries)
 
 
 class RolloutBuffer:
@@ -73,6 +61,7 @@ class RolloutBuffer:
         self._measured: list[tuple[int, list[float | None]]] = []
         self._step_jobs: tuple[int, list[list[EpisodeJob]]] = (-1, [])
         self._resumed: tuple[int, list[tuple[int, list[EpisodeJob]]]] | None = None
+        self._kept: tuple[Path, dict[str, str], int] | None = None  # folder, file by episode, version at that time
         if stage.saved_rollouts is not None:
             self._load(*stage.saved_rollouts)
         self._first_step = stage.step + (self._groups is not None)
@@ -114,7 +103,32 @@ class RolloutBuffer:
             next_group=next_group,
             version=version,
             drawn=drawn,
+            begun=self._stage.session.begun,
+            going_on=self._going_on_at(version),
+            keep_s=None if self._synchronous else self._config.rollouts.keep_s,
         )
+
+    def _going_on_at(self, version: int) -> dict[str, bytes]:
+        """States of episodes that go on, with their versions counted to `version`, which is that of the saved weights.
+
+        What is in no whole file, or of another version of k3rl, is said and played again.
+        """
+        if self._kept is None:
+            return {}
+        (folder, states, saved_version), self._kept = self._kept, None
+        found, broken = {}, 0
+        for name, file in states.items():
+            try:
+                state = EpisodeState.from_bytes((folder / file).read_bytes())
+            except (OSError, BrokenState):
+                broken += 1
+                continue
+            found[name] = state.with_versions(version - saved_version).to_bytes()
+        if broken:
+            self._stage.session.progress.note(
+                f"{self._stage.name}: the states of {broken} episodes cannot be read; these are played again"
+            )
+        return found
 
     def take(self) -> RolloutBatch:
         """Waits for the groups of a batch."""
@@ -191,7 +205,8 @@ class RolloutBuffer:
             next_group, drawn = self._stream.drawn()
             listed = [[n, [asdict(job) for job in jobs]] for n, jobs in drawn]
             evaluating = self._due if self._measuring is None else self._measuring
-            return {"next_group": next_group, "drawn": listed, "due": evaluating, "measured": self._measured}
+            about = {"next_group": next_group, "drawn": listed, "due": evaluating, "measured": self._measured}
+            return about | self._save_states(folder)
         writer = TrajectoryWriter(folder, actor="in-flight", tokenizer_hash=tokenizer_hash)
         entry = writer.write(self._waited_for(), generation=step)
         fields = {name: getattr(entry, name) for name in ManifestEntry.__slots__}
@@ -199,12 +214,24 @@ class RolloutBuffer:
         evaluations = {"due": self._due, "measured": self._measured}
         return {"folder": folder.name, "entry": fields, "published": self._published, **evaluations}
 
+    def _save_states(self, folder: Path) -> dict[str, Any]:
+        """Writes the states of episodes that can go on, durable; where they are."""
+        if self._stream is None or not (states := self._stream.states()):
+            return {}
+        folder.mkdir(parents=True)
+        files = {name: f"{number}.episode" for number, name in enumerate(states)}
+        for name, file in files.items():
+            write_atomic(folder / file, states[name])
+        return {"folder": folder.name, "states": files, "version": int(self._published["version"])}
+
     def _load(self, parent: Path, saved: Mapping[str, Any]) -> None:
         """The inverse of `save`. Raises TrajectoryError for files that are not those that were written."""
         self._due, self._measured = saved.get("due"), [(trained, got) for trained, got in saved.get("measured", ())]
         if "drawn" in saved:
             drawn = [(number, [_job(fields) for fields in jobs]) for number, jobs in saved["drawn"]]
             self._resumed = saved["next_group"], drawn
+            if "states" in saved:
+                self._kept = parent / saved["folder"], saved["states"], saved["version"]
             return
         entry = ManifestEntry(**saved["entry"])
         self._groups = read_groups(parent / saved["folder"], entry, routes=entry.routes_file is not None)

@@ -44,10 +44,14 @@ def check_failures(groups: Sequence[Group], limit: float) -> None:
     if failed > limit * len(episodes):
         worst = sorted(reasons.items(), key=lambda item: -item[1])[:3]
         listing = "\n".join(f"  {count} x {reason}" for reason, count in worst)
+        kinds = [e.score.kind for e in episodes if isinstance(e.score, Failed)]
+        to_mend = "the environment or its sandbox"
+        if 2 * kinds.count(FailureKind.ENGINE) > failed:
+            to_mend = "the engines, which gave no tokens (the rollout actors' logs say why)"
         raise TooManyFailures(
             f"{failed} of {len(episodes)} episodes have no reward, more than --failure-limit {limit:g} allows:\n"
             f"{listing}\n"
-            "Mend the environment or its sandbox; missing rewards are never trained on"
+            f"Mend {to_mend}; missing rewards are never trained on"
         )
 
 

@@ -24,6 +24,7 @@ from k3rl.pipelines.background import Background
 from k3rl.pipelines.configs import EnvConfig, QuickstartConfig, StageConfig
 from k3rl.pipelines.interrupts import Interrupts
 from k3rl.pipelines.kernel_watch import KernelWatch
+from k3rl.pipelines.layout import idle_parts
 from k3rl.pipelines.start import tokenizer_of
 from k3rl.run import MetricsWriter, Progress, Recorder, RunDirectory, RunOptions, check_sinks, open_sinks
 from k3rl.tokens import Tokenizer, xtml
@@ -52,6 +53,7 @@ class Session:
     resume: bool
     restarts: int = 0  # of all actors, in this process
     kernels: KernelWatch | None = None  # on GPUs
+    begun: int = 0  # groups with lower numbers were begun by actors that were lost
 
     def record(self, groups: Sequence[Group], step: int) -> None:
         """Queues every episode for the live stream and begins to write the step's trajectories, whole or not at all.
@@ -84,7 +86,10 @@ class Session:
         self.background.wait()
 
     def restarted(self) -> Session:
-        """The same run as its next attempt, with fresh actors, to go on from the last training state."""
+        """The same run as its next attempt, with fresh actors, to go on from the last training state.
+
+        Raises ActorLost where one of these is lost at once; this session may be asked again then.
+        """
         self.recorded()
         self.fleet.restart()
         self.run.next_attempt()
@@ -99,16 +104,18 @@ def with_restarts(session: Session, train: Callable[[Session], Result]) -> Resul
 
     Only lost processes are worth another try: an error that an actor raised would come again, and comes through.
     """
+    again = False
     while True:
         try:
+            session = session.restarted() if again else session
             return train(session)
         except (ActorLost, PeerFailed) as error:
             if session.fleet.restarts_left == 0:
                 raise
-            lost = str(error).partition("\n")[0].rstrip(":")
+            lost = "; ".join(session.fleet.lost_nodes()) or str(error).partition("\n")[0].rstrip(":")
         left = session.fleet.restarts_left - 1
         session.progress.note(f"{lost}; all actors start again and go on from the last state ({left} restarts left)")
-        session = session.restarted()
+        session, again = replace(session, begun=max(session.begun, session.fleet.begun)), True
 
 
 def _trajectories(run: RunDirectory, tokenizer: Tokenizer) -> TrajectoryWriter:
@@ -139,6 +146,10 @@ def open_session(pipeline: str, config: StageConfig | QuickstartConfig, options:
         if run.changed:
             more = f" and {len(run.changed) - _SHOWN} more" if len(run.changed) > _SHOWN else ""
             progress.note(f"resumed with a changed configuration: {', '.join(run.changed[:_SHOWN])}{more}")
+        stages = [config.sft, config.rl, config.distill] if isinstance(config, QuickstartConfig) else [config]
+        for text in idle_parts(config.cluster, *stages):
+            progress.note(text)
+            run.add_note(text)
         progress.note("starting Ray and the actors")
         watch: KernelWatch | None = None
         if "cuda" in (config.cluster.learner_device, config.cluster.rollout_device):

@@ -16,7 +16,7 @@ from k3rl.checkpoint import chosen_train_state, clear_unfinished, go_back_to, pr
 from k3rl.config import ConfigError
 from k3rl.pipelines.configs import StageConfig
 from k3rl.pipelines.session import Session
-from k3rl.run import Accumulator, write_atomic
+from k3rl.run import Accumulator, Signalled, read_object, write_atomic
 
 if TYPE_CHECKING:
     from k3rl.pipelines.rollout_buffer import RolloutBuffer
@@ -66,7 +66,7 @@ def memory_note(held: Mapping[str, float]) -> str:
     return f"memory of a learner's rank: {peak}{parts}"
 
 
-class Interrupted(KeyboardInterrupt):
+class Interrupted(Signalled):
     """The run was asked to end; its last whole step is saved."""
 
 
@@ -102,7 +102,7 @@ class Stage:
         """
         if not self.session.resume or not self._result.is_file():
             return None
-        result = StageResult(**json.loads(self._result.read_text()))
+        result = self._kept()
         again, wanted = f"to train on, delete {self._result}, and those of later stages", self._config.resume_from
         if wanted != "latest" and not self.session.restarts:
             raise ConfigError(
@@ -114,6 +114,19 @@ class Stage:
         self.session.progress.note(f"{self.name}: ended after step {result.steps} in an earlier attempt; {again}")
         # Where it lies now: the run may have been moved, or be resumed from another folder.
         return replace(result, checkpoint=str(self.session.run.root / "export" / self.name))
+
+    def _kept(self) -> StageResult:
+        """The result that an earlier attempt wrote. Raises ConfigError for a file that holds something else."""
+        advice = "delete it, and --resume takes the stage's last state and writes it anew"
+        values = read_object(self._result, advice)
+        try:
+            result = StageResult(**values)
+        except TypeError as error:
+            reason = str(error).removeprefix("StageResult.__init__() ")
+            raise ConfigError(f"{self._result} is damaged ({reason}); {advice}", key=self.name) from error
+        if not isinstance(result.steps, int) or not isinstance(result.checkpoint, str):
+            raise ConfigError(f"{self._result} is damaged (steps or checkpoint is none); {advice}", key=self.name)
+        return result
 
     def restore(self) -> dict[str, Any] | None:
         """Loads the newest state into the learner and returns the loop's own part, or None to start afresh.
@@ -231,6 +244,8 @@ class Stage:
         for clock, seconds in self._clocks.items():
             metrics.add(f"time/{clock}", seconds)
         self._clocks = {}
+        if self.session.resume and self.step == self._first_step:
+            self.session.metrics.supersede(self.name, self.step)
         self.session.metrics.write(self.step, self.name, metrics)
         trained, sampled = (metrics.pairs().get(f"perf/{kind}_tokens", (0.0, 0.0))[0] for kind in ("train", "sampled"))
         self.totals["trained_tokens"] += trained
@@ -249,7 +264,8 @@ class Stage:
             self.save(loop_state, rollouts)
         if asked:
             self.saved()
-            raise Interrupted(f"{self.name} ended after step {self.step}; --resume goes on from there")
+            said = f"{self.name} ended after step {self.step}; --resume goes on from there"
+            raise Interrupted(self.session.interrupts.number, said)
 
     def save(self, loop_state: Mapping[str, Any], rollouts: RolloutBuffer | None = None) -> None:
         """Begins to write a training state of the steps so far; it is durable before the next one begins."""

@@ -19,8 +19,11 @@ from k3rl.types import SamplingParams
 
 
 def resolve_start(start: str) -> Path | None:
-    """The directory of a checkpoint or an adapter that `model.start` names, or None for a named size."""
-    path = Path(start)
+    """The directory of a checkpoint or an adapter that `model.start` names, or None for a named size.
+
+    It is absolute, because actors have another working directory.
+    """
+    path = Path(start).absolute()
     return path if (path / "config.json").is_file() or is_adapter(path) else None
 
 
@@ -173,7 +176,7 @@ def start_policy(fleet: Fleet, config: RolloutStageConfig) -> None:
 
     They load side by side, but where they share a GPU: an engine takes a share of what it finds free there.
     """
-    start, quantization = config.model.start, quantization_of(config)
+    start, quantization = str(resolve_start(config.model.start)), quantization_of(config)
     served = str(weights_of(start)) if config.trainer.lora else start
     waits = config.cluster.shares_gpu
     loading = [] if waits else fleet.rollouts.start_loading(served, quantization)
@@ -222,7 +225,7 @@ def teachers_of(config: DistillConfig) -> dict[str, str]:
             raise ConfigError(
                 f"the teacher of {domain} is {directory!r}, which holds no checkpoint", key=f"teachers.{domain}"
             )
-    return dict(config.teachers)
+    return {domain: str(resolve_start(directory)) for domain, directory in config.teachers.items()}
 
 
 def check_teachers(config: DistillConfig) -> None:

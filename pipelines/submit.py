@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from k3rl.config import K3Error, MissingResource
+from k3rl.run import visible
 
 _GOOD = "SUCCEEDED"
 _NO_AGENT = "No available agent"
@@ -75,4 +76,4 @@ def _submitted(client: Any, address: str, entrypoint: str, variables: dict[str, 
 
 async def _follow(client: object, job: str) -> None:
     async for lines in client.tail_job_logs(job):  # type: ignore[attr-defined]
-        print(lines, end="", flush=True)
+        print(visible(lines), end="", flush=True)

@@ -45,10 +45,13 @@ LONG = (
 TOGETHER = {
     "tests/structure/test_files.py": "syntax trees",
     "tests/structure/test_imports.py": "syntax trees",
-    **{f"tests/pipelines/test_{name}.py": "a Ray for commands" for name in ("restart", "rollout_modes", "submit")},
+    **{
+        f"tests/pipelines/test_{name}.py": "a Ray for commands"
+        for name in ("lost_engines", "restart", "rollout_modes", "submit")
+    },
     **{
         f"tests/actors/test_{name}.py": "a Ray for actors"
-        for name in ("broken_environment", "learner_ranks", "placement", "publish", "reward_places")
+        for name in ("broken_environment", "going_on", "learner_ranks", "placement", "publish", "reward_places")
     },
 }
 

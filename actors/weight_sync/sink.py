@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from k3rl.checkpoint import manifest_digest
 from k3rl.config import K3Error
 from k3rl.engine import Engine, VLLMEngine, WeightUpdateError
 from k3rl.model import DeviceName, place_of
+
+T = TypeVar("T")
 
 
 def base_version(engine: Engine | VLLMEngine) -> BaseVersion:
@@ -38,7 +41,7 @@ class WeightSink:
         self._device_name: DeviceName = device
         self._direct = direct
         self._receivers: list[Receiver] = []  # of each learner rank that sends
-        self._worker: ThreadPoolExecutor | None = None  # takes flat buffers while the engine goes on
+        self._worker: ThreadPoolExecutor | None = None  # takes versions while the engine goes on
 
     def location(self) -> Location:
         """Where the engine's weights are."""
@@ -63,11 +66,11 @@ class WeightSink:
         self, engine: Engine | VLLMEngine, version: int, manifest: Mapping[str, str], payload: Payload
     ) -> dict[str, float]:
         """Builds and verifies a version beside the one that the engine serves; -> seconds of the parts, where they are
-        known. Buckets come one at a time."""
+        known. Buckets come one at a time. All work is done in a thread of its own, for calls come meanwhile."""
         if payload.stream and not self._receivers:
             raise TransferBroken("this rollout actor has not met the learner; call join_transfer(...) first")
+        loop = asyncio.get_running_loop()
         if payload.encoding == "flat":
-            loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread(), self._prepare_flat, engine, version, payload)
         opened = False
 
@@ -78,14 +81,27 @@ class WeightSink:
             opened = True
             self.take(engine, payload.encoding, bucket)
 
-        if payload.stream:
-            await self._receivers[0].receive(payload.stream, take)
+        def finish() -> None:
+            if payload.stream:
+                asyncio.run(self._receivers[0].receive(payload.stream, take))
+            if not opened:  # a delta of nothing has no bucket
+                self.open(engine, version, manifest, payload)
+            engine.verify_weight_update()
+
         for ref in payload.buckets:
-            take(await ref)
-        if not opened:  # a delta of nothing has no bucket
-            self.open(engine, version, manifest, payload)
-        engine.verify_weight_update()
+            await loop.run_in_executor(self._thread(), self._on_own_stream, partial(take, await ref))
+        await loop.run_in_executor(self._thread(), self._on_own_stream, finish)
         return {}
+
+    def _on_own_stream(self, work: Callable[[], T]) -> T:
+        """What it gives, on a GPU beside what the engine computes, and done when this returns."""
+        if self._device_name == "cpu":
+            return work()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = work()
+            stream.synchronize()
+        return found
 
     def commit(self, engine: Engine | VLLMEngine, version: int) -> float:
         """Switches to the prepared version, between two steps; -> seconds that it takes, the device's copies too."""
@@ -111,13 +127,7 @@ class WeightSink:
     def _prepare_flat(self, engine: Engine | VLLMEngine, version: int, payload: Payload) -> dict[str, float]:
         if not isinstance(engine, Engine):
             raise WeightUpdateError(f"weight version {version} came in flat buffers; a vLLM server takes whole tensors")
-        if self._device_name == "cpu":
-            return self._receive_flat(engine, version, payload)
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            found = self._receive_flat(engine, version, payload)
-            stream.synchronize()
-        return found
+        return self._on_own_stream(lambda: self._receive_flat(engine, version, payload))
 
     def _receive_flat(self, engine: Engine, version: int, payload: Payload) -> dict[str, float]:
         """A shard from each receiver. After an error the rest is received and dropped, so that no peer is held up."""

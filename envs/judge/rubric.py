@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from k3rl.config import Config
-from k3rl.envs.base import Rubric
+from k3rl.config import ConfigError
+from k3rl.envs.base import Environment, Rubric
+from k3rl.envs.config import JudgeConfig
 from k3rl.envs.judge.endpoint import Endpoint, HTTPEndpoint, JudgeFailed
 from k3rl.envs.judge.shown import Submission
 from k3rl.envs.judge.tournament import Pair, bradley_terry, schedule, win_rates
 from k3rl.envs.judge.verdict import Asking, Criterion, compare, write_rubric
-from k3rl.envs.rubric import FunctionGrader
 from k3rl.tokens import shown_text
-from k3rl.types import Failed, FailureKind, Score, Scored, Task
-
-
-class JudgeConfig(Config):
-    """Who judges, and by what rules."""
-
-    base_url: str
-    """An OpenAI-compatible server, `/v1` included; `k3rl serve` is one."""
-    model: str
-    """The name that the server knows the judge by."""
-    key_variable: str = "OPENAI_API_KEY"
-    """The environment variable that holds the server's key."""
-    temperature: float = Field(0.0, ge=0)
-    max_tokens: int = Field(2048, ge=64)
-    """Of one reply."""
-    timeout_s: float = Field(120.0, gt=0)
-    """For one reply."""
-    attempts: int = Field(3, ge=1)
-    """Replies that are asked for until one can be used; requests that are made until one is answered."""
-    reads: int = Field(4, ge=0)
-    """Looks at more of a submission that the judge may take before it scores."""
-    shown_chars: int = Field(20_000, ge=100)
-    """Of a submission that are shown at first, and in one look."""
-    advice: str = ""
-    """Added to what the judge is told when it writes the rubric."""
-    opponents: int | None = Field(None, ge=1)
-    """How many others each answer meets; None: all of its group."""
-    tie_margin: float = Field(0.25, ge=0)
-    """Weighted scores (of 10) that are not further apart than this are a tie."""
-    length_ratio: float = Field(2.0, gt=1)
-    """An answer that is longer than this many times the reference length loses without being read."""
-    length_floor: int = Field(400, ge=0)
-    """No answer shorter than this many characters is too long. The reference length is task.data["length"], else the
-    median of the group."""
-    reward: Literal["win_rate", "bradley_terry"] = "win_rate"
-    concurrency: int = Field(8, ge=1)
-    """Games that are judged at the same time."""
-    seed: int = 0
-    """Draws who meets whom."""
+from k3rl.types import Episode, Failed, FailureKind, Score, Scored, Task
 
 
 @dataclass(frozen=True)
@@ -65,7 +25,7 @@ class JudgeGrader:
     """An `Environment.grader`; see `judged`."""
 
     config: JudgeConfig
-    gate: FunctionGrader | None = None
+    gate: Callable[..., Rubric] | None = None
     endpoint: Endpoint | None = None
 
     @property
@@ -83,16 +43,38 @@ class JudgeGrader:
         return JudgeRubric(self.config, self.endpoint, gate)
 
 
-def judged(*, gate: FunctionGrader | None = None, endpoint: Endpoint | None = None, **fields: Any) -> JudgeGrader:
+def judged(
+    *, gate: Callable[..., Rubric] | None = None, endpoint: Endpoint | None = None, **fields: Any
+) -> JudgeGrader:
     """The grader of an environment whose answers a judge compares. fields: of `JudgeConfig`.
 
-    gate: `Rubric.of(...)`; an answer that it does not score above 0 keeps that score and meets nobody.
+    gate: `Rubric.of(...)`, or another grader; an answer that it does not score above 0 keeps that score and meets
+    nobody.
     """
     return JudgeGrader(JudgeConfig(**fields), gate, endpoint)
 
 
+def with_judge(environment: Environment, config: JudgeConfig) -> Environment:
+    """An environment whose answers this judge compares, once its own grader has scored them above 0.
+
+    Raises ConfigError for one whose rewards come from what is done in an episode: there is no answer to compare.
+    """
+    if environment.judged_while_played:
+        raise ConfigError(
+            f"env.judge compares answers, and {environment.name} gives rewards while it is played; leave env.judge out",
+            key="env.judge",
+            got=config.model,
+        )
+    low, high = environment.reward_limits
+    return replace(
+        environment, grader=JudgeGrader(config, environment.grader), reward_range=(min(low, 0), max(high, 1))
+    )
+
+
 class JudgeRubric(Rubric):
-    """Answers to the same task are a group. The reward is the share of games won, a tie is half of one.
+    """Answers to the same task are a group. What the gate scores above 0 plays, or keeps that score where it is alone
+    and there is no reference; all else keeps what the gate says. The reward is the share of games won, a tie is half of
+    one.
 
     Where `task.hidden` has a text "reference", it plays too, unscored, so that a single answer can be judged. `parts`:
     games and too_long. Failed when the judge fails: without a rubric all of a group, else whoever lacks half of the
@@ -108,9 +90,17 @@ class JudgeRubric(Rubric):
 
     def score_batch(self, items: Sequence[tuple[Task, str]]) -> list[Score]:
         """One score per (task with hidden part, answer), in order."""
+        return self._compared(items, None if self._gate is None else self._gate.score_batch(items))
+
+    def score_episodes(self, items: Sequence[tuple[Task, Episode]]) -> list[Score]:
+        """One score per (task with hidden part, episode), in order; the gate sees the episodes, the judge answers."""
+        answers = [(task, episode.answer) for task, episode in items]
+        return self._compared(answers, None if self._gate is None else self._gate.score_episodes(items))
+
+    def _compared(self, items: Sequence[tuple[Task, str]], passed: Sequence[Score] | None) -> list[Score]:
+        """passed: what the gate says; those that it lets through play."""
         gated: list[Score | None] = [None] * len(items)
-        if self._gate is not None:
-            passed = self._gate.score_batch(items)
+        if passed is not None:
             gated = [None if isinstance(one, Scored) and one.reward > 0 else one for one in passed]
         groups: dict[str, list[int]] = {}
         for place, (task, _) in enumerate(items):
@@ -119,6 +109,9 @@ class JudgeRubric(Rubric):
         scores = dict(enumerate(gated))
         for places in groups.values():
             task = items[places[0]][0]
+            if passed is not None and len(places) == 1 and not isinstance((task.hidden or {}).get("reference"), str):
+                scores[places[0]] = passed[places[0]]  # nobody is left to compare it with
+                continue
             scores |= zip(places, self._group(task, [items[place][1] for place in places]), strict=True)
         return [score if score is not None else Failed("not judged") for score in scores.values()]
 

@@ -6,6 +6,7 @@ inspect.py   parameters and bytes of a model   export.py   copies, merged adapte
 train_state.py  state_writer.py    training state: on disk, saved and restored
 delta.py     a version as its difference from another       manifest.py  fingerprint.py    which weights they are
 flat_layout.py  flat_version.py  flat_digest.py    a version in flat buffers, and its digests, made where they lie
+check_export.py  a folder opened as others open it
 replace.py   directories replaced at once      threads.py  work on tensors by several threads
 Not here: how values are quantized (`k3rl.numerics`) and who decides when to save.
 """
@@ -19,6 +20,7 @@ from k3rl.checkpoint.adapter import (
     weights_of,
 )
 from k3rl.checkpoint.card import add_to_card, read_card
+from k3rl.checkpoint.check_export import ExportCheck, check_export
 from k3rl.checkpoint.delta import BUCKET_BYTES, DeltaDecoder, DeltaError, DeltaHeader, encode
 from k3rl.checkpoint.export import copy_adapter, copy_checkpoint, export_state, merge_adapter
 from k3rl.checkpoint.fingerprint import weights_fingerprint
@@ -53,6 +55,7 @@ __all__ = [
     "DeltaDecoder",
     "DeltaError",
     "DeltaHeader",
+    "ExportCheck",
     "FlatError",
     "FlatLayout",
     "FlatShard",
@@ -64,6 +67,7 @@ __all__ = [
     "add_to_card",
     "assign_official_tensors",
     "check_base",
+    "check_export",
     "chosen_train_state",
     "clear_unfinished",
     "collected_tensors",

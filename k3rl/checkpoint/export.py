@@ -10,7 +10,7 @@ from typing import Any
 from k3rl.checkpoint.adapter import check_base, load_adapter, save_adapter, weights_of
 from k3rl.checkpoint.card import read_card
 from k3rl.checkpoint.fingerprint import weights_fingerprint
-from k3rl.checkpoint.hf import StoredFiles, carried_files, load_checkpoint, save_checkpoint, stored_files
+from k3rl.checkpoint.hf import StoredFiles, carried_code, carried_files, load_checkpoint, save_checkpoint, stored_files
 from k3rl.checkpoint.official import official_tensors
 from k3rl.checkpoint.state_writer import refuse_foreign, restore
 from k3rl.checkpoint.train_state import TrainState, TrainStateError
@@ -107,14 +107,15 @@ def export_state(state: TrainState, target: Path, *, merged: bool = False) -> tu
 
 
 def _keep_origin(model: K3ForCausalLM, start: Path) -> None:
-    """What the start had beside its tensors, for an export in the flat dialect. Warns where the start is gone."""
-    if not model.config.flat:
-        return
+    """What the start had beside its tensors, for an export. Warns where the start is gone."""
     if not (start / "config.json").is_file():
         reason = f"{start}, from which the weights came, is gone, and with it what an export carries over from there"
         warnings.warn(reason, stacklevel=3)
         return
-    model.origin = Origin(carried_files(start), stored_files(start, model.config).shards)
+    if model.config.flat:
+        model.origin = Origin(carried_files(start), stored_files(start, model.config).shards)
+    elif code := carried_code(start):
+        model.origin = Origin(code, {})
 
 
 def _keep_stored_bytes(model: K3ForCausalLM, start: Path) -> None:

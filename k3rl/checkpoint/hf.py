@@ -33,10 +33,12 @@ from k3rl.tokens import TOKENIZER_FILES
 
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
 
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _OURS = {CONFIG, INDEX, SINGLE, GENERATION, CARD, PREPROCESSOR, *TOKENIZER_FILES}
 # What is carried over from a checkpoint of the flat dialect, beside its tensors: configurations, tokenizer, chat
 # template, remote code, licences. Its model card is replaced by ours.
 _CARRIED = re.compile(r"[^/]*\.(json|jinja|py|model|txt)|(LICENSE|NOTICE|THIRD).*")
+_CARRIED_CODE = re.compile(r"[^/]*\.(jinja|py)|(LICENSE|NOTICE|THIRD).*")
 _CARRIED_BYTES = 64 << 20  # of one file, at most
 # How `save_pretrained` of transformers writes the MLP of a dense layer: as if it had experts.
 _DENSE = re.compile(r"(model\.layers\.(\d+)\.)block_sparse_moe(\.(?:gate|up|down)_proj\.weight)")
@@ -158,6 +160,8 @@ def load_checkpoint(
         raise CheckpointError(f"{files.place(error.tensor)}: {error}") from error
     if config.flat:
         model.origin = Origin(carried_files(path), files.shards)
+    elif code := carried_code(path):
+        model.origin = Origin(code, {})
     if not (path.is_dir() and os.path.samestat(begun, path.stat())):
         raise CheckpointError(f"{path} was replaced while it was read, so what was read is of two; load it again")
     return model
@@ -211,6 +215,11 @@ def carried_files(directory: Path) -> dict[str, bytes]:
     """What an export of a model of the flat dialect has from the checkpoint it came from, by name (`Origin.files`)."""
     found = sorted(p for p in directory.iterdir() if p.is_file() and _CARRIED.fullmatch(p.name) and p.name != INDEX)
     return {path.name: path.read_bytes() for path in found if path.stat().st_size <= _CARRIED_BYTES}
+
+
+def carried_code(directory: Path) -> dict[str, bytes]:
+    """What an export of K3 has from the checkpoint it came from: remote code, chat template, licences."""
+    return {name: data for name, data in carried_files(directory).items() if _CARRIED_CODE.fullmatch(name)}
 
 
 def as_stored(config: K3Config, files: StoredFiles) -> K3Config:
@@ -334,10 +343,33 @@ def _carry_over(scratch: Path, config: K3Config, origin: Origin | None) -> None:
     was = files.pop(CONFIG, None)
     for name, data in files.items():
         (scratch / name).write_bytes(data)
+    if (scratch / _TOKENIZER_CONFIG).is_file():
+        found = json.loads((scratch / _TOKENIZER_CONFIG).read_bytes())
+        if found != (kept := without_absent_code(found, scratch)):
+            _write_json(scratch / _TOKENIZER_CONFIG, kept)
+    content = without_absent_code(content, scratch)
     if was is not None and json.loads(was) == content:
         (scratch / CONFIG).write_bytes(was)
     else:
         _write_json(scratch / CONFIG, content)
+
+
+def without_absent_code(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A configuration whose `auto_map` names code of this folder that is there; an empty map is left out.
+
+    A name with `--` is of code in another repository, and stays.
+    """
+
+    def there(value: Any) -> bool:
+        names = [str(name) for name in (value if isinstance(value, list) else [value]) if name is not None]
+        return all("--" in name or (folder / f"{name.rpartition('.')[0]}.py").is_file() for name in names)
+
+    named = content.get("auto_map")
+    if not isinstance(named, dict) or not named or all(map(there, named.values())):
+        return content
+    kept = {name: value for name, value in named.items() if there(value)}
+    rest = {key: value for key, value in content.items() if key != "auto_map"}
+    return {**rest, "auto_map": kept} if kept else rest
 
 
 def _refuse_foreign_files(path: Path, origin: Origin | None) -> None:

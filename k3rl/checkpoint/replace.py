@@ -66,6 +66,14 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def by_umask(path: Path) -> None:
+    """Lets a file be read by whom the umask says: safetensors writes its files for their owner alone."""
+    mask = 0o077
+    with suppress(OSError, ValueError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        mask = next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+    path.chmod(0o666 & ~mask)
+
+
 def _waiting(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
@@ -87,6 +95,8 @@ def scratch_beside(path: Path) -> Path:
 
 def put_in_place(scratch: Path, path: Path) -> None:
     """Makes the written directory `scratch` appear as `path`, replacing a directory of that name."""
+    for file in scratch.rglob("*.safetensors"):
+        by_umask(file)
     flush(scratch)
     if not path.exists():
         os.rename(scratch, path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -146,10 +147,18 @@ def open_shard(path: Path) -> Any:
     """A safetensors file, open. Raises CheckpointError."""
     try:
         return safe_open(path, framework="pt")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, PermissionError) as error:
+        if path.exists() and not os.access(path, os.R_OK):
+            raise CheckpointError(f"{path} is there and may not be read by this user; give it read access") from error
         raise CheckpointError(f"{path} is missing; the index names it") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
+
+
+def stored_bytes_of(shard: Any) -> int:
+    """Bytes of all tensors of an open file, without reading them."""
+    pieces = (shard.get_slice(name) for name in shard.keys())  # noqa: SIM118 (a shard is no mapping)
+    return sum(math.prod(piece.get_shape()) * ELEMENT_BYTES[piece.get_dtype()] for piece in pieces)
 
 
 def weight_map(directory: Path) -> tuple[dict[str, str], int | None, bool]:
@@ -162,8 +171,15 @@ def weight_map(directory: Path) -> tuple[dict[str, str], int | None, bool]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         given: dict[str, str] = content["weight_map"]
-        total: int | None = content.get("metadata", {}).get("total_size")
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        total: int | None = (content.get("metadata") or {}).get("total_size")
+        bad = next(((name, file) for name, file in given.items() if not isinstance(file, str)), None)
+        if bad is not None:
+            raise CheckpointError(f"{index}: the file of {bad[0]} is {json.dumps(bad[1])}; wanted a file's name")
+        if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
+            raise CheckpointError(f"{index}: metadata.total_size is {json.dumps(total)}; wanted a number of bytes")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{index} has no readable weight_map ({error})") from error
     names_in: dict[str, set[str]] = {}
     for name, file in given.items():

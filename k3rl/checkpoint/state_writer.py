@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -58,6 +59,7 @@ class StateWriter:
         self._saving = directory
         copied = {name: _on_host(value, copy=not fresh) for name, value in owned.items()}
         copied |= _rng_states(self.rank)
+        _refuse_full_disk(directory, copied)
 
         def work() -> None:
             try:
@@ -179,6 +181,22 @@ def _refuse_non_finite(owned: Owned) -> None:
         values = value.values if isinstance(value, Rows) else value
         if values.is_floating_point() and not bool(values.isfinite().all()):
             raise TrainStateError(f"{name} holds a number that is not finite; the state before stays the latest")
+
+
+def _refuse_full_disk(directory: Path, owned: Owned) -> None:
+    """Raises TrainStateError at once where the disk has no room for a rank's tensors; writing would take its time."""
+    needed = sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (value.values if isinstance(value, Rows) else value for value in owned.values())
+    )
+    place = next(folder for folder in directory.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise TrainStateError(
+            f"the training state {directory} needs {needed / 2**20:,.1f} MiB and the disk of {place} has "
+            f"{free / 2**20:,.1f} MiB free. The state before it stays the latest; free some room, and --resume goes on "
+            "from that"
+        )
 
 
 def _on_host(value: Tensor | Rows, *, copy: bool) -> Tensor | Rows:

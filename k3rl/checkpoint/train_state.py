@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from k3rl.checkpoint.replace import flush, put_in_place, recover
+from k3rl.checkpoint.replace import by_umask, flush, put_in_place, recover
 from k3rl.config import K3Error
 
 SCHEMA = 2
@@ -91,6 +91,7 @@ def write_shard(directory: Path, rank: int, owned: Owned, extra: Mapping[str, An
         }
     file = scratch / f"{_stem(rank)}.safetensors"
     save_file(stored, file)
+    by_umask(file)
     flush(file)
     about = {
         "file": file.name,

@@ -56,6 +56,7 @@ def run_checks() -> Iterator[Check]:
     yield _python()
     yield from _packages()
     yield _ray_authentication()
+    yield from _ray_ports()
     yield _sandbox()
     yield _sandbox_limits()
     yield _at_least("cpus", float(len(os.sched_getaffinity(0))), CPUS, "", "use a machine with 2 or more CPUs")
@@ -93,6 +94,22 @@ def _ray_authentication() -> Check:
         return Check("ray authentication", True, "token" if mode else "token (k3rl sets it when it starts Ray)")
     fix = "unset RAY_AUTH_MODE, or set it to token: whoever reaches an open Ray port can run programs here"
     return Check("ray authentication", False, f"RAY_AUTH_MODE={mode}", fix)
+
+
+def _ray_ports() -> Iterator[Check]:
+    """What of the Ray processes of this machine others could reach. Ray binds most of its ports to every interface."""
+    from k3rl.cli.ports import ray_ports
+
+    found = ray_ports()
+    if not found:
+        yield Check("ray ports", True, "no Ray of this user runs here; while one does, its ports are listed here")
+        return
+    inside = [one for one in found if one.loopback]
+    if inside:
+        yield Check("ray ports", True, f"{len(inside)} on loopback: {', '.join(str(one.port) for one in inside)}")
+    for one in (one for one in found if not one.loopback):  # Ray itself opens them, and a run does not lack them
+        warned = "" if one.token else "; close it to others by a firewall, since it answers whoever reaches it"
+        yield Check("ray port", True, one.described() + warned)
 
 
 def _sandbox() -> Check:

@@ -87,7 +87,7 @@ def _list(words: Sequence[str]) -> int:
             print(f"{about['name']}   broken: {visible(about['error'])}")
             continue
         sizes = "  ".join(f"{split} {'endless' if n is None else n}" for split, n in about["splits"].items())
-        print(f"{about['name']}   {about['description']}\n    {sizes}")
+        print(f"{about['name']}   {visible(about['description'])}\n    {sizes}")
     return 0
 
 

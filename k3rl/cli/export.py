@@ -10,6 +10,7 @@ from typing import Any
 from k3rl.cli.output import print_json
 from k3rl.cli.parser import Parser
 from k3rl.config import ConfigError, MissingResource
+from k3rl.run import visible
 
 
 def export(words: Sequence[str]) -> int:
@@ -20,16 +21,45 @@ def export(words: Sequence[str]) -> int:
         "back.",
     )
     parser.add_argument("source", type=Path, help="a checkpoint, an adapter, a run directory, or a training state")
-    parser.add_argument("target", type=Path, help="the folder to write")
+    parser.add_argument("target", type=Path, nargs="?", help="the folder to write; none with --check alone")
     parser.add_argument("--stage", help="which stage of the run, where there are several")
     parser.add_argument("--step", help="of a run: from the training state after that many steps, or `latest`")
     parser.add_argument("--merge", action="store_true", help="of an adapter and its weights, write one checkpoint")
+    parser.add_argument("--check", action="store_true", help="open the result, or the source alone, as others will")
     parser.add_argument("--json", action="store_true")
     arguments = parser.read(words)
     if arguments is None:
         return 0
+    if arguments.target is None:
+        if not arguments.check:
+            raise ConfigError("name the folder to write, or give --check to look at one", key="target")
+        return _check(find_checkpoint(arguments.source, arguments.stage), arguments.json)
+    _export(arguments)
+    return _check(arguments.target, arguments.json) if arguments.check else 0
+
+
+def _check(folder: Path, as_json: bool) -> int:
+    """What other programs would trip over in a folder. The status is 2 where there is anything."""
+    from dataclasses import asdict
+
+    from k3rl.checkpoint import check_export
+
+    found = check_export(folder)
+    if as_json:
+        print_json({"checked": str(folder), **asdict(found)})
+    else:
+        for problem in found.problems:
+            print(visible(f"problem: {problem}"))
+        for note in found.notes:
+            print(visible(f"note: {note}"))
+        print(f"{folder}: {found.tensors} tensors, {found.bytes:,} bytes, {len(found.problems)} problems")
+    return 2 if found.problems else 0
+
+
+def _export(arguments: Namespace) -> None:
     if (state := find_state(arguments.source, arguments.stage, arguments.step)) is not None:
-        return _export_state(state, arguments)
+        _export_state(state, arguments)
+        return
     source = find_checkpoint(arguments.source, arguments.stage)
     if arguments.target.resolve() == source.resolve():
         raise ConfigError(f"{arguments.target} is the checkpoint itself; name another folder", key="target")
@@ -45,23 +75,21 @@ def export(words: Sequence[str]) -> int:
     if arguments.json:
         found = {"source": str(source), "export": str(arguments.target), "tensors": tensors, "bytes": size}
         print_json(found | ({"merged": merged} if merged else {}))
-        return 0
+        return
     print(f"{arguments.target}: {tensors} tensors, {size:,} bytes, read back equal")
     for form, about in merged.items():
         error = f"{about['error']:.1%} of the adapter's change"
         print(f"  {about['matrices']} matrices stored as {form}: rounding moves them by {error}")
-    return 0
 
 
-def _export_state(state: Path, arguments: Namespace) -> int:
+def _export_state(state: Path, arguments: Namespace) -> None:
     from k3rl.checkpoint import TrainState, export_state
 
     tensors, size = export_state(TrainState(state), arguments.target, merged=arguments.merge)
     if arguments.json:
         print_json({"source": str(state), "export": str(arguments.target), "tensors": tensors, "bytes": size})
-        return 0
+        return
     print(f"{arguments.target}: {tensors} tensors, {size:,} bytes, of {state}")
-    return 0
 
 
 def find_state(place: Path, stage: str | None, step: str | None) -> Path | None:

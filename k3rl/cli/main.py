@@ -1,8 +1,8 @@
 """The `k3rl` command: finds the command, calls it, and turns errors into messages and exit codes.
 
 Exit codes: 0 fine, 1 crash, 2 bad configuration or command line, 3 something missing, 4 stopped at a limit of its own,
-130 interrupted. Commands live in this folder and are imported only when called, so that `--help` stays quick. Each
-takes its words and returns an exit code.
+130 interrupted, 143 ended by SIGTERM. Commands live in this folder and are imported only when called, so that `--help`
+stays quick. Each takes its words and returns an exit code.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ GROUPS = {
         "doctor": ("k3rl.cli.doctor:doctor", "check that this machine has what a run needs"),
         "env": ("k3rl.cli.env:env", "environments: list, check, grade, play, new"),
         "config": ("k3rl.cli.config:config", "configurations: show, diff, schema"),
+        "data": ("k3rl.cli.data:data", "chat data: check every row, and show what carries loss"),
         "plan": ("k3rl.cli.plan:plan", "memory, traffic and time of post-training a model on a cluster"),
     },
     "train": {
@@ -75,22 +77,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = {2: "configuration error", 3: "missing", 4: "stopped"}.get(error.exit_code, "error")
         # What an actor raised arrives wrapped by Ray, with a remote traceback in its text; the cause has the message.
         cause = getattr(error, "cause", error)
-        print(f"k3rl: {kind}\n{cause if isinstance(cause, K3Error) else error}", file=sys.stderr)
+        _say(f"k3rl: {kind}\n{cause if isinstance(cause, K3Error) else error}")
         return error.exit_code
     except KeyboardInterrupt as error:
         said = str(error) or "continue a run with the same command and --resume"
-        print(f"k3rl: interrupted; {said}", file=sys.stderr)
-        return 130
+        _say(f"k3rl: interrupted; {said}")
+        return 128 + int(getattr(error, "number", signal.SIGINT))
     except BrokenPipeError:
         # The reader of our output, such as `head`, has gone: not an error of ours. Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if (refusal := _refusal(error)) is None:
-            traceback.print_exc()
+            _say(traceback.format_exc().rstrip("\n"))
             return 1
-        print(f"k3rl: missing\n{refusal}", file=sys.stderr)
+        _say(f"k3rl: missing\n{refusal}")
         return 3
+
+
+def _say(text: str) -> None:
+    """On standard error, with everything visible: errors quote what files, models and code of others say."""
+    from k3rl.run.terminal import visible
+
+    print(visible(text), file=sys.stderr)
 
 
 def _refusal(error: Exception) -> str | None:

@@ -11,6 +11,7 @@ from k3rl.cli.config import show
 from k3rl.cli.launch import Launch, parse_launch
 from k3rl.cli.output import print_json
 from k3rl.config import config_hash, to_tree
+from k3rl.run import Signalled
 
 USAGE = """\
 usage: k3rl {pipeline} [PRESET] [@ FILE.toml ...] [--dotted.key VALUE ...] [options]
@@ -71,7 +72,7 @@ def _watched(launch: Launch) -> AbstractContextManager[None]:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """A scheduler's SIGTERM ends a run the way Ctrl-C does: last whole step saved, status written, Ray gone."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise KeyboardInterrupt
+    raise Signalled(number)
 
 
 def _describe(launch: Launch) -> None:

@@ -27,6 +27,9 @@ def serve(words: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="a folder in the official layout, or an adapter")
     parser.add_argument("--host", default="127.0.0.1", help="loopback by default")
     parser.add_argument("--port", type=_number(0, 65535), default=8000)
+    parser.add_argument(
+        "--model-name", help="what clients call the model; by default the folder's or repository's name"
+    )
     parser.add_argument("--max-running", type=_number(1), default=64, help="sequences decoded at a time")
     parser.add_argument("--max-context", type=_number(2), help="tokens of one request; by default the model's")
     parser.add_argument("--max-samples", type=_number(1), default=256, help="completions in flight, then status 429")
@@ -87,6 +90,7 @@ def serve(words: Sequence[str]) -> int:
         host=arguments.host,
         port=arguments.port,
         token=token,
+        model_name=arguments.model_name,
         options=options,
         limits=ServerLimits(body_bytes=arguments.max_body_mb << 20, samples=arguments.max_samples),
     )

@@ -1,4 +1,4 @@
-"""Chat data sets: reading JSONL and Parquet, and encoding conversations with exact loss masks."""
+"""Chat data sets: rows at hand in any order, and conversations encoded with exact loss masks."""
 
 from __future__ import annotations
 
@@ -6,58 +6,38 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from k3rl.config import ConfigError
 from k3rl.data.batch import TrainSequence
+from k3rl.data.chat_files import DatasetError, RawRow, fingerprint_of, kind_of, raw_rows
+from k3rl.data.chat_forms import ChatExample, Messages, example_of
 from k3rl.data.images import ImagePatches, conversation_images
 from k3rl.tokens import Tokenizer, xtml
-from k3rl.types import Message
 
 if TYPE_CHECKING:
     import datasets
 
-Messages = Sequence[Message | Mapping[str, Any]]
-
-
-class DatasetError(ConfigError):
-    """A file or a row that is no training conversation: `path`, and `row` counted from 0 (None: the whole file)."""
-
-    def __init__(self, path: str | os.PathLike[str], row: int | None, reason: str) -> None:
-        where = f"{path}" if row is None else f"{path}, row {row}"
-        super().__init__(f"{where}: {reason}", key="data", got=str(path))
-        self.path = str(path)
-        self.row = row
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class ChatExample:
-    """One conversation to learn from. `meta` is every other column of its row (task_id, family, level, ...)."""
-
-    messages: Messages
-    tools: Sequence[Mapping[str, Any]] | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    row: int = 0
+_ROWS_A_BATCH = 512
 
 
 class ChatDataset(Sequence[ChatExample]):
     """The rows of one file, parsed when asked for. Indexing raises DatasetError for a bad row.
 
-    `fingerprint` is the SHA-256 (hex) of the file, `path` the file, `rows` the Hugging Face data set underneath: one
-    `text` column for JSONL, the file's columns for Parquet.
+    `fingerprint` is the SHA-256 (hex) of the file, `path` the file, `rows` the Hugging Face data set underneath: `text`
+    and `line` for files of JSON, the file's columns for Parquet.
     """
 
     def __init__(self, path: Path, rows: datasets.Dataset, fingerprint: str) -> None:
         self.path = path
         self.rows = rows
         self.fingerprint = fingerprint
+        self._parquet = kind_of(path) == "parquet"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,44 +48,85 @@ class ChatDataset(Sequence[ChatExample]):
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a data set of {len(self)} rows")
         row %= len(self)
-        return _example(self.rows[row], self.path, row)
+        columns = self.rows[row]
+        raw = RawRow(row, columns=columns) if self._parquet else RawRow(row, columns["text"], line=columns["line"])
+        return example_of(raw, self.path)
 
     def __iter__(self) -> Iterator[ChatExample]:
         for row in range(len(self)):
             yield self[row]
 
+    def digests(self) -> np.ndarray:
+        """uint64 [rows]: a digest of each row's own bytes, by which rows of another version of the file are told."""
+        found = np.empty(len(self), np.uint64)
+        for row, columns in enumerate(self.rows):
+            own = json.dumps(columns, sort_keys=True, default=str).encode() if self._parquet else columns["text"]
+            found[row] = int.from_bytes(hashlib.blake2b(own, digest_size=8).digest(), "little")
+        return found
+
 
 def load_chat_dataset(path: str | os.PathLike[str], *, cache_dir: str | os.PathLike[str]) -> ChatDataset:
-    """The conversations in a `.jsonl` or `.parquet` file, through Hugging Face `datasets` and without network.
+    """The conversations in a file of `k3rl.data.chat_files`, in the forms of `k3rl.data.chat_forms`, for random access.
 
-    A row has `messages` (OpenAI form) and may have `tools`; in Parquet both may be JSON strings, and must be when
-    arguments or schemas are objects. A JSONL file is read as lines and each line parsed here: the JSON loader would
-    give every object the keys of all others, which puts arguments into tool calls that nobody wrote. `cache_dir` holds
-    the Arrow files; give each run its own. Raises DatasetError for a file that cannot be read or has no row.
+    In Parquet `messages` and `tools` may be JSON strings, and must be when arguments or schemas are objects. JSON is
+    kept as lines and each line parsed when asked for: a JSON loader of tables would give every object the keys of all
+    others, which puts arguments into tool calls that nobody wrote. `cache_dir` holds the Arrow files, which are mapped
+    into memory; give each run its own. Raises DatasetError for a file that cannot be read or has no row.
     """
     import datasets  # a second to import; actors that only train never need it
 
     path = Path(path)
-    kind = {".jsonl": "text", ".json": "text", ".parquet": "parquet"}.get(path.suffix)
-    if kind is None:
-        raise DatasetError(path, None, f"the suffix is {path.suffix!r}; wanted .jsonl or .parquet")
-    if not path.is_file():
-        raise DatasetError(path, None, "there is no such file")
-    with path.open("rb") as file:
-        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+    kind, fingerprint = kind_of(path), fingerprint_of(path)
+    if kind == "parquet":
+        return ChatDataset(path, _parquet_table(path, fingerprint, cache_dir), fingerprint)
+    kept = Path(cache_dir) / f"{fingerprint}.arrow"  # of the content: by path and time an old file could be taken
+    if not kept.is_file():
+        _write_lines(path, kept)
+    return ChatDataset(path, datasets.Dataset.from_file(str(kept)), fingerprint)
+
+
+def _batched(rows: Iterable[RawRow], size: int) -> Iterator[list[RawRow]]:
+    left = iter(rows)
+    while batch := list(islice(left, size)):
+        yield batch
+
+
+def _write_lines(path: Path, kept: Path) -> None:
+    """The rows of a file of JSON as an Arrow file, whole or not at all."""
+    schema = pa.schema([("text", pa.large_binary()), ("line", pa.int64())])
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    part = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
+    with part.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for rows in _batched(raw_rows(path), _ROWS_A_BATCH):
+            for row in rows:
+                row.decoded(
+                    path
+                )  # what is no text at all is said at once, a row that is no conversation when asked for
+            columns = [[row.text for row in rows], [row.line for row in rows]]
+            writer.write_batch(
+                pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema)
+            )
+    part.replace(kept)
+
+
+def _parquet_table(path: Path, fingerprint: str, cache_dir: str | os.PathLike[str]) -> datasets.Dataset:
+    import datasets
+
     try:
         rows = datasets.load_dataset(
-            kind,
+            "parquet",
             name=fingerprint,  # the cache key: by itself it goes by path and time, and gives old rows for a new file
             data_files=glob.escape(str(path)),
             split="train",
             cache_dir=str(cache_dir),
         )
     except (datasets.exceptions.DatasetGenerationError, pa.ArrowInvalid) as error:
-        raise DatasetError(path, None, f"cannot be read as {kind}: {error.__cause__ or error}") from error
-    if kind == "parquet" and "messages" not in rows.column_names:
+        raise DatasetError(path, None, f"cannot be read as parquet: {error.__cause__ or error}") from error
+    if not {"messages", "conversations", "conversation", "prompt", "instruction"} & set(rows.column_names):
         raise DatasetError(path, None, f"has the columns {rows.column_names}; wanted messages")
-    return ChatDataset(path, rows, fingerprint)
+    if not len(rows):
+        raise DatasetError(path, None, "is empty: it holds no row")
+    return rows
 
 
 def encode_example(
@@ -117,7 +138,7 @@ def encode_example(
     thinking_effort: str | None = None,
     images: Sequence[ImagePatches] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int64 [T], loss mask bool [T]) of a whole conversation, every assistant turn trained.
+    """(ids int64 [T], loss mask bool [T]) of a whole conversation, every assistant turn trained that does not say no.
 
     True is exactly what the policy would sample: the assistant message after the generation prefix, END_OF_MSG
     included. Arguments that are not JSON are masked out (k3.md 10.2). `images` (`conversation_images`) get one
@@ -133,7 +154,8 @@ def encode_example(
         image_prompts=None if images is None else [image.prompt for image in images],
     )
     if not any(trained):
-        raise xtml.XTMLError("the conversation has no assistant turn; there is nothing to train on")
+        none = "no assistant turn that is trained" if _answers(messages) else "no assistant turn"
+        raise xtml.XTMLError(f"the conversation has {none}; there is nothing to train on")
     ids: list[int] = []
     mask: list[bool] = []
     for segment, train in zip(segments, trained, strict=True):
@@ -141,6 +163,10 @@ def encode_example(
         ids += piece
         mask += [train] * len(piece)
     return np.asarray(ids, np.int64), np.asarray(mask, bool)
+
+
+def _answers(messages: Messages) -> bool:
+    return any((said.get("role") if isinstance(said, Mapping) else said.role) == "assistant" for said in messages)
 
 
 def sft_sequence(
@@ -171,46 +197,3 @@ def chat_sequence(
         messages, tools, tokenizer, thinking, thinking_effort=thinking_effort, images=images or None
     )
     return sft_sequence(name, ids, mask, images)
-
-
-def _example(row: Mapping[str, Any], path: Path, index: int) -> ChatExample:
-    """The conversation in a row of either format."""
-    if set(row) == {"text"}:
-        row = _parsed(row["text"], "the line", path, index)
-        if not isinstance(row, dict):
-            raise DatasetError(path, index, f"is a JSON {type(row).__name__}; wanted an object with messages")
-    else:
-        for column in ("messages", "tools"):
-            _refuse_structs(row.get(column), column, path, index)
-    columns = {
-        name: _parsed(value, name, path, index) if isinstance(value, str) and name in ("messages", "tools") else value
-        for name, value in row.items()
-    }
-    messages, tools = columns.pop("messages", None), columns.pop("tools", None)
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise DatasetError(path, index, "has no messages; wanted a list of {role, content, ...}")
-    if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
-        raise DatasetError(path, index, f"has tools of type {type(tools).__name__}; wanted a list of declarations")
-    return ChatExample(messages, tools or None, columns, index)
-
-
-def _parsed(text: str, what: str, path: Path, index: int) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(path, index, f"{what} is not JSON: {error}") from error
-
-
-def _refuse_structs(value: Any, column: str, path: Path, index: int) -> None:
-    """Parquet gives every struct of a column the same keys, so an argument that is absent reads as null."""
-    if not isinstance(value, list):
-        return
-    calls = [call for message in value if isinstance(message, dict) for call in message.get("tool_calls") or ()]
-    arguments = [(call.get("function") or call).get("arguments") for call in calls if isinstance(call, dict)]
-    if column == "tools" or any(isinstance(item, dict) for item in arguments):
-        what = "tools" if column == "tools" else "tool call arguments"
-        raise DatasetError(
-            path,
-            index,
-            f"{what} are Parquet structs, which cannot say that a key is absent; store them as JSON strings",
-        )

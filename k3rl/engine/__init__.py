@@ -32,7 +32,7 @@ from k3rl.engine.protocol import (
     UnknownRequest,
     WeightUpdateError,
 )
-from k3rl.engine.sampling import request_samples, sample_uncut
+from k3rl.engine.sampling import end_compilers, request_samples, sample_uncut
 from k3rl.engine.vllm import EngineLost, IncompatibleServer, VLLMEngine
 from k3rl.types import Completion, Constraint, SamplingParams, StopReason
 
@@ -69,6 +69,7 @@ __all__ = [
     "VLLMEngine",
     "WeightUpdateError",
     "device_bytes",
+    "end_compilers",
     "padded_batch",
     "request_samples",
     "rows_within",

@@ -155,7 +155,12 @@ class Engine(BlockingCalls):
     @property
     def num_running(self) -> int:
         """Requests with a row, being prefilled or decoded."""
-        return self.batch.scheduler.num_rows
+        return self.batch.scheduler.num_running
+
+    @property
+    def max_running(self) -> int:
+        """Requests that can have a row at a time."""
+        return self.batch.scheduler.rows
 
     @property
     def is_paused(self) -> bool:

@@ -180,9 +180,14 @@ class Scheduler:
         return len(self.occupants)
 
     @property
+    def num_running(self) -> int:
+        """Rows that somebody has."""
+        return len(self.occupants) - len(self._holes)
+
+    @property
     def _free(self) -> int:
         """Rows that nobody has."""
-        return self.rows - len(self.occupants) + len(self._holes)
+        return self.rows - self.num_running
 
     @property
     def idle(self) -> bool:

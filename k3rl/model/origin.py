@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Origin:
-    """Of the checkpoint that a model of the flat dialect was loaded from.
+    """Of the checkpoint that a model was loaded from.
 
-    files: name -> content of its configuration, tokenizer, chat template, remote code and licence. shards: official
-    name of a tensor -> file that held it.
+    files: name -> content of its chat template, remote code and licence; in the flat dialect of its configuration and
+    tokenizer, too. shards: official name of a tensor -> file that held it, of the flat dialect; else empty.
     """
 
     files: Mapping[str, bytes]

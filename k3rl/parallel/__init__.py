@@ -30,7 +30,7 @@ from k3rl.parallel.settings import TrainerConfig
 from k3rl.parallel.statistics import Statistics
 from k3rl.parallel.trainer import Trainer, make_trainer
 from k3rl.parallel.world import Axis, RanksDisagree, World
-from k3rl.parallel.zero import gather_tensors
+from k3rl.parallel.zero import gather_tensors, step_cost
 
 __all__ = [
     "Axis",
@@ -68,4 +68,5 @@ __all__ = [
     "gather_tensors",
     "make_trainer",
     "pair_cost",
+    "step_cost",
 ]

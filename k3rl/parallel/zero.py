@@ -7,6 +7,7 @@ back. Experts have owners among the ranks that hold them, everything else among 
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import re
@@ -60,10 +61,16 @@ def assign_owners(candidates: Iterable[Candidate], size: int) -> dict[str, int]:
     have it. Then parameters of one cost change owners among each other, so that each has a run of neighbours.
     """
     load = [0.0] * size
+    heaps: dict[tuple[int, ...], list[tuple[float, int]]] = {}  # (load, rank) of those ranks, or an earlier load
     alike: dict[tuple[tuple[int, ...], float], list[tuple[list[str | int], str, int]]] = {}
     for one in sorted(candidates, key=lambda s: (len(s.ranks), -s.cost, s.name)):
-        owner = min(one.ranks, key=lambda rank: (load[rank], rank))
+        if (heap := heaps.get(one.ranks)) is None:
+            heap = heaps[one.ranks] = [(load[rank], rank) for rank in one.ranks]
+            heapq.heapify(heap)
+        while load[owner := heap[0][1]] > heap[0][0]:  # another set of ranks has given it something since
+            heapq.heapreplace(heap, (load[owner], owner))
         load[owner] += one.cost
+        heapq.heapreplace(heap, (load[owner], owner))
         alike.setdefault((one.ranks, one.cost), []).append((_sort_key(one.name), one.name, owner))
     owners: dict[str, int] = {}
     for members in alike.values():  # neighbours among equals, as the experts of a layer, go to one rank
@@ -79,21 +86,32 @@ def _sort_key(name: str) -> list[str | int]:
 
 def candidates_of(model: K3ForCausalLM, infos: Mapping[str, ParamInfo], mesh: Mesh) -> list[Candidate]:
     """Every trained parameter of the whole model, those of other ranks' experts too, in official order."""
-    data, expert, context = mesh.shape
-    everyone = tuple(range(mesh.world.size))
+    named = ((name, parameter.shape) for name, parameter in model.trained_parameters() if name in infos)
+    return candidates(named, infos, model.config.num_experts, mesh.shape, held=model.experts.start)
+
+
+def candidates(
+    named: Iterable[tuple[str, Sequence[int]]],
+    infos: Mapping[str, ParamInfo],
+    num_experts: int,
+    shape: tuple[int, int, int],
+    *,
+    held: int = 0,
+) -> list[Candidate]:
+    """`candidates_of` parameters by name and shape, on a mesh of (data, expert, context) ranks. held: the expert that
+    stands for all of its layer; others may be missing. Costs are whole numbers, so that sums of them are exact."""
+    data, expert, context = shape
+    everyone = tuple(range(math.prod(shape)))
     found: list[Candidate] = []
-    held = model.experts.start
-    for name, parameter in model.trained_parameters():
-        if name not in infos:
-            continue
-        cost = step_cost(infos[name], parameter.shape)
+    for name, size in named:
+        cost = float(round(step_cost(infos[name], size)))
         match = EXPERT.search(name)
         if match is None:
             found.append(Candidate(name, cost, everyone))
         elif int(match[1]) == held:  # stands for the same matrix of every expert
             for place in range(expert):
                 ranks = tuple((d * expert + place) * context + c for d in range(data) for c in range(context))
-                numbers = expert_run(model.config.num_experts, place, expert)
+                numbers = expert_run(num_experts, place, expert)
                 found += [Candidate(EXPERT.sub(f".experts.{n}.", name), cost, ranks) for n in numbers]
     return found
 

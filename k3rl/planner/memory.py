@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 
+import numpy as np
+
 from k3rl.losses import TABLE_ELEMENTS, tile_elements
 from k3rl.model import K3Config, costs
 from k3rl.model.costs import ROUTED, WIDE, MicroBatch, block_sums
@@ -14,6 +16,7 @@ from k3rl.optim import BUCKET_ELEMENTS, SLOTS
 from k3rl.planner.frozen import cut_bytes, gathered_numbers
 from k3rl.planner.inputs import GIB, Cluster, Layout, Method
 from k3rl.planner.optimizer import optimizer_costs
+from k3rl.planner.owners import owned_numbers
 from k3rl.planner.shares import (
     device_parameters,
     expert_load,
@@ -22,6 +25,10 @@ from k3rl.planner.shares import (
     model_counts,
 )
 
+MASTER_BYTES, ADAMW_BYTES = 4, 12
+"""Of a master; of a master and two moments of AdamW."""
+WORKING = ("activations", "logits", "working", "all_to_all", "step", "handed_over")
+"""Parts that are there during forward-backward or the optimizer's step alone."""
 PACKED_BYTES = 0.5 + 1 / 32
 """Of one number of a packed expert: half a byte, and a scale for 32."""
 
@@ -42,20 +49,24 @@ def learner_memory(
     replacing = held.trained_rest * method.gradient_bytes if only_one and not method.lora_rank else 0.0
     captured = method.captures(layout)
     working = activation_memory(config, layout, method, batch, replacing=0.0 if captured else replacing)
-    step = _step_workspace(config, method, sum(held.owned(layout, method)))
+    step = _step_workspace(config, method, sum(owned_state(config, layout, method)))
     if captured:
         # A graph's backward gives the gradients of all but experts together, as they come, to be added.
         return memory | working | {"handed_over": held.trained_rest * method.weight_bytes, "step": step}
     return memory | (working if sum(working.values()) >= step else {"step": step})
 
 
-def standing_memory(config: K3Config, layout: Layout, method: Method) -> dict[str, float]:
-    """Bytes of one device by part that are there all the time, whatever a micro-batch takes."""
+def standing_memory(config: K3Config, layout: Layout, method: Method, *, even: bool = False) -> dict[str, float]:
+    """Bytes of one device by part that are there all the time, whatever a micro-batch takes.
+
+    even: with optimizer state as if all devices owned as much, which takes a hundredth of the time and is no more.
+    """
+    state = optimizer_state_bytes(config, layout, method, even=even)
     held = device_parameters(config, layout, method)
     memory = {
         "weights": weight_bytes(config, layout, method),
         "gradients": held.trained * method.gradient_bytes,
-        "optimizer": 0.0 if method.offload else optimizer_state_bytes(config, layout, method),
+        "optimizer": 0.0 if method.offload else state,
     }
     if method.lora_rank:
         memory["adapters"] = held.trained * method.weight_bytes
@@ -72,22 +83,40 @@ def weight_bytes(config: K3Config, layout: Layout, method: Method, *, whole: boo
     return all_bytes - cut_bytes(config, method, held) * (1 - 1 / method.shard_frozen)
 
 
-def optimizer_state_bytes(config: K3Config, layout: Layout, method: Method) -> float:
-    """Bytes of masters and momentum that one device owns."""
-    routed, rest = device_parameters(config, layout, method).owned(layout, method)
-    routed_each, rest_each = _state_each(config, method)
-    return routed * routed_each + rest * rest_each
+def optimizer_state_bytes(config: K3Config, layout: Layout, method: Method, *, even: bool = False) -> float:
+    """Bytes of masters and momentum on the device that owns most; even: see `standing_memory`."""
+    muon, adamw = owned_state(config, layout, method, even=even)
+    return muon * (MASTER_BYTES + method.momentum_bytes) + adamw * ADAMW_BYTES
 
 
-def _state_each(config: K3Config, method: Method) -> tuple[float, float]:
-    """Bytes of master and momentum of one number of routed experts, and of all else on average."""
-    adamw = 4.0 + 8
+def owned_state(config: K3Config, layout: Layout, method: Method, *, even: bool = False) -> tuple[float, float]:
+    """Numbers that Muon and that AdamW trains, of those whose state the device keeps that has most bytes of it.
+
+    Owners of whole matrices as `k3rl.parallel` chooses them; adapters, and stages of a pipeline, are divided evenly.
+    """
+    if not even and _exact_owners(layout, method):
+        owned = owned_numbers(config, layout, method)
+        muon, adamw = owned[int(np.argmax(_state_bytes(owned, method)))]
+        return float(muon), float(adamw)
+    held = device_parameters(config, layout, method)
+    routed, rest = held.owned(layout, method)
     if method.lora_rank:
-        return adamw, adamw
-    muon, groups = 4.0 + method.momentum_bytes, optimizer_costs(config, method.optimizer)
-    both = [(groups.muon[routed], groups.adamw[routed]) for routed in (True, False)]
-    found = [(muon * one + adamw * other) / max(1, one + other) for one, other in both]
-    return found[0], found[1]
+        return 0.0, routed + rest
+    groups = optimizer_costs(config, method.optimizer)
+    shares = [
+        groups.muon[is_routed] / max(1, groups.muon[is_routed] + groups.adamw[is_routed]) for is_routed in (True, False)
+    ]
+    muon = routed * shares[0] + rest * shares[1]
+    return muon, routed + rest - muon
+
+
+def _exact_owners(layout: Layout, method: Method) -> bool:
+    return method.shard_optimizer and not method.lora_rank and layout.pipeline == 1 and layout.devices > 1
+
+
+def _state_bytes(owned: np.ndarray, method: Method) -> np.ndarray:
+    """Bytes of state [ranks] for owned numbers [ranks, 2]."""
+    return owned @ np.array([MASTER_BYTES + method.momentum_bytes, ADAMW_BYTES])
 
 
 def least_gib(config: K3Config, method: Method, devices: int) -> float:
@@ -102,9 +131,34 @@ def least_gib(config: K3Config, method: Method, devices: int) -> float:
 
 def host_gib(config: K3Config, cluster: Cluster, layout: Layout, method: Method) -> float:
     """GiB on one node: the optimizer's state, with offload; or, if more, models before their frozen weights are cut."""
-    state = optimizer_state_bytes(config, layout, method) if method.offload else 0.0
-    models = weight_bytes(config, layout, method, whole=True) if method.shard_frozen > 1 else 0.0
-    return max(state, models) * min(cluster.node, layout.devices) / GIB
+    ranks = min(cluster.node, layout.devices)
+    state = 0.0
+    if method.offload and _exact_owners(layout, method):
+        each = _state_bytes(owned_numbers(config, layout, method), method)
+        state = max(float(each[at : at + ranks].sum()) for at in range(0, len(each), ranks))
+    elif method.offload:
+        state = optimizer_state_bytes(config, layout, method) * ranks
+    models = weight_bytes(config, layout, method, whole=True) * ranks if method.shard_frozen > 1 else 0.0
+    return max(state, models) / GIB
+
+
+def with_publication(memory: dict[str, float], config: K3Config, layout: Layout, method: Method) -> dict[str, float]:
+    """The memory of a device of a learner that publishes its weights.
+
+    `published` is the buffer in which a rank keeps what it sends of a version, as stored. Where versions are gathered
+    on one device, for a delta or for engines of another kind, and where a checkpoint is written, a layer's experts
+    arrive there whole; `gathered` replaces what the step takes if it is more. Of adapters neither is there.
+    """
+    if method.lora_rank:
+        return memory
+    held, facts = device_parameters(config, layout, method), model_counts(config)
+    packed = PACKED_BYTES if config.quantization.weights != "none" else 2.0
+    memory = memory | {"published": held.routed * packed + held.rest * 2.0}
+    layer = facts.routed / max(1, facts.moe) * packed if layout.expert > 1 else 0.0
+    working = {name: memory[name] for name in WORKING if name in memory}
+    if layer > sum(working.values()):
+        memory = {name: value for name, value in memory.items() if name not in working} | {"gathered": layer}
+    return memory
 
 
 def head_activations(config: K3Config, batch: MicroBatch) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from k3rl.model import K3Config
 from k3rl.planner.engine import engine_size, fastest_engine
 from k3rl.planner.inputs import GIB, Cluster, Layout, Method, PlanError, Workload
-from k3rl.planner.memory import host_gib, learner_memory
+from k3rl.planner.memory import host_gib, learner_memory, with_publication
 from k3rl.planner.shares import device_tokens, micro_batch
 from k3rl.planner.traffic import traffic
 from k3rl.planner.work import train_flops, train_times
@@ -80,6 +80,8 @@ def plan_layout(
     batch = micro_batch(workload, method)
     only_one = device_tokens(workload, layout) <= batch.tokens
     memory = learner_memory(config, layout, method, batch, only_one=only_one)
+    if workload.kind != "sft":
+        memory = with_publication(memory, config, layout, method)
     engine_gpus, engines, engine, sampling = fastest_engine(config, cluster, workload, rollout_gpus)
     moved = traffic(config, cluster, workload, method, layout, engines)
     times = train_times(config, cluster, workload, method, layout)

@@ -166,7 +166,7 @@ def _cannot_beat(best: Plan | None, config: K3Config, cluster: Cluster, layout: 
 
 
 def _standing_gib(config: K3Config, layout: Layout, method: Method) -> float:
-    return sum(standing_memory(config, layout, method).values()) / GIB
+    return sum(standing_memory(config, layout, method, even=True).values()) / GIB
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

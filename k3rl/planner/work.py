@@ -7,9 +7,9 @@ from functools import cache
 from k3rl.model import K3Config, costs
 from k3rl.model.costs import ROUTED, MicroBatch
 from k3rl.planner.inputs import Cluster, Layout, Method, Workload
-from k3rl.planner.memory import optimizer_state_bytes
+from k3rl.planner.memory import optimizer_state_bytes, owned_state
 from k3rl.planner.optimizer import optimizer_costs
-from k3rl.planner.shares import device_parameters, device_tokens, expert_load, micro_batch
+from k3rl.planner.shares import device_tokens, expert_load, micro_batch
 
 
 @cache
@@ -52,7 +52,7 @@ def train_times(
     if layout.pipeline > 1:
         micro_batches = max(1.0, tokens / workload.micro_batch_tokens)
         times["bubble"] = sum(times.values()) * (layout.pipeline - 1) / micro_batches
-    owned = sum(device_parameters(config, layout, method).owned(layout, method))
+    owned = sum(owned_state(config, layout, method))
     moved = owned * (method.gradient_bytes + method.weight_bytes)
     moved += 2 * optimizer_state_bytes(config, layout, method)
     times["optimizer"] = optimizer + moved / cluster.memory_rate

@@ -37,12 +37,17 @@ from typing import IO, Any, Self
 from pydantic import BaseModel
 
 from k3rl.config import ConfigError, K3Error, MissingResource, config_hash, diff, to_tree
-from k3rl.run.files import link_atomic, write_atomic
+from k3rl.run.files import link_atomic, read_object, write_atomic
 from k3rl.run.options import RunOptions
 from k3rl.run.redact import redact, redact_words
 
 SCHEMA = 1
 PACKAGES = ("k3rl", "torch", "ray", "numpy", "pydantic", "safetensors", "datasets", "pyarrow", "triton", "vllm")
+_MENDED = (
+    "states and exports of the run are not touched: rename this file, and the command of the run with --resume writes "
+    "it anew and goes on"
+)
+_UNKNOWN = "its states are not touched: delete this file, and what changed since that attempt is not told"
 _LARGEST_DIFF_BYTES = 1_000_000
 _LOCK_TRIES = 5
 
@@ -96,10 +101,10 @@ class RunDirectory:
         Raises ConfigError when the name is used and neither was asked for, when another process works on the run,
         when there is nothing to resume or a run of another kind, or when the folder holds something else than a run.
         """
-        options = options or RunOptions()
+        root, options = root.absolute(), options or RunOptions()  # other processes have another working directory
         if options.resume and options.clean:
             raise ConfigError("--resume continues a run and --clean deletes it: give one of them", key="--resume")
-        before = _existing(root, options)
+        before = _existing(root, options, pipeline)
         if before is not None:
             _check_kind(root, before, pipeline, config)
         root.mkdir(parents=True, exist_ok=True)
@@ -196,7 +201,10 @@ class RunDirectory:
 
     def resolved(self, attempt: int | None = None) -> dict[str, Any]:
         """The resolved configuration of an attempt (the last one) as plain values."""
-        return json.loads((self.attempt_dir(attempt) / "resolved.json").read_text(encoding="utf-8"))
+        path = self.attempt_dir(attempt) / "resolved.json"
+        if not path.is_file():
+            raise MissingResource(f"{path} is missing; the run has no attempt whose configuration could be read")
+        return read_object(path, _UNKNOWN)
 
     # --------------------------------------------------------------------------------------------------- paths
 
@@ -225,19 +233,51 @@ class RunDirectory:
 
 
 def _read_info(root: Path) -> RunInfo | None:
+    path = root / "run.json"
     try:
-        values = json.loads((root / "run.json").read_text(encoding="utf-8"))
+        values = read_object(path, _MENDED)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
-        raise ConfigError(f"{root / 'run.json'} is damaged ({error}); use --clean to start the run again") from None
     if values.get("schema") != SCHEMA:
-        raise ConfigError(f"{root / 'run.json'} has schema {values.get('schema')}; this version reads {SCHEMA}")
-    return RunInfo(**values)
+        raise ConfigError(f"{path} has schema {values.get('schema')!r}; this version reads {SCHEMA}")
+    try:
+        info = RunInfo(**values)
+    except TypeError as error:
+        raise ConfigError(f"{path} is damaged ({str(error).removeprefix('RunInfo.__init__() ')}); {_MENDED}") from error
+    wanted = {"id": str, "name": str, "pipeline": str, "status": str, "attempt": int, "config_hash": str}
+    for name, kind in wanted.items():
+        if not isinstance(getattr(info, name), kind) or (name == "attempt" and info.attempt < 1):
+            raise ConfigError(f"{path} is damaged ({name} is {getattr(info, name)!r:.60}); {_MENDED}")
+    return info
 
 
-def _existing(root: Path, options: RunOptions) -> RunInfo | None:
-    """What `root` holds before the attempt. Raises ConfigError where the options do not fit it."""
+def _rebuilt(root: Path, pipeline: str) -> RunInfo | None:
+    """What is known of a run without its run.json, by its other files; None where it never began an attempt."""
+    attempts = [int(path.name.removeprefix("attempt_")) for path in (root / "configs").glob("attempt_*")]
+    if not attempts:
+        return None
+    folder = root / "configs" / f"attempt_{max(attempts)}"
+    about = read_object(folder / "launch.json", _MENDED) if (folder / "launch.json").is_file() else {}
+    return RunInfo(
+        schema=SCHEMA,
+        id=str(about.get("id") or secrets.token_hex(6)),
+        name=root.resolve().name,
+        pipeline=str(about.get("pipeline", pipeline)),
+        status="failed",
+        attempt=max(attempts),
+        started=float(about.get("started", 0.0)),
+        ended=None,
+        config_hash=str(about.get("config_hash", "")),
+        git=about.get("git"),
+        versions=about.get("versions", {}),
+    )
+
+
+def _existing(root: Path, options: RunOptions, pipeline: str) -> RunInfo | None:
+    """What `root` holds before the attempt. Raises ConfigError where the options do not fit it.
+
+    A run whose run.json is gone is known by its other files.
+    """
     if root.exists() and not root.is_dir():
         raise ConfigError(f"{root} is a file; name a folder with --out", key="--out", got=str(root))
     used = {path.name for path in root.iterdir()} - {"run.lock"} if root.exists() else set()
@@ -245,7 +285,7 @@ def _existing(root: Path, options: RunOptions) -> RunInfo | None:
         if options.resume:
             raise ConfigError(f"there is no run in {root} to resume; leave out --resume to start one", key="--resume")
         return None
-    if "run.json" not in used:
+    if "run.json" not in used and (options.clean or _rebuilt(root, pipeline) is None):
         raise ConfigError(
             f"{root} holds files that are not a run ({', '.join(sorted(used)[:3])}); name another folder with --out",
             key="--out",
@@ -253,7 +293,7 @@ def _existing(root: Path, options: RunOptions) -> RunInfo | None:
         )
     if options.clean:
         return None
-    info = _read_info(root)
+    info = _read_info(root) or _rebuilt(root, pipeline)
     if info is not None and not options.resume:
         raise ConfigError(
             f"{root} already holds a run ({info.pipeline}, {info.status}, attempt {info.attempt}): "
@@ -268,7 +308,7 @@ def _check_kind(root: Path, before: RunInfo, pipeline: str, config: BaseModel) -
     """Refuses to go on with another pipeline, or with a preset whose sections are others (`quickstart`)."""
     folder = root / "configs" / f"attempt_{before.attempt}"
     path = folder / "resolved.json"
-    old = set(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else set()
+    old = set(read_object(path, _UNKNOWN)) if path.is_file() else set()
     new = set(type(config).model_fields)
     if before.pipeline == pipeline and (not old or len(old ^ new) <= len(old & new)):  # versions add single keys
         return
@@ -313,12 +353,13 @@ def _write_attempt(root: Path, info: RunInfo, config: BaseModel, options: RunOpt
     write_atomic(folder / "command.txt", redact(shlex.join(redact_words(options.argv))) + "\n")
     launch = "".join(f"# {path.name}\n{path.read_text(encoding='utf-8')}\n" for path in options.files)
     write_atomic(folder / "launch.toml", redact(launch))
-    about = {"config_hash": info.config_hash, "git": info.git, "versions": info.versions, "preset": options.preset}
-    write_atomic(folder / "launch.json", json.dumps(about | {"started": info.started}, indent=1) + "\n")
+    about: dict[str, Any] = {"id": info.id, "pipeline": info.pipeline, "preset": options.preset}
+    about |= {"config_hash": info.config_hash, "git": info.git, "versions": info.versions, "started": info.started}
+    write_atomic(folder / "launch.json", json.dumps(about, indent=1) + "\n")
     if patch := dirty_diff():
         write_atomic(folder / "dirty.diff", redact(patch))
     before = folder.with_name(f"attempt_{info.attempt - 1}") / "resolved.json"
-    changed = tuple(diff(json.loads(before.read_text(encoding="utf-8")), tree)) if before.exists() else ()
+    changed = tuple(diff(read_object(before, _UNKNOWN), tree)) if before.exists() else ()
     for path in (folder, logs):
         link_atomic(path.with_name("latest"), path.name)
     return changed

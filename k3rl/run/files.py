@@ -9,17 +9,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from k3rl.config import ConfigError
+
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader, or a crash, sees the old file or the new one, whole."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` by text, or by bytes, so that a reader, or a crash, sees the old file or the new one, whole."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises ConfigError, with the advice, for one that is damaged or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError among them
+        raise ConfigError(f"{path} is damaged ({error}); {advice}", key=str(path)) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged (no object but a {type(value).__name__}); {advice}", key=str(path))
+    return value
 
 
 def link_atomic(link: Path, target: str) -> None:
@@ -83,12 +96,14 @@ def open_for_append(path: Path) -> BinaryIO:
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """(row, offset behind it) of every whole line from the byte `offset`; nothing when the file is not there yet.
 
-    A last line without its newline is still being written and is left for the next call.
+    A last line without its newline is still being written and is left for the next call. An offset behind the end is
+    one of a file that was written anew since, which is read from its beginning.
     Raises ValueError, with the path and offset, when a whole line is not a JSON object.
     """
     if not path.exists():
         return
     with open(path, "rb") as file:
+        offset = offset if offset <= os.fstat(file.fileno()).st_size else 0
         file.seek(offset)
         for line in file:
             if not line.endswith(b"\n"):

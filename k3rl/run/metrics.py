@@ -14,6 +14,7 @@ moe/max_vio/{mean,max}, group/frac_zero_std, loss/mean, val/loss.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from k3rl.config import ConfigError
 from k3rl.run.files import number, open_for_append, read_lines, to_line
 
 SCHEMA = 1
@@ -122,6 +124,29 @@ class MetricsWriter:
                     sink.close()
         return values
 
+    def supersede(self, source: str, step: int) -> int:
+        """Takes the rows of `source` from `step` on out of the file, as those steps are done again; returns how many.
+
+        They are kept in `metrics.superseded.jsonl` beside it. Whoever follows the file by an offset begins anew.
+        """
+        kept, gone = [], []
+        for row, _ in read_lines(self._path):
+            redone = row.get("source") == source and isinstance(row.get("step"), int) and row["step"] >= step
+            (gone if redone and "schema" not in row else kept).append(to_line(row))
+        if not gone:
+            return 0
+        with open_for_append(self._path.with_name("metrics.superseded.jsonl")) as aside:
+            aside.write(b"".join(gone))
+        part = self._path.with_name(self._path.name + ".tmp")
+        with open(part, "wb") as file:
+            file.write(b"".join(kept))
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.close()
+        part.replace(self._path)
+        self._file = open_for_append(self._path)
+        return len(gone)
+
     def close(self) -> None:
         self._file.close()
         for sink in self._sinks:
@@ -166,7 +191,15 @@ def _is_replaced(row: Mapping[str, Any], starts: Mapping[tuple[str, int], int]) 
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [row for row, _ in read_lines(path) if "schema" not in row]
+    """Raises ConfigError for a file of lines that are something else than metrics."""
+    try:
+        rows = [row for row, _ in read_lines(path) if "schema" not in row]
+    except ValueError as error:
+        raise ConfigError(f"{error}; take that line out, and the rest can be read", key=str(path)) from error
+    for row in rows:
+        if not isinstance(row.get("step"), int) or not isinstance(row.get("source"), str):
+            raise ConfigError(f"{path} has a row without step and source: {row!r:.80}; take it out", key=str(path))
+    return [{"attempt": 1, **row} for row in rows]
 
 
 def series(rows: Iterable[Mapping[str, Any]], name: str, source: str | None = None) -> list[tuple[int, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from k3rl.engine import EngineError, InvalidRequest, Tokens
 from k3rl.serve.driver import Stream
 from k3rl.serve.job import Choice
-from k3rl.tokens import openai
+from k3rl.tokens import anthropic, openai
 from k3rl.types import Completion
 
 
@@ -49,16 +50,36 @@ async def merged(pairs: list[tuple[Choice, Stream]]) -> AsyncGenerator[tuple[Cho
             task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a stream is written. event: of an object; error: the object of a message and an HTTP status; done: the last
+    line of a stream, None where its last event says so."""
+
+    event: Callable[[Mapping[str, Any]], str]
+    error: Callable[[str, int], dict[str, Any]]
+    done: str | None = None
+
+
+OPENAI = Dialect(openai.event, openai.error_object, openai.event(openai.DONE))
+ANTHROPIC = Dialect(anthropic.event, anthropic.error_object)
+
+
 class EventStream(Response):
-    """Server-sent events of JSON objects, `[DONE]` at the end. An EngineError becomes an error object.
+    """Server-sent events of JSON objects. An EngineError becomes an error object.
 
     `end` is called once, however it ends; a client that leaves, or takes nothing for `stalled_s`, ends it.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], end: Callable[[], None], stalled_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        end: Callable[[], None],
+        stalled_s: float,
+        dialect: Dialect = OPENAI,
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self._events, self._end, self._stalled_s = events, end, stalled_s
+        self._events, self._end, self._stalled_s, self._dialect = events, end, stalled_s, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -79,14 +100,15 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await self._data(send, event)
+                    await self._data(send, self._dialect.event(event))
         except EngineError as error:
             status = 400 if isinstance(error, InvalidRequest) else 500
-            await self._data(send, openai.error_object(str(error), status))
-        await self._data(send, openai.DONE)
+            await self._data(send, self._dialect.event(self._dialect.error(str(error), status)))
+        if self._dialect.done is not None:
+            await self._data(send, self._dialect.done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _data(self, send: Send, data: Mapping[str, Any] | str) -> None:
-        body = {"type": "http.response.body", "body": openai.event(data).encode(), "more_body": True}
+    async def _data(self, send: Send, data: str) -> None:
+        body = {"type": "http.response.body", "body": data.encode(), "more_body": True}
         async with asyncio.timeout(self._stalled_s):
             await send(body)

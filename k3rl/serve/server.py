@@ -1,4 +1,4 @@
-"""The OpenAI server over one engine: chat completions, completions, models, health, Prometheus metrics.
+"""The server over one engine: OpenAI's chat completions and completions, Anthropic's messages, models, health, metrics.
 
 `create_app` gives an ASGI application, `serve` runs it. `/health` and `/ready` are open; everything else asks for the
 bearer token when there is one. A request whose client leaves is aborted, and its slot is free at the next step.
@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
+import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -34,17 +39,20 @@ from k3rl.engine import (
     PrefixCache,
     Prompt,
     Tokens,
+    end_compilers,
     request_samples,
 )
 from k3rl.model import DeviceName, place_of
 from k3rl.serve.driver import EngineDriver
-from k3rl.serve.events import EventStream, disconnected, merged
+from k3rl.serve.events import ANTHROPIC, OPENAI, Dialect, EventStream, disconnected, merged
 from k3rl.serve.job import Job
 from k3rl.serve.metrics import ServerMetrics, engine_counters
-from k3rl.tokens import Tokenizer, openai, xtml
+from k3rl.tokens import Tokenizer, anthropic, openai, xtml
 from k3rl.tokens.openai import MALFORMED, ChatRequest, RequestError, TextRequest
 from k3rl.types import Completion, EncodedImage, SamplingParams
 
+DRAIN_S = 5  # for requests in flight, once the server is asked to end
+_CLOSE_S = 10  # for the engine's step and its files, after that
 _TEXT_TOKENS = 16  # of a completions request that names no max_tokens, as in the dialect
 
 
@@ -52,13 +60,15 @@ _TEXT_TOKENS = 16  # of a completions request that names no max_tokens, as in th
 class ServerLimits:
     """body_bytes of one request; context_tokens: prompt and answer together (None: the engine's own limit);
     samples: completions in flight, all clients together; images of one request; image_pixels of each, looked at before
-    it is decoded; stalled_s: how long a client may neither send nor take anything before its request is dropped."""
+    it is decoded; compiling: constraints that are compiled or wait for it; stalled_s: how long a client may neither
+    send nor take anything before its request is dropped."""
 
     body_bytes: int = 4 << 20
     context_tokens: int | None = None
     samples: int = 256
     images: int = 16
     image_pixels: int = 1 << 24
+    compiling: int = 16
     stalled_s: float = 120.0
 
 
@@ -80,10 +90,11 @@ def create_app(
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         server.driver.start()
         yield
-        await server.driver.close()
+        await server.close()
 
     routes = [
         Route("/v1/chat/completions", server.endpoint("chat", server.chat), methods=["POST"]),
+        Route("/v1/messages", server.endpoint("messages", server.message, ANTHROPIC), methods=["POST"]),
         Route("/v1/completions", server.endpoint("completions", server.text), methods=["POST"]),
         Route("/v1/models", server.endpoint("models", server.models)),
         Route("/v1/models/{name:path}", server.endpoint("models", server.one_model)),
@@ -102,8 +113,8 @@ def serve(app: Starlette, host: str = "127.0.0.1", port: int = 8000) -> None:
 
     Raises what the engine failed with, while it was loaded or later.
     """
-    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
-    server, driver = uvicorn.Server(config), app.state.server.driver
+    config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=DRAIN_S)
+    server, driver = _Ending(config), app.state.server.driver
 
     def stop() -> None:
         server.should_exit = True
@@ -113,6 +124,21 @@ def serve(app: Starlette, host: str = "127.0.0.1", port: int = 8000) -> None:
         server.run()
     if driver.error is not None:
         raise driver.error
+
+
+class _Ending(uvicorn.Server):
+    """Ends the process at a signal, whatever a step, a load or a thread still does."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(DRAIN_S + _CLOSE_S, _end_now, (sig,))
+        timer.daemon = True
+        timer.start()
+        super().handle_exit(sig, frame)
+
+
+def _end_now(sig: int) -> None:
+    print(f"k3rl: the engine did not end within {DRAIN_S + _CLOSE_S} s of the signal; ended at once", file=sys.stderr)
+    os._exit(128 + sig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +161,11 @@ def serve_checkpoint(
     host: str,
     port: int,
     token: str,
+    model_name: str | None = None,
     options: EngineOptions | None = None,
     limits: ServerLimits | None = None,
 ) -> None:
-    """Serves a checkpoint in the official layout until interrupted.
+    """Serves a checkpoint in the official layout until interrupted. model_name: None is `name_of` the directory.
 
     Raises CheckpointError when it cannot be read, ConfigError for sizes that it cannot have, MissingResource when there
     is no such device.
@@ -163,7 +190,19 @@ def serve_checkpoint(
         except (ValueError, OSError) as error:
             raise ConfigError(str(error)) from error
 
-    serve(create_app(load, tokenizer, model_name=directory.resolve().name, token=token, limits=limits), host, port)
+    serve(
+        create_app(load, tokenizer, model_name=model_name or name_of(directory), token=token, limits=limits), host, port
+    )
+
+
+def name_of(directory: Path) -> str:
+    """A checkpoint's name for its clients: the folder's, or, in a Hugging Face cache, its repository's `owner/name`."""
+    place = directory.absolute()  # a snapshot's files are links, and so may be the folder: its own path has the name
+    for folder in (place, *place.parents, *directory.resolve().parents):
+        kind, *parts = folder.name.split("--")
+        if kind == "models" and parts and all(parts):
+            return "/".join(parts)
+    return directory.resolve().name
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
@@ -188,11 +227,23 @@ class Server:
         self._token = token
         self._in_flight = 0  # samples
         self._began = int(time.time())
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="constraints")
+        self._compiling_now = 0
+
+    async def close(self) -> None:
+        """Ends what compiles and every request in flight."""
+        await asyncio.to_thread(end_compilers)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        await self.driver.close()
 
     def endpoint(
-        self, name: str, handler: Callable[[Request], Awaitable[Response]]
+        self, name: str, handler: Callable[[Request], Awaitable[Response]], dialect: Dialect = OPENAI
     ) -> Callable[[Request], Awaitable[Response]]:
-        """`handler` behind the bearer token, its errors as OpenAI error objects, its answers counted."""
+        """`handler` behind the token, its errors as error objects of the dialect, its answers counted."""
+
+        def refusal(error: RequestError) -> Response:
+            body = error.body() if dialect is OPENAI else dialect.error(str(error), error.status)
+            return JSONResponse(body, error.status, {"Retry-After": "1"} if error.status == 429 else None)
 
         async def answer(request: Request) -> Response:
             try:
@@ -200,13 +251,13 @@ class Server:
                 response = await handler(request)
             except InvalidRequest as error:
                 code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
-                response = _refusal(RequestError(str(error), code=code))
+                response = refusal(RequestError(str(error), code=code))
             except (RequestError, *MALFORMED) as error:
-                response = _refusal(openai.request_error(error))
+                response = refusal(openai.request_error(error))
             except EngineError as error:
-                response = _refusal(RequestError(str(error), status=500))
+                response = refusal(RequestError(str(error), status=500))
             except MissingResource as error:
-                response = _refusal(RequestError(str(error), status=501, code="not_installed"))
+                response = refusal(RequestError(str(error), status=501, code="not_installed"))
             self.metrics.answers[name, response.status_code] += 1
             return response
 
@@ -256,11 +307,18 @@ class Server:
     # ---- completions
 
     async def chat(self, request: Request) -> Response:
-        body = ChatRequest.model_validate_json(await self._body(request))
+        return await self._chat(request, ChatRequest.model_validate_json(await self._body(request)))
+
+    async def message(self, request: Request) -> Response:
+        """Anthropic's dialect, through the chat dialect."""
+        body = anthropic.MessagesRequest.model_validate_json(await self._body(request)).chat()
+        return await self._chat(request, body, ANTHROPIC)
+
+    async def _chat(self, request: Request, body: ChatRequest, dialect: Dialect = OPENAI) -> Response:
         sees = self._engine().model.config.vision_config is not None
         shown, images = await asyncio.to_thread(self._images, body, sees)  # none of this may keep others waiting
         prompt = await asyncio.to_thread(body.prompt_ids, self.tokenizer, shown)
-        return await self._answer(request, body, [prompt], images)
+        return await self._answer(request, body, [prompt], images, dialect)
 
     def _images(self, body: ChatRequest, sees: bool) -> tuple[tuple[EncodedImage, ...], tuple[ImagePatches, ...]]:
         """The images of a request as they came and as the tower reads them."""
@@ -277,11 +335,13 @@ class Server:
         body: ChatRequest | TextRequest,
         prompts: list[list[int]],
         images: Sequence[ImagePatches] = (),
+        dialect: Dialect = OPENAI,
     ) -> Response:
         await self._compile(body)
         job = await self._begin(body, prompts, images)
         if body.stream:
-            return EventStream(self._events(job), lambda: self._end(job), self.limits.stalled_s)
+            events = self._events(job) if dialect is OPENAI else anthropic.events(self._events(job))
+            return EventStream(events, lambda: self._end(job), self.limits.stalled_s, dialect)
         try:
             work: asyncio.Future[list[Completion]] = asyncio.ensure_future(
                 asyncio.gather(*(stream.result() for stream in job.streams))
@@ -294,19 +354,28 @@ class Server:
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
                 raise RequestError("the client closed the connection", status=499)
-            return JSONResponse(job.answer(work.result()))
+            whole = job.answer(work.result())
+            return JSONResponse(whole if dialect is OPENAI else anthropic.answer(whole))
         finally:
             self._end(job)
 
     async def _compile(self, body: ChatRequest | TextRequest) -> None:
-        """Compiles the request's constraint on a thread of its own: others are answered meanwhile."""
+        """Compiles the request's constraint on threads that do nothing else: others are answered meanwhile."""
         try:
             constraint = body.constraint()
         except ValueError as error:
             raise RequestError(str(error), param="response_format") from error
         if constraint is not None:
             only = SamplingParams(max_tokens=1, stop_ids=(xtml.stop_id(self.tokenizer),), constraint=constraint)
-            await asyncio.to_thread(self._engine().check, [0], only)
+            if self._compiling_now >= self.limits.compiling:
+                message = f"{self._compiling_now} constraints are being compiled; try later"
+                raise RequestError(message, status=429, code="rate_limit_exceeded")
+            self._compiling_now += 1
+            try:
+                work = asyncio.get_running_loop().run_in_executor(self._compilers, self._engine().check, [0], only)
+                await work
+            finally:
+                self._compiling_now -= 1
 
     async def _begin(
         self, body: ChatRequest | TextRequest, prompts: list[list[int]], images: Sequence[ImagePatches]
@@ -389,6 +458,8 @@ class Server:
         if self._token is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if not given and "x-api-key" in request.headers:  # of Anthropic's clients
+            scheme, given = "bearer", request.headers["x-api-key"]
         same = hmac.compare_digest(given.strip().encode("latin-1"), self._token.encode())  # headers are read as latin-1
         if scheme.lower() != "bearer" or not same:
             raise RequestError("the bearer token is missing or wrong", status=401, code="invalid_api_key")
@@ -414,7 +485,3 @@ class Server:
             raise RequestError(message, status=408, code="timeout") from None
         except ClientDisconnect:
             raise RequestError("the client closed the connection", status=499) from None
-
-
-def _refusal(error: RequestError) -> Response:
-    return JSONResponse(error.body(), error.status, {"Retry-After": "1"} if error.status == 429 else None)

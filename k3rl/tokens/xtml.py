@@ -10,8 +10,12 @@ parse           sampled ids to a Message, or a ParseError that says where and wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from k3rl.tokens.message_keys import XTMLError
 from k3rl.tokens.tokenizer import Tokenizer
-from k3rl.tokens.xtml_normalize import XTMLError
+from k3rl.tokens.xtml_normalize import normalize
 from k3rl.tokens.xtml_parse import ParseError, parse
 from k3rl.tokens.xtml_render import (
     IMAGE_PLACEHOLDER,
@@ -20,11 +24,13 @@ from k3rl.tokens.xtml_render import (
     render,
     render_trained,
 )
+from k3rl.types import Message
 
 __all__ = [
     "IMAGE_PLACEHOLDER",
     "ParseError",
     "XTMLError",
+    "check",
     "continuation",
     "image_prompt",
     "parse",
@@ -37,3 +43,8 @@ __all__ = [
 def stop_id(tokenizer: Tokenizer) -> int:
     """The id that ends an assistant turn, END_OF_MSG."""
     return tokenizer.special("end_of_msg")
+
+
+def check(message: Message | Mapping[str, Any], number: int) -> None:
+    """Raises XTMLError for a message that has no form, as message `number` of its conversation."""
+    normalize([message], number)

@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from k3rl.tokens.message_keys import ROLES, XTMLError, check_call_keys, check_keys, nearest_key, trained
 from k3rl.types import Message, ToolCall
 
-ROLES = ("system", "user", "assistant", "tool")
+_TEXT_KINDS = (None, "text", "input_text", "output_text")  # types of a content part that is text
 MAX_DEPTH = 100  # levels of JSON nesting; far above any tool's arguments, far below Python's recursion limit
-
-
-class XTMLError(ValueError):
-    """A conversation that has no XTML form; the message says which message and what it should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,7 @@ class NormalizedMessage:
     name: str | None = None
     call_id: str | None = None
     tools: Any = None
+    trained: bool = True  # unless its own keys say that it carries no loss
 
 
 def normalize(messages: Sequence[Message | Mapping[str, Any]], first: int = 0) -> list[NormalizedMessage]:
@@ -151,24 +149,36 @@ def _said(message: Message | Mapping[str, Any], where: str) -> NormalizedMessage
     elif isinstance(message, Mapping):
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if (other := message.get("reasoning")) and other != reasoning:
+            raise XTMLError(f"{where} has a reasoning_content and another reasoning; keep one", "reasoning")
         name = _first(message, "tool", "name") if role == "tool" else message.get("name")
         call_id, tools = _first(message, "tool_call_id", "id"), message.get("tools")
     else:
         raise XTMLError(f"{where} is of type {type(message).__name__}; wanted a Message or a dict in OpenAI form")
     if role not in ROLES:
-        raise XTMLError(f"{where} has the role {role!r}; wanted one of {', '.join(ROLES)}")
+        near = nearest_key(role, ROLES) if isinstance(role, str) else None
+        meant = f"; the nearest is {near}" if near else ""
+        raise XTMLError(f"{where} has the role {role!r}; wanted one of {', '.join(ROLES)}{meant}", "role")
+    learn = True
+    if isinstance(message, Mapping):
+        check_keys(message, where)
+        learn = trained(message, where)
     if reasoning is not None and not isinstance(reasoning, str):
-        raise XTMLError(f"{where} has reasoning of type {type(reasoning).__name__}; wanted text")
+        raise XTMLError(f"{where} has reasoning of type {type(reasoning).__name__}; wanted text", "reasoning_content")
     if calls is not None and not isinstance(calls, list | tuple):
-        raise XTMLError(f"{where} has tool_calls of type {type(calls).__name__}; wanted a list")
+        raise XTMLError(f"{where} has tool_calls of type {type(calls).__name__}; wanted a list", "tool_calls")
+    thought, parts = _parts(content, where, role == "assistant")
+    if thought and reasoning:
+        raise XTMLError(f"{where} has both reasoning_content and a thinking part; keep one", "reasoning_content")
     return NormalizedMessage(
         role=str(role),
-        parts=_parts(content, where),
-        reasoning=reasoning or "",
+        parts=parts,
+        reasoning=reasoning or thought,
         calls=tuple(_call(call, where) for call in calls or ()) if role == "assistant" else (),
         name=None if name is None else str(name),
         call_id=None if call_id is None else str(call_id),
         tools=tools if role == "system" else None,
+        trained=learn,
     )
 
 
@@ -176,23 +186,29 @@ def _first(message: Mapping[str, Any], *keys: str) -> Any:
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
-def _parts(content: Any, where: str) -> tuple[ContentPart, ...]:
+def _parts(content: Any, where: str, thinks: bool) -> tuple[str, tuple[ContentPart, ...]]:
+    """(what thinking parts say, the parts of the content). thinks: whether thinking parts may come first."""
     if content is None:
-        return ()
+        return "", ()
     if isinstance(content, str):
-        return (ContentPart(content),)
+        return "", (ContentPart(content),)
     if not isinstance(content, list | tuple):
-        raise XTMLError(f"{where} has content of type {type(content).__name__}; wanted text or a list of parts")
-    parts = []
+        raise XTMLError(
+            f"{where} has content of type {type(content).__name__}; wanted text or a list of parts", "content"
+        )
+    thought, parts = "", list[ContentPart]()
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("image", "image_url"):
             parts.append(ContentPart(None))
-        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        elif kind == "thinking" and thinks and not parts and isinstance(part.get("thinking"), str):
+            thought += part["thinking"]
+        elif isinstance(part, Mapping) and kind in _TEXT_KINDS and isinstance(part.get("text"), str):
             parts.append(ContentPart(part["text"]))
         else:
-            raise XTMLError(f"{where} has the content part {part!r:.80}; wanted a text, image or image_url part")
-    return tuple(parts)
+            wanted = "a text, image or image_url part" + (", or thinking parts before them" if thinks else "")
+            raise XTMLError(f"{where} has the content part {part!r:.80}; wanted {wanted}", "content")
+    return thought, tuple(parts)
 
 
 def _call(call: Any, where: str) -> NormalizedCall:
@@ -203,12 +219,17 @@ def _call(call: Any, where: str) -> NormalizedCall:
     elif isinstance(call, Mapping):
         function = call.get("function", call)
         if not isinstance(function, Mapping):
-            raise XTMLError(f"{where} has a tool call whose function is {function!r:.80}; wanted an object")
+            raise XTMLError(
+                f"{where} has a tool call whose function is {function!r:.80}; wanted an object", "tool_calls"
+            )
         name, arguments, call_id = function.get("name"), function.get("arguments"), call.get("id")
+        check_call_keys(call, function, where)
     else:
-        raise XTMLError(f"{where} has a tool call of type {type(call).__name__}; wanted a ToolCall or a dict")
+        raise XTMLError(
+            f"{where} has a tool call of type {type(call).__name__}; wanted a ToolCall or a dict", "tool_calls"
+        )
     if not isinstance(name, str) or not name:
-        raise XTMLError(f"{where} has a tool call named {name!r}; wanted a non-empty name")
+        raise XTMLError(f"{where} has a tool call named {name!r}; wanted a non-empty name", "tool_calls")
     parsed, raw = _arguments(arguments, f"{where}, call of {name}")
     return NormalizedCall(name, parsed, raw, None if call_id is None else str(call_id))
 
@@ -223,6 +244,6 @@ def _arguments(arguments: Any, where: str) -> tuple[dict[str, Any], str | None]:
         except ValueError:
             return {}, arguments
     if not isinstance(arguments, Mapping):
-        raise XTMLError(f"{where}: the arguments are {arguments!r:.80}; wanted a JSON object")
+        raise XTMLError(f"{where}: the arguments are {arguments!r:.80}; wanted a JSON object", "tool_calls")
     parsed: dict[str, Any] = plain(arguments)
     return parsed, None

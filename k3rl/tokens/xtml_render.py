@@ -101,7 +101,8 @@ def render_trained(
     """`render`, and for each segment whether the policy would have sampled it.
 
     Sampled is an assistant message after the generation prefix, its END_OF_MSG included, without images and
-    without `json` elements (arguments that are not JSON; k3.md 10.2 keeps those out of the loss).
+    without `json` elements (arguments that are not JSON; k3.md 10.2 keeps those out of the loss). A turn whose own
+    keys say so (`weight` 0, `train` or `loss` false, `masked` true) is context like a user's.
     """
     effort = _checked_effort(thinking, thinking_effort)
     writer = _Writer(image_prompts)
@@ -254,29 +255,29 @@ class _Writer:
         self.open("message", role="assistant", **_name(said))
         if thinking:
             self.open("think")
-            self._learn = True
+            self._learn = said.trained
             self.content(said.reasoning if said.reasoning.strip() else "")
             self.close("think")
         self.open("response")
-        self._learn = True
+        self._learn = said.trained
         self.parts(said.parts)
         self.close("response")
         if said.calls:
             self.open("tools")
             for index, call in enumerate(said.calls, start=1):
-                self.call(call, index)
+                self.call(call, index, said.trained)
             self.close("tools")
         self.end_message()
         self._learn = False
 
-    def call(self, call: NormalizedCall, index: int) -> None:
+    def call(self, call: NormalizedCall, index: int, learn: bool) -> None:
         self.open("call", tool=call.name, index=str(index))
         if call.raw is not None:
             self._learn = False
             self.open("json", type="object")
             self.content(call.raw)
             self.close("json")
-            self._learn = True
+            self._learn = learn
         for key, value in call.arguments.items():
             kind, text = _argument(value)
             self.open("argument", key=key, type=kind)

@@ -4,6 +4,8 @@ stores, shared memory and groups."""
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ import torch
 
 from k3rl.actors import ClusterConfig, RolloutActor
 from k3rl.actors.weight_sync import Export, Payload, TransferBroken, WeightSink, WeightSource
+from k3rl.actors.weight_sync.buckets import tensor_buckets
 from k3rl.checkpoint import manifest_of, official_tensors, save_checkpoint
 from k3rl.engine import Engine, WeightUpdateError
 from k3rl.model import K3Config, K3ForCausalLM
@@ -209,3 +212,31 @@ def test_running_requests_go_on_with_the_states_that_the_configuration_names(tmp
         after = wanted[range(SAMPLED), list(answer.token_ids)][switched:].numpy()
         difference = np.abs(after - np.asarray(answer.logprobs[switched:]))
         assert bool(difference.max() < 1e-3) is close, f"{mode}: {difference.max()}"  # float32, another batch shape
+
+
+def test_calls_are_answered_while_a_version_that_came_through_the_object_store_is_built_and_proved():
+    """Each part of the work takes long, and the event loop of the actor goes on."""
+    threads = set()
+
+    def slow(*_):
+        threads.add(threading.current_thread())
+        time.sleep(0.15)
+
+    engine = SimpleNamespace(start_weight_update=slow, update_weights=slow, verify_weight_update=slow)
+
+    async def bucket():
+        return next(iter(tensor_buckets([("a", torch.zeros(4))], 1 << 20))).to_bytes()
+
+    async def run() -> int:
+        turns = 0
+        work = asyncio.ensure_future(
+            WeightSink("cpu").prepare(engine, 1, {}, Payload("whole", b"", (bucket(), bucket()), 0))
+        )
+        while not work.done():
+            await asyncio.sleep(0.005)
+            turns += 1
+        await work
+        return turns
+
+    assert asyncio.run(run()) > 15  # of 120 in the 0.6 s that the parts take together; between them alone it has five
+    assert threading.main_thread() not in threads

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -293,3 +294,12 @@ def test_the_random_generator_is_part_of_a_state(tmp_path):
         writer.wait()
         assert state_writer.restore(Nothing(), TrainState(tmp_path / "step_1")) == {"step": 1}
         assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    usage = SimpleNamespace(total=100, used=90, free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
+    writer = StateWriter(timeout_s=30)
+    with pytest.raises(TrainStateError, match=r"needs 0.0 MiB and the disk of .* has 0.0 MiB free.*--resume"):
+        writer.save(tmp_path / "step_1", {"a": torch.zeros(4)}, {}, save_id="x")
+    assert not (tmp_path / "step_1").exists()

@@ -16,7 +16,7 @@ import pytest
 from k3rl import cli, pipelines
 from k3rl.cli import COMMANDS, main
 from k3rl.config import ConfigError, K3Error, MissingResource, config_hash
-from k3rl.run import RunDirectory
+from k3rl.run import RunDirectory, Signalled
 
 
 def command(*words: object, **options) -> subprocess.CompletedProcess:
@@ -187,6 +187,7 @@ def test_what_is_missing_exits_3(words, capsys, tmp_path, monkeypatch):
         (MissingResource("no GPU"), 3, False),
         (K3Error("too many failures"), 1, False),
         (KeyboardInterrupt(), 130, False),
+        (Signalled(signal.SIGTERM), 143, False),
         (ZeroDivisionError("a bug"), 1, True),
         (FileNotFoundError(errno.ENOENT, "a bug"), 1, True),
     ],
@@ -200,6 +201,18 @@ def test_what_a_pipeline_raises_decides_the_exit_code(monkeypatch, capsys, error
     said = capsys.readouterr().err
     assert ("Traceback" in said) is traceback
     assert str(error) in said
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ZeroDivisionError])
+def test_what_code_of_others_says_in_an_error_cannot_steer_the_terminal(monkeypatch, capsys, kind):
+    def run(*_):
+        raise kind("\x1b]0;owned\x07\x1b[2J\u202edetrever\r")
+
+    monkeypatch.setattr(pipelines, "run", run)
+    main(["rl", "mine:small"])
+    said = capsys.readouterr().err
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
+    assert "\u241b]0;owned" in said
 
 
 @pytest.mark.parametrize(
@@ -233,7 +246,7 @@ def test_an_error_that_ray_wrapped_shows_its_own_message(monkeypatch, capsys):
     assert capsys.readouterr().err == "k3rl: missing\nno GPU\n"
 
 
-def test_sigterm_ends_a_run_like_ctrl_c(tmp_path):
+def test_sigterm_ends_a_run_like_ctrl_c_with_a_status_of_its_own(tmp_path):
     program = (
         "import sys, time, types; from pathlib import Path\n"
         "from k3rl import pipelines, cli; from k3rl.config import Config; from k3rl.run import RunDirectory\n"
@@ -249,7 +262,7 @@ def test_sigterm_ends_a_run_like_ctrl_c(tmp_path):
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=20)
-    assert process.returncode == 130
+    assert process.returncode == 143
     assert "--resume" in error
     assert RunDirectory.open(tmp_path / "run").info.status == "interrupted"
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 from k3rl.cli import doctor, main
 from k3rl.cli.doctor import Check, run_checks
+from k3rl.cli.ports import ray_ports
 
 
 def by_name() -> dict[str, Check]:
@@ -81,3 +85,33 @@ def test_a_package_of_another_version_is_said(monkeypatch):
     check = by_name()["torch"]
     assert (check.ok, check.found) == (False, "1.0")
     assert "torch" in check.fix
+
+
+LISTENER = """
+import http.server, socket, sys
+sockets = [socket.create_server((host, 0)) for host in ("0.0.0.0", "127.0.0.1")]
+class Open(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(int(sys.argv[1])); self.send_header("content-length", "0"); self.end_headers()
+server = http.server.HTTPServer(("0.0.0.0", 0), Open)
+print(*[one.getsockname()[1] for one in sockets], server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("status", "asks"), [("200", False), ("401", True)])
+def test_every_port_of_a_ray_that_others_can_reach_is_listed_with_whether_it_asks_for_a_token(status, asks):
+    line = ["raylet-of-a-test", "-c", LISTENER, status]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    process = subprocess.Popen(line, executable=sys.executable, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        silent, inside, spoken = map(int, process.stdout.readline().split())
+        found = {one.port: one for one in ray_ports()}
+        assert (found[silent].token, found[silent].loopback) == (True, False)  # by its mode: it does not speak HTTP
+        assert found[inside].loopback
+        assert (found[spoken].token, found[spoken].address) == (asks, "0.0.0.0")
+        named = [check for check in run_checks() if check.name == "ray port" and f":{spoken} " in check.found]
+        assert ["firewall" in check.found for check in named] == [not asks]
+    finally:
+        process.kill()
+        process.wait()

@@ -65,6 +65,11 @@ leaves = st.sampled_from(
         {"minimum": 2, "maximum": 3},
         {"title": "a note", "type": "number", "exclusiveMinimum": 0},
         {"$ref": "#/$defs/pair"},
+        {"type": "number", "multipleOf": 2.5e1, "minimum": -60, "exclusiveMaximum": 100},
+        {"type": "integer", "multipleOf": 7, "minimum": 1.5, "maximum": 30},
+        {"type": "string", "pattern": r"^\d\D\W?|x[^\s\d]$"},
+        {"type": "string", "pattern": "(?:ab|^c+?)[^b-y]"},
+        *({"type": "string", "format": name} for name in ("date", "ipv4", "email", "uuid", "time", "date-time")),
     ]
 )
 
@@ -100,7 +105,8 @@ def test_whatever_is_sampled_from_the_allowed_tokens_is_json_that_the_schema_acc
         ids.append(token)
     else:
         return  # a number of hundreds of digits is valid, too
-    jsonschema.validate(json.loads(TOKENIZER.decode_bytes(ids)), whole)
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    jsonschema.Draft202012Validator(whole, format_checker=checker).validate(json.loads(TOKENIZER.decode_bytes(ids)))
 
 
 GRAMMARS = Grammars(TOKENIZER, VOCAB)
@@ -272,6 +278,18 @@ def test_forbidding_all_that_the_constraint_allows_ends_that_request_alone(model
         ('{"$ref": "http://example.com/x"}', "only references into this schema"),
         ('{"items": ' * 100 + "{}" + "}" * 100, "nested deeper"),
         ('{"minimum": 1, "minLength": 2}', "name its type"),
+        ('{"type": "number", "multipleOf": 0.01}', "#/multipleOf is 0.01"),
+        ('{"type": "integer", "multipleOf": 7, "minimum": 0}', "between a minimum and a maximum"),
+        ('{"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 6}', "0 values"),
+        ('{"type": "string", "format": "money"}', '#/format is "money"'),
+        ('{"type": "string", "format": "date", "maxLength": 3}', "length beside a format"),
+        ('{"type": "string", "pattern": "a(?=b)"}', "a lookaround"),
+        ('{"type": "string", "pattern": "a^b"}', "the anchor ^ inside"),
+        ('{"type": "string", "pattern": "(a|b$)c"}', "the anchor $ inside"),
+        ('{"type": "string", "pattern": "\\\\bword"}', "a word boundary"),
+        ('{"type": "string", "pattern": "(a)\\\\1"}', "a back reference"),
+        ('{"type": "string", "pattern": "(?i)a"}', "the group '(?i)'"),
+        ('{"patternProperties": {"(?!a)": {}}}', "a lookaround"),
         (json.dumps({"type": "string", "pattern": "(" * 300 + "a" + ")" * 300}), "nested 300 deep"),
         (json.dumps({"properties": {f"p{i}": {} for i in range(99)}, "minProperties": 50}), "99 properties"),
     ],

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,12 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3rl.envs import Environment, Rubric
+from k3rl.actors import EpisodeJob, RewardWorker, TaskRef
+from k3rl.config import ConfigError
+from k3rl.envs import EnvConfig, Environment, Rubric, made, make
 from k3rl.envs.harness import answer_from
-from k3rl.envs.judge import HTTPEndpoint, JudgeFailed, judged
+from k3rl.envs.judge import HTTPEndpoint, JudgeConfig, JudgeFailed, judged, with_judge
 from k3rl.envs.judge.shown import Marker, Submission
 from k3rl.envs.judge.tournament import bradley_terry, schedule, win_rates
-from k3rl.types import Failed, Invalid, Message, Scored, Task
+from k3rl.types import Episode, Failed, Invalid, Message, Scored, StopReason, Task
 
 TASK = Task("t/0", "t", (Message("user", "write an essay on the sea"),), "f", hidden={})
 CRITERIA = [{"name": "clarity", "what": "is clear", "weight": 3}, {"name": "depth", "what": "is deep", "weight": 1}]
@@ -341,3 +344,95 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_not(server: Any, monkeypa
     with pytest.raises(JudgeFailed, match="status 500"):
         endpoint.complete([])
     assert Submission.of("x").length == 1
+
+
+# ------------------------------------------------------------------------------------------- by configuration alone
+
+
+@pytest.fixture
+def judge_server(monkeypatch) -> Iterator[tuple[str, list[dict[str, Any]], list[int]]]:
+    """(base URL, bodies that came, statuses to answer with first) of a server that speaks chat completions."""
+    bodies: list[dict[str, Any]] = []
+    statuses: list[int] = []
+    taste = Judge()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            bodies.append(body)
+            right = self.path == "/v1/chat/completions" and self.headers["Authorization"] == "Bearer secret"
+            status = statuses.pop(0) if statuses else 200 if right and body["model"] == "the-judge" else 401
+            said = {"role": "assistant", "content": taste.reply(body["messages"]) if status == 200 else ""}
+            choice = {"index": 0, "message": said, "finish_reason": "stop"}
+            whole = {"id": "c", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
+            data = json.dumps(whole if status == 200 else {"error": {"message": "no"}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_port}/v1", bodies, statuses
+    http.shutdown()
+    http.server_close()
+
+
+def graded(url: str, answers: Sequence[str], **judge: Any) -> list[Any]:
+    """Scores of answers to a task of coding-lists, by a reward worker that has nothing but a run's configuration."""
+    fields = {"base_url": url, "model": "the-judge", "key_variable": "JUDGE_KEY", "attempts": 1, **judge}
+    tree = {"name": "coding-lists", "judge": fields}
+    worker, task = RewardWorker(EnvConfig.model_validate(tree)), TaskRef("train", 0, 0)
+    jobs = [EpisodeJob(f"e{number}", "g", task, number) for number in range(len(answers))]
+    episodes = [
+        Episode(
+            job.episode_id, "t", "coding-lists", "list", 1, (), StopReason.ENV_DONE, Failed("not graded"), answer=text
+        )
+        for job, text in zip(jobs, answers, strict=True)
+    ]
+    scores = worker.grade(jobs, episodes)
+    worker._grader.close()
+    return [scores[job.episode_id] for job in jobs]
+
+
+def right_answer() -> str:
+    environment = make("coding-lists")
+    return environment.right_answer(environment.source.get("train", 0, 0))
+
+
+def test_a_shipped_environment_gets_a_judge_by_keys_alone(judge_server) -> None:
+    url, bodies, _ = judge_server
+    right = right_answer()
+    answers = [f"{right}  # good", right, "lambda xs: 12345", f"{right}  # good"]
+    scores = graded(url, answers)
+    assert rewards(scores) == [0.75, 0.0, 0.0, 0.75]  # the wrong one is 0 by the tests, and meets nobody
+    assert len(bodies) == 1 + 2 * 2  # a rubric, and two pairs in both orders: equal answers tie unread
+    assert not any("12345" in json.dumps(body) for body in bodies)
+    assert made(EnvConfig(name="coding-lists", judge={"base_url": url, "model": "m"})).compares
+    assert not made(EnvConfig(name="coding-lists")).compares
+
+
+def test_a_judge_that_fails_gives_no_reward_and_never_zero(judge_server) -> None:
+    url, _, statuses = judge_server
+    right = right_answer()
+    statuses += [400]  # of the rubric
+    scores = graded(url, [f"{right}  # good", right, "lambda xs: 12345"])
+    assert rewards(scores) == [Failed, Failed, 0.0]
+    assert "status 400" in scores[0].reason
+
+
+def test_a_right_answer_that_is_alone_keeps_what_the_tests_say(judge_server) -> None:
+    url, bodies, _ = judge_server
+    assert rewards(graded(url, [right_answer(), "lambda xs: 12345"])) == [1.0, 0.0]
+    assert bodies == []
+
+
+def test_a_judge_is_refused_where_rewards_come_while_it_is_played() -> None:
+    environment = replace(make("coding-lists"), judged_while_played=True)
+    with pytest.raises(ConfigError, match="gives rewards while it is played"):
+        with_judge(environment, JudgeConfig(base_url="http://nowhere.invalid/v1", model="m"))

@@ -174,6 +174,17 @@ FAULTS = {
 }
 
 
+def test_a_task_without_a_hidden_part_is_graded_by_functions_that_do_not_ask_for_one() -> None:
+    bare = dataclasses.replace(TASK, hidden=None)
+    for functions, refused in (((short, doubled), False), ((short, right), True)):
+        with contextlib.closing(Rubric.of(*functions)()) as rubric:
+            if refused:
+                with pytest.raises(ValueError, match="without its hidden part"):
+                    rubric.score_batch([(bare, "yes!")])
+            else:
+                assert rubric.score_batch([(bare, "yes!")]) == [Scored(0.125, {"short": 0.25, "doubled": 2.0})]
+
+
 def test_what_goes_wrong_is_failed_with_the_name_of_the_function_and_never_a_zero() -> None:
     with contextlib.closing(Rubric.of(right, misbehaves)()) as rubric:
         scores = rubric.score_batch([(TASK, fault) for fault in FAULTS])

@@ -41,7 +41,7 @@ from k3rl.kernels.moe import (
 )
 from k3rl.kernels.norm import attn_res_kernels, gated_norm_kernels, rms_norm_kernels
 from k3rl.kernels.optim import add_many_kernels, muon_kernels, symmetric_kernels
-from k3rl.kernels.sampling import draw_kernels, logits_slice_kernels
+from k3rl.kernels.sampling import cut_kernels, draw_kernels, logits_slice_kernels
 
 INTEGERS = {
     "wanted",
@@ -110,6 +110,28 @@ SLICES = ("add_slice_kernel", "slice_gradient_kernel")
 OWN_TYPES |= {(kernel, name): "*fp32" for kernel in SLICES for name in ("logits", "most", "weighted", "target", "grad")}
 OWN_TYPES |= {(kernel, "targets"): "*i64" for kernel in SLICES} | {(kernel, "start"): "i32" for kernel in SLICES}
 OWN_TYPES |= {(SLICES[1], "normalizer"): "*fp32"}
+CUT = ("scan", "total", "search", "pick", "edge", "settle", "finish", "list")
+CUT_TYPES = {
+    "*fp64": (
+        "heat",
+        "min_p",
+        "largest",
+        "finite",
+        "maxima",
+        "sums",
+        "found",
+        "mass",
+        "targets",
+        "uniform",
+        "top_p",
+        "out",
+    ),
+    "*i64": ("bases", "above", "equal", "stays", "starts", "ranks", "kept", "rows", "top_k"),
+    "*fp32": ("logits",),
+    "*i32": ("ids",),
+    "i32": ("parts", "shift"),
+}
+OWN_TYPES |= {(f"{kernel}_kernel", name): kind for kernel in CUT for kind, names in CUT_TYPES.items() for name in names}
 OWN_TYPES |= {("gather_kernel", "index"): "*i64", ("gather_kernel", "rows"): "*bf16"}
 
 K, C = {"K": 128}, {"C": forward_kernels.CHUNK}
@@ -168,6 +190,13 @@ def _w4_grouped_skinny(rows: int, width: int, unit: bool):
 def _skinny(width: int, even: bool, rows: int) -> dict[str, int]:
     own = {name.upper(): skinny_kernels.SKINNY_LAUNCH[name] for name in ("strip", "depth", "stages")}
     return {"WIDTH": width, "EVEN": even, "ADD": not even, "ROWS": rows} | own
+
+
+def _cut(kernel: str, **given: bool):
+    """Of a draw from K3's vocabulary, in chunks, whose number is rounded up to a power of two."""
+    sizes = {"CHUNK": cut_kernels.CHUNK, "PARTS": triton.next_power_of_2(-(-163_840 // cut_kernels.CHUNK))}
+    constants = {name: sizes.get(name, value) for name, value in given.items()}
+    return getattr(cut_kernels, f"{kernel}_kernel"), constants, {"num_warps": 8} if "CHUNK" in given else {}
 
 
 LARGEST = _options(max_logits_kernels.LAUNCH, rows="ROWS", keys="KEYS", stages="STAGES")
@@ -256,6 +285,16 @@ CONFIGURATIONS = {
     "w4-grouped-skinny-96": _w4_grouped_skinny(96, 3584, unit=False),
     "w4-decode": (w4_grouped_skinny_kernels.decode_kernel, {"WIDTH": 3584, "STRIP": 64}, {}),
     "draw-4096": (draw_kernels.draw_kernel, {"V": 4096}, {"num_warps": 8}),
+    "cut-scan": _cut("scan", CHUNK=True),
+    "cut-total": _cut("total", PARTS=True),
+    "cut-search-ranks": _cut("search", CHUNK=True, MASS=False),
+    "cut-search-mass": _cut("search", CHUNK=True, MASS=True),
+    "cut-pick": _cut("pick", PARTS=True),
+    "cut-edge": _cut("edge", CHUNK=True),
+    "cut-settle": _cut("settle", PARTS=True, LAST=False),
+    "cut-settle-last": _cut("settle", PARTS=True, LAST=True),
+    "cut-finish": _cut("finish", CHUNK=True, PARTS=True),
+    "cut-list": _cut("list", CHUNK=True, PARTS=True),
     "decode-attention": (decode_attention_kernels.decode_attention_kernel, LATENTS | {"SPLITS": 1}, {}),
     "decode-attention-wide": (
         decode_attention_kernels.decode_attention_kernel, LATENTS | {"SPLITS": 4, "Z": 512, "HEADS": 32, "TOKENS": 32},

@@ -133,7 +133,8 @@ class Head:
     def _start(self, log: Path) -> None:
         port, dashboard = _free_port(), _free_port()
         self.environment = ENVIRONMENT | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self.environment |= {"RAY_USAGE_STATS_ENABLED": "0"}
+        # A node that refuses connections is dead after five looks; a busy one does not refuse.
+        self.environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_period_ms": "1000"}
         self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
         words = f"start --head --block --port {port} --dashboard-port {dashboard} --num-cpus 4"
         ray = Path(sys.executable).with_name("ray")
@@ -150,12 +151,51 @@ class Head:
         """Ids of its daemons, and of the actors on it."""
         return _descendants(self._process.pid)
 
+    def node(self, folder: Path, cpus: int) -> Node:
+        """One more node of the cluster, on this machine."""
+        words = f"start --address {self.address} --block --num-cpus {cpus} --object-store-memory 100000000"
+        with (folder / "node.log").open("ab") as output:
+            return Node(
+                subprocess.Popen(
+                    [str(Path(sys.executable).with_name("ray")), *words.split()],
+                    env=self.environment,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            )
+
     def end(self) -> None:
         # The daemons are in sessions of their own, and `ray stop` would end every Ray of this machine.
         for pid in self.processes() | {self._process.pid}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait(30)
+
+
+class Node:
+    """A node beside the head."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def processes(self) -> set[int]:
+        """Ids of its daemons, and of the actors on it."""
+        return _descendants(self._process.pid)
+
+    def end(self) -> None:
+        """SIGKILL to its daemon, whose actors go with it, and to what is left."""
+        for pid in sorted(self.processes(), key=lambda pid: b"raylet/raylet" not in _command_of(pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait(30)
+
+
+def _command_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _free_port() -> int:
@@ -174,7 +214,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-JOINING = ("test_restart.py", "test_rollout_modes.py", "test_submit.py")
+JOINING = ("test_lost_engines.py", "test_restart.py", "test_rollout_modes.py", "test_submit.py")
 """Files that share the cluster."""
 _up = ExitStack()
 _shared: dict[str, Any] = {}

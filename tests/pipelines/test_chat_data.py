@@ -11,7 +11,7 @@ import pytest
 from k3rl.config import ConfigError, MissingResource
 from k3rl.data.sft import DatasetError, load_chat_dataset
 from k3rl.pipelines import run
-from k3rl.pipelines.chat_data import ChatBatches
+from k3rl.pipelines.chat_data import ChatBatches, mended_rows
 from k3rl.pipelines.configs import EnvConfig, SFTConfig
 from k3rl.run import RunOptions
 from k3rl.tokens import Tokenizer
@@ -50,6 +50,50 @@ def test_nothing_to_train_on_is_said_before_a_run_begins(tmp_path: Path, monkeyp
     with pytest.raises(error, match=said):
         run("sft", SFTConfig(**chosen), RunOptions(out=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+CASES = Path(__file__).parents[1] / "cases" / "chat"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "said"),
+    [
+        ("late_bad_row.jsonl", {}, "row 33: the conversation has no assistant turn"),
+        ("text_key.jsonl", {}, "(?s)row 0: message 0 has the key 'text'.*'content'.*row 3"),
+        ("surrogate.jsonl", {}, "row 0: message 0, content: character 10 is the lone surrogate"),
+        ("good.ndjson", {"trainer": {"micro_batch_tokens": 40}}, "row 0: has 41 tokens, and 40 fit: trainer.micro"),
+        ("good.ndjson", {"thinking": "on", "trainer": {"micro_batch_tokens": 41}}, "row 0: has 47 tokens, and 41 fit"),
+    ],
+)
+def test_every_row_is_looked_at_before_a_run_begins(tmp_path: Path, name, config, said):
+    good = str(CASES / "good.jsonl.gz")
+    for files in ({"data": str(CASES / name), "heldout_data": good}, {"data": good, "heldout_data": str(CASES / name)}):
+        chosen = SFTConfig.model_validate({**config, **files})
+        with pytest.raises(DatasetError, match=said):
+            run("sft", chosen, RunOptions(out=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mended_row_goes_on_and_another_file_does_not(tmp_path: Path):
+    def dataset(rows):
+        texts = [
+            {"messages": [{"role": "user", "content": row}, {"role": "assistant", "content": "x"}]} for row in rows
+        ]
+        (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+        return load_chat_dataset(tmp_path / "d.jsonl", cache_dir=tmp_path / "cache")
+
+    kept, names = tmp_path / "d.digests.npy", [str(n) for n in range(20)]
+    assert mended_rows(kept, dataset(names)) == 0
+    assert mended_rows(kept, dataset(names)) == 0
+    assert mended_rows(kept, dataset(["other"])) is None
+    cursor = ChatBatches(dataset(names), Tokenizer.builtin(), 4, SFTConfig()).cursor(7)
+    shorter = dataset(names[:-1])
+    assert mended_rows(kept, shorter) == 1
+    ChatBatches(shorter, Tokenizer.builtin(), 4, SFTConfig(), mended=True).check(cursor, 7)
+    with pytest.raises(ConfigError, match="seed was 0 and is 1"):
+        ChatBatches(shorter, Tokenizer.builtin(), 4, SFTConfig(seed=1), mended=True).check(cursor, 7)
+    with pytest.raises(ConfigError, match="content was"):
+        ChatBatches(shorter, Tokenizer.builtin(), 4, SFTConfig()).check(cursor, 7)
 
 
 def test_a_bad_row_is_a_fault_of_the_users_file():

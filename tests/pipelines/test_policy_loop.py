@@ -74,6 +74,9 @@ class Workers:
         self.draw, self.number = draw, 0
         return self
 
+    def states(self):
+        return {}
+
     def take(self):
         groups = [self._group(self.draw(self.number + i)) for i in range(2)]
         self.number += 2
@@ -146,6 +149,7 @@ class World:
     def run(self, config: RLConfig):
         with RunDirectory.create(self.root, config, "rl") as run, MetricsWriter(run.metrics_path) as metrics:
             session = SimpleNamespace(
+                begun=0,
                 run=run,
                 metrics=metrics,
                 interrupts=Interrupts(),

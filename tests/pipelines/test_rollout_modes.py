@@ -15,7 +15,7 @@ from k3rl.checkpoint import save_checkpoint
 from k3rl.model import K3Config, K3ForCausalLM
 from k3rl.pipelines import RLConfig
 from k3rl.pipelines.configs import RolloutsConfig
-from k3rl.pipelines.rollout_buffer import schedule_of
+from k3rl.pipelines.layout import schedule_of
 from k3rl.tokens import Tokenizer
 
 STEPS = 5

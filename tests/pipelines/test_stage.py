@@ -164,3 +164,13 @@ def test_a_stage_says_its_peak_and_what_it_was_made_of():
 def test_limits_are_those_of_the_config(tmp_path):
     assert not stage_of(tmp_path, SFTConfig(), 5).out_of_time()
     assert stage_of(tmp_path, SFTConfig(max_seconds=1e-9), 5).out_of_time()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"name": "rl", "made": 1}'])
+def test_a_result_that_is_none_is_named_without_a_traceback(tmp_path, text):
+    session = session_of(tmp_path)
+    session.resume, session.restarts = True, 0
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "rl.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"rl\.json is damaged .*; delete it, and --resume takes"):
+        Stage(session, "rl", RLConfig(), 10).finished()

@@ -71,7 +71,7 @@ def test_a_wrong_token_is_a_clear_refusal_and_bad_words_are_refused_before_they_
 
 @pytest.fixture(scope="module")
 def interrupted(command, small_sft, descendants):
-    """(run directory, processes that lived during the run) of an SFT run that got SIGINT after its second step."""
+    """(run directory, processes that lived during the run) of an SFT run that got SIGTERM after its second step."""
     process = command.start(*small_sft, "--out", "stopped")
     run = command.folder / "stopped"
     deadline = time.monotonic() + 100
@@ -80,9 +80,9 @@ def interrupted(command, small_sft, descendants):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     family = descendants(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
+    assert process.returncode == 143, error
     return run, family
 
 

@@ -77,10 +77,11 @@ def test_sharding_divides_and_offload_moves_to_the_host() -> None:
     facts, counts = model_counts(SMALL), optimizer_costs(SMALL)
     rest = 8 * counts.muon[False] + 12 * counts.adamw[False]
     assert whole["optimizer"] == pytest.approx(8 * facts.routed / 2 + rest, rel=1e-4)  # balancing biases
-    assert shared["optimizer"] == pytest.approx(8 * facts.routed / 2 / 4 + rest / 8, rel=1e-4)
+    even = 8 * facts.routed / 2 / 4 + rest / 8  # owners hold whole matrices, balanced by the time of a step
+    assert even < shared["optimizer"] < 1.1 * even
     method = Method(offload=True)
     assert learner_memory(SMALL, layout, method, batch)["optimizer"] == 0
-    assert host_gib(SMALL, Cluster(8), layout, method) * GIB == pytest.approx(8 * shared["optimizer"])
+    assert host_gib(SMALL, Cluster(8), layout, method) * GIB == pytest.approx(8 * even, rel=1e-4)
 
 
 def test_expert_traffic_is_what_an_exchange_of_drawn_routes_sends() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from pydantic import Field
@@ -168,6 +169,34 @@ def test_a_damaged_run_file_is_named_and_can_be_cleaned(tmp_path):
     assert finished(tmp_path / "run", clean=True).info.attempt == 1
 
 
+def test_advice_on_a_damaged_run_file_keeps_the_states_and_following_it_goes_on(tmp_path):
+    first = finished(tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "rl" / "step_1"
+    state.mkdir(parents=True)
+    path = tmp_path / "run" / "run.json"
+    for text in ("{", "[]", '{"schema": 1}', path.read_text().replace('"attempt": 1', '"attempt": "x"'), "\x00"):
+        path.write_text(text)
+        for reader in (lambda: RunDirectory.open(tmp_path / "run"), lambda: finished(tmp_path / "run", resume=True)):
+            with pytest.raises(ConfigError, match="damaged") as caught:
+                reader()
+            assert "--clean" not in str(caught.value)
+            assert "rename this file" in str(caught.value)
+    path.rename(path.with_suffix(".damaged"))
+    again = finished(tmp_path / "run", resume=True)
+    assert (again.info.attempt, again.info.id, again.info.pipeline) == (2, first.info.id, first.info.pipeline)
+    assert state.is_dir()
+
+
+def test_a_damaged_configuration_of_the_attempt_before_is_said_without_a_traceback(tmp_path):
+    finished(tmp_path / "run")
+    resolved = tmp_path / "run" / "configs" / "attempt_1" / "resolved.json"
+    resolved.write_text("{")
+    with pytest.raises(ConfigError, match="delete this file"):
+        finished(tmp_path / "run", resume=True)
+    resolved.unlink()
+    assert finished(tmp_path / "run", resume=True).info.attempt == 2
+
+
 def test_no_secret_reaches_any_file_of_the_run(tmp_path, monkeypatch):
     canary = "canary-5f3c9b"
     monkeypatch.setenv("HUB_TOKEN", canary)
@@ -199,3 +228,13 @@ def test_a_reader_of_liveness_does_not_lock_a_resume_out(tmp_path):
     begun = time.monotonic()
     finished(tmp_path / "run", resume=True)
     assert time.monotonic() - begun < 5
+
+
+def test_a_relative_folder_is_the_same_one_for_who_has_another_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory.create(Path("run"), Settings(), "rl", options()) as run:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert run.checkpoints_dir.parent == tmp_path / "run"
+        run.add_note("said from elsewhere")
+    assert "said from elsewhere" in (tmp_path / "run" / "run.json").read_text()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from k3rl.config import ConfigError
 from k3rl.run.files import open_for_append, read_lines, to_line, write_atomic
 from k3rl.run.metrics import Accumulator, MetricsWriter, read_metrics, series
 
@@ -195,3 +196,31 @@ def test_an_atomic_write_leaves_no_temporary_file(tmp_path):
     write_atomic(tmp_path / "a.json", "2")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text() == "2"
+
+
+def test_redone_steps_replace_those_before_and_what_they_were_is_kept_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, run_id="r") as writer:
+        for step in range(4):
+            writer.write(step, "sft", {"loss/mean": step})
+        writer.write(3, "rl", {"loss/mean": 9})
+    with MetricsWriter(path, run_id="r", attempt=2) as writer:
+        assert writer.supersede("sft", 2) == 2
+        assert writer.supersede("sft", 2) == 0
+        writer.write(2, "sft", {"loss/mean": 20})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert "schema" in rows[0]
+    assert [(row["source"], row["step"], row["loss/mean"]) for row in rows[1:]] == [
+        ("sft", 0, 0), ("sft", 1, 1), ("rl", 3, 9), ("sft", 2, 20)
+    ]  # fmt: skip
+    aside = [json.loads(line) for line in (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()]
+    assert [(row["source"], row["step"]) for row in aside] == [("sft", 2), ("sft", 3)]
+    assert len(list(read_lines(path, 10**6))) == 5  # an offset into the longer file that it was
+
+
+@pytest.mark.parametrize("line", ["{torn", "[1]", '{"step": "x", "source": "sft"}', '{"source": "sft"}', "\x00"])
+def test_a_line_that_is_no_metric_is_named_without_a_traceback(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl.* take "):
+        read_metrics(path)

@@ -50,7 +50,7 @@ def turn_ids(message: Message) -> list[int]:
 @contextmanager
 def listening(app):
     """The base URL of an application that serves on a free port, on a thread."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=3))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -20,6 +21,8 @@ from k3rl.engine import Engine, prompts
 from k3rl.engine.sampling.sampler import request_samples
 from k3rl.model import VisionConfig
 from k3rl.serve import ServerLimits, create_app, serve
+from k3rl.serve.server import name_of
+from k3rl.tokens import openai as tokens_openai
 from k3rl.tokens import xtml
 from k3rl.tokens.images import data_url, encode_image, image_prompts
 from k3rl.types import SamplingParams
@@ -195,6 +198,10 @@ def test_top_logprobs_name_the_likeliest_tokens(served, stream):
     assert [list(top.values()) for top in tops] == [[0.0]] * 5
 
 
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
 BAD = [
     ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "context_length_exceeded", None),
     ("completions", {"prompt": [1] * 2000}, 400, "context_length_exceeded", None),
@@ -219,6 +226,15 @@ BAD = [
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "messages"),
     ("chat/completions", {"messages": MESSAGES, "presence_penalty": 0.5}, 400, None, None),
     ("chat/completions", {"messages": MESSAGES, "top_logprobs": 3}, 400, None, None),
+    ("completions", {"prompt": "a", "stop": ["x"] * 65}, 400, None, "stop"),
+    ("completions", {"prompt": "a", "stop": "x" * 1025}, 400, None, "stop"),
+    ("completions", {"prompt": "a", "n": 129}, 400, None, "n"),
+    ("completions", {"prompt": "a", "stop_token_ids": [1] * 257}, 400, None, "stop_token_ids"),
+    ("chat/completions", {"messages": [{"role": "user", "text": "hi"}]}, 400, None, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, None, "messages"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, None, "messages"),
+    ("chat/completions", {"messages": [*MESSAGES, {"role": "assistant", "content": "a", "weight": 0}]}, 400, None, "m"),
+    ("chat/completions", {"messages": MESSAGES, "tools": TOOLS, "tool_choice": named("sub")}, 400, None, None),
 ]
 
 
@@ -233,7 +249,8 @@ def limited(model):
 @pytest.mark.parametrize(("path", "body", "status", "code", "param"), BAD)
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_get_an_openai_error_object(limited, path, body, status, code, param, stream):
-    answer = httpx.post(f"{limited}/v1/{path}", headers=HEADERS, content=json.dumps({**body, "stream": stream}))
+    asked = json.dumps({**body, "stream": stream})
+    answer = httpx.post(f"{limited}/v1/{path}", headers=HEADERS, content=asked, timeout=60)  # a first constraint waits
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["code"] == code
@@ -497,3 +514,85 @@ def test_a_constraint_that_cannot_be_kept_is_refused(served, extra, says):
     answer = httpx.post(served[0] + "/v1/completions", json={"prompt": "say", **extra}, headers=HEADERS)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+def test_keys_that_nothing_reads_are_named_in_the_refusal(served):
+    body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "c"}]}
+    answer = httpx.post(served[0] + "/v1/chat/completions", json=body, headers=HEADERS)
+    said = answer.json()["error"]["message"]
+    assert (answer.status_code, "message 1" in said, "'thinking'" in said) == (400, True, True)
+    assert "'reasoning_content'" in said
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_tool_that_is_named_is_called_with_the_arguments_that_it_declares(served, thinking):
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "how": {"enum": ["up", "down"]}},
+        "required": ["n"],
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("other", 'a"b')]
+    client = openai.OpenAI(base_url=served[0] + "/v1", api_key=TOKEN, max_retries=0)
+    for seed in range(6):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            tools=tools,
+            tool_choice=named('a"b'),
+            temperature=2.0,
+            max_tokens=300,
+            seed=seed,
+            logit_bias={str(TOKENIZER.special("close")): 9.0},  # short thoughts
+            extra_body={"thinking": thinking},
+        )
+        (choice,) = answer.choices
+        if choice.finish_reason == "tool_calls":
+            [call] = choice.message.tool_calls
+            arguments = json.loads(call.function.arguments)
+            assert call.function.name == 'a"b'
+            assert arguments["n"] in range(10)
+            assert arguments.get("how", "up") in ("up", "down")
+            return
+    raise AssertionError("none of six answers came to its end")
+
+
+def test_a_slow_constraint_keeps_no_other_client_waiting_and_ends_with_the_server(model):
+    slow = {"prompt": "a", "structured_outputs": {"json": {"type": "string", "pattern": "^[ab]{30000}$"}}}
+    with running(lambda: Engine(model, tokenizer=TOKENIZER)) as (url, _):
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 200)
+        quick = {"prompt": "a", "structured_outputs": {"regex": "[ab]"}}
+        assert httpx.post(url + "/v1/completions", headers=HEADERS, json=quick, timeout=60).status_code == 200
+        said = []
+        threads = [
+            threading.Thread(
+                target=lambda: said.append(httpx.post(url + "/v1/completions", headers=HEADERS, json=slow, timeout=60))
+            )
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        plain = {"messages": MESSAGES, "max_tokens": 1}
+        began = time.monotonic()
+        assert httpx.post(url + "/v1/chat/completions", headers=HEADERS, json=plain, timeout=60).status_code == 200
+        assert time.monotonic() - began < 5  # the constraints take 15 s each, two at a time
+    assert time.monotonic() - began < 20  # three seconds for who is in flight, on a busy machine
+    for thread in threads:
+        thread.join(10)
+    assert {answer.status_code for answer in said} <= {400, 500}
+
+
+def test_line_separators_are_escaped_in_a_stream():
+    sent = tokens_openai.event({"a": "\u2028\u2029\x85\r\n"})
+    assert len(sent.splitlines()) == 2  # the data, and the empty line that ends it
+    assert json.loads(tokens_openai.event_data(sent.splitlines()[0])) == {"a": "\u2028\u2029\x85\r\n"}
+
+
+def test_a_folder_of_the_hugging_face_cache_is_called_by_its_repository(tmp_path):
+    snapshot = tmp_path / "hub" / "models--moonshotai--Kimi-K3" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    assert name_of(snapshot) == "moonshotai/Kimi-K3"
+    (tmp_path / "mine").symlink_to(snapshot)
+    assert name_of(tmp_path / "mine") == "moonshotai/Kimi-K3"
+    (tmp_path / "run").mkdir()
+    assert name_of(tmp_path / "run") == "run"

@@ -5,8 +5,8 @@ its matcher when it is preempted. Forbidden tokens are taken out before the temp
 renormalized rest, and the set is recorded like that of top-p.
 
 Special tokens are structure, never text: their bytes begin with 0xff, which no text in UTF-8 has. A stop id is allowed
-where the text is complete and nowhere else. Sources are checked before the compiler sees them: deeply nested ones and
-references without end would end its process.
+where the text is complete and nowhere else. Sources are checked before the compiler sees them, and it has processes of
+its own (`grammar_process.py`): what hangs or ends it is refused.
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ from torch import Tensor
 from k3rl.config import MissingResource
 from k3rl.engine.protocol import EngineError, InvalidRequest
 from k3rl.engine.rows import RowTable
-from k3rl.engine.sampling.json_schema import SchemaError, check_brackets, enforceable
+from k3rl.engine.sampling.call_format import call_format
+from k3rl.engine.sampling.grammar_process import CompileLimits, GrammarProcesses
+from k3rl.engine.sampling.json_schema import MAX_WHITESPACE, SchemaError, check_brackets, enforceable
+from k3rl.engine.sampling.patterns import enforced
 from k3rl.engine.sampling.sampler import Allowed
 from k3rl.engine.uploads import upload
 from k3rl.tokens import Tokenizer
 from k3rl.types import Constraint, SamplingParams
 
 MAX_SOURCE = 65_536  # characters
-MAX_WHITESPACE = 16  # characters in a row between the parts of a JSON text
 MAX_KNOWN = 256  # compiled grammars at hand
-CACHE_BYTES = 256 << 20  # of the compiler
+
+
+# By vocabulary: engines of one process share what compiles for them.
+_SHARED: dict[tuple[str, int, CompileLimits | None], GrammarProcesses] = {}
 
 
 class DeadEnd(EngineError):
@@ -70,10 +75,12 @@ class Grammars:
     vocab_size: of the model; ids behind the tokenizer's are never allowed.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, limits: CompileLimits | None = None) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()  # of compiling: a step never waits for another request's grammar
-        self._compiler: Any = None
+        self._lock = threading.Lock()  # of what follows, never of compiling
+        self._info: Any = None  # the vocabulary as xgrammar has it
+        self._processes: GrammarProcesses | None = None
+        self._limits = limits
         self._known: dict[Constraint, Any] = {}
 
     def check(self, params: SamplingParams) -> None:
@@ -108,12 +115,10 @@ class Grammars:
         if self._tokenizer is None:
             raise InvalidRequest("a constraint needs the text of tokens; give the engine a tokenizer")
         try:
-            text = _text_format(constraint)
-            form = text if constraint.turn is None else _turn_format(text, constraint, self._tokenizer)
+            form = _form(constraint, self._tokenizer)
+            info, processes = self._ready(self._tokenizer)
+            made = self._xgrammar().CompiledGrammar.deserialize_json(processes.compile(form), info)
             with self._lock:
-                if self._compiler is None:
-                    self._compiler = self._new_compiler(self._tokenizer)
-                made = self._compiler.compile_structural_tag({"type": "structural_tag", "format": form})
                 while len(self._known) >= MAX_KNOWN:
                     self._known.pop(next(iter(self._known)))
                 self._known[constraint] = made
@@ -132,16 +137,28 @@ class Grammars:
             ) from error
         return xgrammar
 
-    def _new_compiler(self, tokenizer: Tokenizer) -> Any:
+    def _ready(self, tokenizer: Tokenizer) -> tuple[Any, GrammarProcesses]:
+        """The vocabulary, and the processes that compile for it."""
         module = self._xgrammar()
-        texts = [_token_text(tokenizer, token) for token in range(min(tokenizer.vocab_size, self._vocab_size))]
-        info = module.TokenizerInfo(
-            texts,
-            module.VocabType.RAW,
-            vocab_size=self._vocab_size,
-            stop_token_ids=[tokenizer.special("end_of_msg")],
-        )
-        return module.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        with self._lock:
+            if self._processes is None or self._processes.closed:
+                texts = [_token_text(tokenizer, token) for token in range(min(tokenizer.vocab_size, self._vocab_size))]
+                stops = [tokenizer.special("end_of_msg")]
+                self._info = module.TokenizerInfo(
+                    texts, module.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=stops
+                )
+                key = (tokenizer.hash, self._vocab_size, self._limits)
+                if key not in _SHARED or _SHARED[key].closed:
+                    _SHARED[key] = GrammarProcesses(texts, self._vocab_size, stops, self._limits)
+                self._processes = _SHARED[key]
+            return self._info, self._processes
+
+
+def end_compilers() -> None:
+    """Ends every process that compiles constraints; what waits for one is refused, and later ones get fresh ones."""
+    for processes in list(_SHARED.values()):
+        processes.close()
+    _SHARED.clear()
 
 
 def _token_text(tokenizer: Tokenizer, token: int) -> bytes:
@@ -158,12 +175,23 @@ def _text_format(constraint: Constraint) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": enforceable(source), "max_whitespace_cnt": MAX_WHITESPACE}
     check_brackets(source, "it")
     if constraint.kind == "regex":
-        return {"type": "regex", "pattern": source}
+        return {"type": "regex", "pattern": enforced(source)}
     return {"type": "grammar", "grammar": source}
 
 
-def _turn_format(text: dict[str, Any], constraint: Constraint, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A whole assistant turn (`xtml.parse`) whose response is the text, or, with `calls`, free text and tool calls."""
+def _form(constraint: Constraint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What is sampled, as an xgrammar format. Raises SchemaError."""
+    if constraint.turn is None:
+        return _text_format(constraint)
+    text = None if constraint.kind == "tool_call" else _text_format(constraint)
+    return _turn_format(text, constraint, tokenizer)
+
+
+def _turn_format(text: dict[str, Any] | None, constraint: Constraint, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A whole assistant turn (`xtml.parse`) whose response is the text, or, with `calls`, free text and tool calls.
+
+    Without a text, an empty response and one call of the constraint's tool.
+    """
 
     def tag(kind: str, name: str) -> list[dict[str, Any]]:
         return [special(kind), {"type": "const_string", "value": name}, special("sep")]
@@ -179,6 +207,12 @@ def _turn_format(text: dict[str, Any], constraint: Constraint, tokenizer: Tokeni
     free = {"type": "any_text"}  # UTF-8, and so without special tokens
     calls = {"type": "any_tokens", "exclude_tokens": [token for token in specials if token not in structure]}
     begin = [free, *tag("close", "think"), *tag("open", "response")] if constraint.turn == "think" else []
+    if text is None:
+        if len(constraint.source) > MAX_SOURCE:
+            raise SchemaError(f"the tool has {len(constraint.source)} characters; at most {MAX_SOURCE} are taken")
+        call = call_format(constraint.source, special)
+        tools = [*tag("open", "tools"), *call, *tag("close", "tools")]
+        return sequence(*begin, *tag("close", "response"), *tools, *tag("close", "message"))
     answer = sequence(text, *tag("close", "response"), *tag("close", "message"))
     if constraint.calls:
         called = sequence(free, *tag("close", "response"), *tag("open", "tools"), calls, *tag("close", "message"))

@@ -9,10 +9,15 @@ than the schema: no properties beyond the declared ones, strings of limited leng
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from k3rl.engine.sampling.patterns import FORMATS, PatternError, enforced
+
+MAX_MULTIPLES = 4096  # values of an enum that stands for multiples
 MAX_DEPTH = 64  # of nested schemas: the grammar compiler recurses
+MAX_WHITESPACE = 16  # characters in a row between the parts of a JSON text
 MAX_BRACKETS = 200  # nested in a pattern or grammar
 MAX_COUNTED = 32  # properties of an object that limits their number: the grammar lists all ways to get there
 
@@ -23,7 +28,7 @@ _OF_TYPE: dict[str, set[str]] = {
     "null": set(),
     "boolean": set(),
     "integer": {*_RANGE, "multipleOf"},
-    "number": _RANGE,
+    "number": {*_RANGE, "multipleOf"},
     "string": {"minLength", "maxLength", "pattern", "format"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "object": {
@@ -153,6 +158,8 @@ def _typed(kind: str, schema: Mapping[str, Any], place: str, depth: int) -> dict
     out = {"type": kind, **own}
     if kind == "string":
         return _string(out, place)
+    if "multipleOf" in own:
+        return _multiples(out, place)
     if kind == "array":
         if "items" in own and own["items"] is not False:
             out["items"] = _node(own["items"], f"{place}/items", depth + 1)
@@ -166,21 +173,85 @@ def _typed(kind: str, schema: Mapping[str, Any], place: str, depth: int) -> dict
     return out
 
 
+def _multiples(out: dict[str, Any], place: str) -> dict[str, Any]:
+    """Multiples of a whole number, as the values of an enum or as integers; of others JSON has no exact decimals."""
+    step = out.pop("multipleOf")
+    if isinstance(step, bool) or not isinstance(step, int | float) or step <= 0 or step != int(step):
+        raise SchemaError(
+            f"{place}/multipleOf is {json.dumps(step)}; it can be enforced for whole numbers from 1 on, so count in "
+            "smaller units"
+        )
+    step, bounds = int(step), _whole_bounds(out, place)
+    if step == 1:
+        return {"type": "integer", **{key: value for key, value in bounds.items() if value is not None}}
+    least, most = bounds["minimum"], bounds["maximum"]
+    if least is None or most is None:
+        raise SchemaError(
+            f"{place}/multipleOf is {step}; it can be enforced between a minimum and a maximum, so give both"
+        )
+    first, last = -(-least // step), most // step
+    if not 0 < last - first + 1 <= MAX_MULTIPLES:
+        raise SchemaError(
+            f"{place}/multipleOf has {max(0, last - first + 1)} values between {least} and {most}; from 1 to "
+            f"{MAX_MULTIPLES} it can have"
+        )
+    return {"enum": [step * factor for factor in range(first, last + 1)]}
+
+
+def _whole_bounds(out: Mapping[str, Any], place: str) -> dict[str, int | None]:
+    """minimum and maximum of the whole numbers in a range; None for one that is open. Raises SchemaError."""
+    for key in _RANGE & out.keys():
+        value = out[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise SchemaError(f"{place}/{key} is {json.dumps(value)}; it must be a number")
+    least = [math.ceil(out["minimum"])] if "minimum" in out else []
+    least += [math.floor(out["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in out else []
+    most = [math.floor(out["maximum"])] if "maximum" in out else []
+    most += [math.ceil(out["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in out else []
+    return {"minimum": max(least, default=None), "maximum": min(most, default=None)}
+
+
 def _string(out: dict[str, Any], place: str) -> dict[str, Any]:
-    """Lengths as a pattern: the grammar would let raw control characters through otherwise."""
-    if isinstance(out.get("pattern"), str):
-        check_brackets(out["pattern"], f"{place}/pattern")
+    """Lengths and formats as a pattern: the grammar would let raw control characters through otherwise."""
+    if "pattern" in out and "format" in out:
+        raise SchemaError(f"{place} has a pattern beside a format; write the format into the pattern")
+    if "pattern" in out:
+        out = _without_lengths(out, place, "pattern")
+        return {**out, "pattern": _pattern(out["pattern"], f"{place}/pattern")}
+    if "format" in out:
+        out = _without_lengths(out, place, "format")
+        name = out.pop("format")
+        if name not in FORMATS:
+            raise SchemaError(
+                f"{place}/format is {json.dumps(name)}; those that can be enforced are {', '.join(FORMATS)}"
+            )
+        return {**out, "pattern": FORMATS[name]}
     if "minLength" not in out and "maxLength" not in out:
         return out
-    if "pattern" in out or "format" in out:
-        raise SchemaError(f"{place} has a length beside pattern or format; write the length into the pattern")
     least, most = out.pop("minLength", 0), out.pop("maxLength", None)
     for name, value in (("minLength", least), ("maxLength", 0 if most is None else most)):
-        if not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise SchemaError(f"{place}/{name} is {json.dumps(value)}; it must be a whole number from 0 on")
     if most is not None and most < least:
         raise SchemaError(f"{place}: maxLength {most} is less than minLength {least}")
     return {**out, "pattern": f"^(.|\\n){{{least},{'' if most is None else most}}}$"}
+
+
+def _without_lengths(out: dict[str, Any], place: str, beside: str) -> dict[str, Any]:
+    if "minLength" in out or "maxLength" in out:
+        raise SchemaError(f"{place} has a length beside a {beside}; write the length into a pattern")
+    return dict(out)
+
+
+def _pattern(pattern: Any, place: str) -> str:
+    """A pattern that is enforced in full. Raises SchemaError."""
+    if not isinstance(pattern, str):
+        raise SchemaError(f"{place} is {json.dumps(pattern)}; it must be text")
+    check_brackets(pattern, place)
+    try:
+        return enforced(pattern)
+    except PatternError as error:
+        raise SchemaError(f"{place} is {pattern[:60]!r}: {error}; leave it out and check the result") from error
 
 
 def _object(out: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
@@ -192,8 +263,7 @@ def _object(out: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
     patterns, more = out.get("patternProperties", {}), out.get("additionalProperties", not properties)
     if patterns and (properties or len(patterns) > 1 or more not in (True, False)):
         raise SchemaError(f"{place}: patternProperties can be enforced with one pattern and nothing beside it")
-    for pattern in patterns:
-        check_brackets(pattern, f"{place}/patternProperties")
+    patterns = {_pattern(pattern, f"{place}/patternProperties"): value for pattern, value in patterns.items()}
     if len(properties) > MAX_COUNTED and ("minProperties" in out or "maxProperties" in out):
         raise SchemaError(f"{place} limits the number of its {len(properties)} properties; up to {MAX_COUNTED} it can")
     if not properties and out.get("minProperties", 0) > 1:

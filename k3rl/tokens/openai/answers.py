@@ -17,6 +17,8 @@ from k3rl.types import Alternatives, StopReason, ToolCall
 Kind: TypeAlias = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 FINISH_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length"}  # others go by their own names
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+# Inside JSON they stand in strings only. JSON itself escapes those below U+0020.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 DONE = "[DONE]"  # the last event of a stream
 
 
@@ -166,7 +168,12 @@ def chunks_of(answer: Mapping[str, Any], include_usage: bool) -> list[dict[str, 
 
 def event(data: Mapping[str, Any] | str) -> str:
     """One server-sent event: an object, or DONE."""
-    return f"data: {data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {data if isinstance(data, str) else one_line(data)}\n\n"
+
+
+def one_line(data: Mapping[str, Any]) -> str:
+    """The JSON of an object without any character that some reader takes for the end of a line."""
+    return json.dumps(data, ensure_ascii=False).translate(_LINE_ENDS)
 
 
 def event_data(line: str) -> str | None:

@@ -11,12 +11,20 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from k3rl.tokens import xtml
 from k3rl.tokens.images import encode_image, image_parts, image_prompts, part_source, url_bytes
+from k3rl.tokens.message_keys import LOSS_KEYS, XTMLError
 from k3rl.tokens.openai.errors import RequestError
 from k3rl.tokens.tokenizer import Tokenizer
-from k3rl.tokens.xtml_normalize import XTMLError, normalize
+from k3rl.tokens.xtml_normalize import normalize
 from k3rl.types import Constraint, EncodedImage, Message, SamplingParams, ToolCall
 
 MAX_ALTERNATIVES = 20  # as in the dialect
+MAX_SAMPLES = 128  # of one prompt
+MAX_STOPS = 64  # each is looked for in every piece of text
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_IDS = 256
+MAX_BIASES = 8192
+MAX_CHOICES = 4096
+StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 
 
@@ -35,7 +43,7 @@ class StructuredOutputs(BaseModel):
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     json_object: bool | None = None
 
     @model_validator(mode="after")
@@ -86,8 +94,8 @@ class Body(BaseModel):
 
     model: str = ""
     max_tokens: Count | None = None
-    n: int | None = Field(None, ge=1, le=128)
-    stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -114,7 +122,10 @@ class Conversation(Body):
     @field_validator("messages")
     @classmethod
     def _roles(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A developer message is what a system message was called before."""
+        """A developer message is what a system message was called before; loss is no matter of a request."""
+        for number, said in enumerate(messages):
+            if key := next((key for key in LOSS_KEYS if said.get(key) is not None), None):
+                raise ValueError(f"message {number} has the key {key!r}, which says what is trained; leave it out")
         return [{**said, "role": "system"} if said.get("role") == "developer" else said for said in messages]
 
     @property
@@ -131,9 +142,9 @@ class Conversation(Body):
 
 
 def _message(row: Mapping[str, Any], number: int) -> Message:
+    if row.get("role") == "system" and row.get("tools"):
+        raise XTMLError(f"message {number} declares tools; declare them with the request", "tools")
     [said] = normalize([row], number)
-    if said.tools:
-        raise XTMLError(f"message {number} declares tools; declare them with the request")
     content: Any = row.get("content") or ""
     if said.role == "assistant" and not isinstance(content, str):
         texts = [part.text for part in said.parts if part.text is not None]
@@ -154,10 +165,10 @@ class Sampling(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     seed: int | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
     cache_salt: str = ""
     return_token_ids: bool = False
     return_routes: bool = False
@@ -210,9 +221,25 @@ class Sampling(Body):
         return 0
 
 
+class FunctionName(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1)
+
+
+class NamedTool(BaseModel):
+    """A tool that the turn has to call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
 class ChatRequest(Conversation, Sampling):
     """POST /v1/chat/completions."""
 
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None  # type: ignore[assignment]
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "low", "high", "max"] | None = None
     thinking: bool = True
@@ -234,12 +261,29 @@ class ChatRequest(Conversation, Sampling):
         return self.thinking and self.reasoning_effort != "none"
 
     def constraint(self) -> Constraint | None:
-        """The constraint on the response channel of a whole turn, which may call the request's tools instead."""
+        """The constraint on the response channel of a whole turn, which may call the request's tools instead.
+
+        Of a named tool: that the turn calls it.
+        """
         text = super().constraint()
+        if isinstance(self.tool_choice, NamedTool):
+            if text is not None:
+                raise ValueError("a named tool_choice leaves no response for a response_format; keep one of them")
+            tool = json.dumps(self._tool(self.tool_choice.function.name))
+            return Constraint("tool_call", tool, turn="think" if self.thinks else "response")
         if text is None:
             return None
         calls = bool(self.tools) and self.tool_choice != "none"
         return dataclasses.replace(text, turn="think" if self.thinks else "response", calls=calls)
+
+    def _tool(self, name: str) -> dict[str, Any]:
+        """{name, parameters} of a tool of the request. Raises ValueError where it has none of that name."""
+        declared = [tool.get("function", tool) for tool in self.tools or ()]
+        for tool in declared:
+            if isinstance(tool, dict) and tool.get("name") == name:
+                return {"name": name, "parameters": tool.get("parameters")}
+        names = ", ".join(str(tool.get("name")) for tool in declared if isinstance(tool, dict)) or "none"
+        raise ValueError(f"tool_choice names {name!r:.80}, and the request has the tools: {names}")
 
     def images(self, sees: bool, limit: int, pixel_limit: int) -> tuple[EncodedImage, ...]:
         """The images of the messages, in the order of their media blocks: `data:` URLs, nothing is downloaded.
@@ -273,7 +317,7 @@ class ChatRequest(Conversation, Sampling):
                 tools=self.tools,
                 thinking=self.thinks,
                 thinking_effort=None if self.reasoning_effort == "none" else self.reasoning_effort,
-                tool_choice=self.tool_choice,
+                tool_choice="required" if isinstance(self.tool_choice, NamedTool) else self.tool_choice,
                 response_format=self.response_format,
                 image_prompts=image_prompts(images),
             )
