@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from k3rl.dashboard.rows import EpisodeEntry
 from k3rl.dashboard.run_reader import RunReader, UnknownRun, finite
@@ -20,7 +23,8 @@ _STREAMS = ("logprobs", "learner_logprobs", "entropies", "ratios", "advantages")
 
 @dataclass
 class TokenColumns:
-    """All tokens of a branch, in order. A stream has null where nothing was recorded for a token.
+    """All tokens of a branch, in order. A stream has null, or NaN, where nothing was recorded for a token; what the
+    learner has not said is None.
 
     kinds: 0 prompt, 1 sampled; turns: the turn that each token belongs to. versions: the weights that may have sampled
     it, [first, last] by turn. pieces None: the texts of tokens are not known (`unavailable` says why).
@@ -31,11 +35,11 @@ class TokenColumns:
     kinds: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
-    learner_logprobs: list[float | None] = field(default_factory=list)
-    entropies: list[float | None] = field(default_factory=list)
-    ratios: list[float | None] = field(default_factory=list)
-    advantages: list[float | None] = field(default_factory=list)
-    trained: list[bool | None] = field(default_factory=list)
+    learner_logprobs: np.ndarray | None = None
+    entropies: np.ndarray | None = None
+    ratios: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    trained: np.ndarray | None = None
     unavailable: str | None = None
 
     def extend(self, part: Mapping[str, Any], kind: int, turn: int) -> None:
@@ -57,11 +61,11 @@ class TokenColumns:
         mask = row["loss_mask"]
         if len(mask) != len(self.ids):
             raise ValueError(f"the learner's record has {len(mask)} tokens, the recorded branch {len(self.ids)}")
-        self.trained = list(mask)
-        self.advantages = [row["advantage"] if trained else None for trained in mask]
+        self.trained = mask
+        self.advantages = np.where(mask, np.float32(row["advantage"]), np.nan)
         for name in ("learner_logprobs", "entropies", "ratios"):
             if row[name] is not None:
-                setattr(self, name, [finite(value) for value in row[name]])
+                setattr(self, name, row[name])
 
     def window(self, start: int, count: int) -> dict[str, Any]:
         """Tokens start .. start + count, `count` at most WINDOW, as columns; absent streams are null."""
@@ -69,7 +73,7 @@ class TokenColumns:
         found: dict[str, Any] = {"start": start, "total": len(self.ids), "unavailable": self.unavailable}
         for name in ("ids", "pieces", "kinds", "turns", *_STREAMS, "trained"):
             column = getattr(self, name)
-            found[name] = column[start:stop] if column else None
+            found[name] = _plain(column[start:stop]) if _there(column) else None
         return found
 
     def text(self, kind: int | None = None) -> str:
@@ -77,6 +81,19 @@ class TokenColumns:
         if self.pieces is None:
             return str([token for token, own in zip(self.ids, self.kinds, strict=True) if kind in (None, own)])
         return "".join(p for p, own in zip(self.pieces, self.kinds, strict=True) if kind in (None, own))
+
+
+def _there(column: Sequence[Any] | np.ndarray | None) -> bool:
+    return column is not None and len(column) > 0
+
+
+def _plain(values: Sequence[Any] | np.ndarray) -> list[Any]:
+    """As JSON has it: numbers at 6 significant digits, null for what is not finite."""
+    if not isinstance(values, np.ndarray):
+        return list(values)
+    if values.dtype == bool:
+        return values.tolist()
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 @dataclass(frozen=True)
@@ -93,7 +110,7 @@ class Body:
     def outline(self) -> dict[str, Any]:
         """The episode without its tokens: what its page shows first."""
         sizes = {name: len(columns.ids) for name, columns in self.branches.items()}
-        streams = [name for name in _STREAMS if any(getattr(c, name) for c in self.branches.values())]
+        streams = [name for name in _STREAMS if any(_there(getattr(c, name)) for c in self.branches.values())]
         about = {"turns": self.turns, "branches": sizes, "streams": streams, "learner": self.learner}
         return self.entry._asdict() | {"row": self.row} | about
 
@@ -180,6 +197,6 @@ def _annotate(
                 branches[row["branch_id"]].annotate(row)
     except (OSError, ValueError) as error:
         return f"the learner's record cannot be read: {error}"
-    if not any(columns.learner_logprobs for columns in branches.values()):
+    if all(columns.learner_logprobs is None for columns in branches.values()):
         return "the learner's own logprobs were not recorded: its steps were captured as CUDA graphs"
     return None

@@ -18,7 +18,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,23 +78,19 @@ class AnnotationWriter:
         expert_load: float [MoE layers, experts], any scale. version: of the weights that the step began with.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        parts = [_Columns.of(batch, scores) for batch in batches]
         place = {"stage": stage, "attempt": self._attempt, "step": step}
         file = self._folder / f"{stage}-a{self._attempt}-{step:06d}.parquet"
-        tables = [columns.table(place) for columns in parts]
-        table = pa.concat_tables(tables) if tables else ANNOTATION_SCHEMA.empty_table()
-        table = table.replace_schema_metadata({"schema_version": str(ANNOTATION_SCHEMA_VERSION)})
+        tables = [_table(place, batch, scores) for batch in batches] or [ANNOTATION_SCHEMA.empty_table()]
+        table = pa.concat_tables(tables).replace_schema_metadata({"schema_version": str(ANNOTATION_SCHEMA_VERSION)})
+        episodes = [name.partition("/")[0] for batch in batches for name in batch.sequence_ids]
+        advantages = [advantage for batch in batches for advantage in _advantages(batch)]
         part = file.with_name(file.name + ".tmp")
         pq.write_table(table, part, compression="zstd", compression_level=1)
         os.replace(part, file)
         line: dict[str, Any] = place | {
             "t": time.time(),
             "file": file.name,
-            "advantages": {
-                name: float(f"{value:.6g}")
-                for columns in parts
-                for name, value in zip(columns.episodes, columns.advantages.tolist(), strict=True)
-            },
+            "advantages": {name: float(f"{own:.6g}") for name, own in zip(episodes, advantages, strict=True)},
             "scored": sum(batch_id in scores for batch in batches for batch_id in batch.sequence_ids),
         }
         if version is not None:
@@ -108,9 +103,10 @@ class AnnotationWriter:
 
 
 def read_annotations(file: Path, episode: str) -> list[dict[str, Any]]:
-    """The rows of one episode, a row a branch, as ANNOTATION_SCHEMA names them. Raises ValueError for another schema.
+    """The rows of one episode, a row a branch, as ANNOTATION_SCHEMA names them.
 
-    Raises FileNotFoundError when the file is gone.
+    Lists are arrays over the branch's tokens: bool [T], and float32 [T] with NaN where the file has null, or None.
+    Raises ValueError for another schema, FileNotFoundError when the file is gone.
     """
     with pq.ParquetFile(file) as source:
         metadata = source.schema_arrow.metadata or {}
@@ -118,7 +114,14 @@ def read_annotations(file: Path, episode: str) -> list[dict[str, Any]]:
         if version != str(ANNOTATION_SCHEMA_VERSION):
             raise ValueError(f"{file} is of schema version {version}; this program reads {ANNOTATION_SCHEMA_VERSION}")
         table = source.read()
-    return table.filter(pc.equal(table["episode_id"], episode)).to_pylist()
+    own = table.filter(pc.equal(table["episode_id"], episode))
+    return [{name: _value(own[name][number]) for name in own.column_names} for number in range(own.num_rows)]
+
+
+def _value(cell: pa.Scalar) -> Any:
+    if not isinstance(cell, pa.ListScalar) or not cell.is_valid:
+        return cell.as_py()
+    return cell.values.to_numpy(zero_copy_only=False).astype(np.float32 if cell.type == _FLOATS else bool)
 
 
 def load_reader() -> None:
@@ -139,65 +142,36 @@ def _append_line(path: Path, line: str) -> None:
         file.write(f"{line}\n".encode())
 
 
-@dataclass(slots=True)
-class _Columns:
-    """The rows of a batch, one for each sequence, whose ids are `EPISODE/BRANCH`.
+def _table(place: Mapping[str, Any], batch: TrainBatch, scores: Mapping[str, SequenceScores]) -> pa.Table:
+    """A row for each sequence of a batch, whose ids are `EPISODE/BRANCH`; whole columns at once, as they are long."""
+    names, lengths = batch.sequence_ids, batch.lengths
+    found = [scores.get(name) for name in names]
+    blank = [np.full(length, np.nan, np.float32) for length in lengths]
+    logprobs, entropies = (
+        np.concatenate([gap if one is None else one[stream] for one, gap in zip(found, blank, strict=True)])
+        for stream in range(2)
+    )
+    with np.errstate(over="ignore"):
+        ratios = np.exp(logprobs - batch.sampler_logprobs)
+    offsets = pa.array(batch.cu_seqlens, pa.int32())
+    missing = pa.array([one is None for one in found], pa.bool_())
 
-    values: name -> float32 [N], NaN where there is none; scored: sequences that have values.
-    """
+    def lists(values: np.ndarray) -> pa.Array:
+        return pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32(), mask=np.isnan(values)), mask=missing)
 
-    episodes: list[str]
-    branches: list[str]
-    advantages: np.ndarray
-    ends: np.ndarray
-    mask: np.ndarray
-    scored: np.ndarray
-    values: dict[str, np.ndarray]
+    columns = {name: [value] * len(names) for name, value in place.items()} | {
+        "episode_id": [name.partition("/")[0] for name in names],
+        "branch_id": [name.partition("/")[2] for name in names],
+        "advantage": _advantages(batch),
+        "loss_mask": pa.ListArray.from_arrays(offsets, pa.array(batch.loss_mask)),
+        "learner_logprobs": lists(logprobs),
+        "entropies": lists(entropies),
+        "ratios": lists(ratios),
+    }
+    return pa.table(columns, schema=ANNOTATION_SCHEMA)
 
-    @classmethod
-    def of(cls, batch: TrainBatch, scores: Mapping[str, SequenceScores]) -> _Columns:
-        names = [name.partition("/") for name in batch.sequence_ids]
-        ends, mask = batch.cu_seqlens.astype(np.int64), batch.loss_mask
-        targets = np.flatnonzero(mask)
-        first = np.searchsorted(targets, ends[:-1])  # the first target behind the beginning of each sequence
-        place = targets[first.clip(max=max(len(targets) - 1, 0))] if len(targets) else np.zeros(len(names), np.int64)
-        trained = (first < len(targets)) & (place < ends[1:])
-        found = [scores.get(name) for name in batch.sequence_ids]
-        logprobs, entropies = (np.full(batch.tokens, np.nan, np.float32) for _ in range(2))
-        for number, own in enumerate(found):
-            if own is not None:
-                logprobs[ends[number] : ends[number + 1]] = own.logprobs
-                entropies[ends[number] : ends[number + 1]] = own.entropies
-        with np.errstate(over="ignore"):
-            ratios = np.exp(logprobs - batch.sampler_logprobs)
-        return cls(
-            episodes=[name[0] for name in names],
-            branches=[name[2] for name in names],
-            advantages=np.where(trained, batch.advantages[place], np.float32(0)),
-            ends=ends,
-            mask=mask,
-            scored=np.array([own is not None for own in found], bool),
-            values={"learner_logprobs": logprobs, "entropies": entropies, "ratios": ratios},
-        )
 
-    def table(self, place: Mapping[str, Any]) -> pa.Table:
-        """As ANNOTATION_SCHEMA has them."""
-        count = len(self.episodes)
-        columns = {name: pa.repeat(pa.scalar(place[name], ANNOTATION_SCHEMA.field(name).type), count) for name in place}
-        columns |= {
-            "episode_id": pa.array(self.episodes, pa.string()),
-            "branch_id": pa.array(self.branches, pa.string()),
-        }
-        columns |= {"advantage": pa.array(self.advantages, pa.float32())}
-        columns["loss_mask"] = pa.ListArray.from_arrays(self.ends.astype(np.int32), pa.array(self.mask))
-        for name, values in self.values.items():
-            columns[name] = self._lists(values)
-        return pa.table({name: columns[name] for name in ANNOTATION_SCHEMA.names}, schema=ANNOTATION_SCHEMA)
-
-    def _lists(self, values: np.ndarray) -> pa.Array:
-        """One list for each scored sequence, null for the others; NaN is null."""
-        lengths = np.where(self.scored, np.diff(self.ends), 0)
-        kept = values[np.repeat(self.scored, np.diff(self.ends))]
-        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        offsets = pa.array(ends, mask=np.append(~self.scored, False))
-        return pa.ListArray.from_arrays(offsets, pa.array(kept, pa.float32(), from_pandas=True))
+def _advantages(batch: TrainBatch) -> list[float]:
+    """That of each sequence, which all its trained tokens have; 0 where it has none."""
+    parts = (np.split(values, batch.cu_seqlens[1:-1]) for values in (batch.advantages, batch.loss_mask))
+    return [float(own[mask][0]) if mask.any() else 0.0 for own, mask in zip(*parts, strict=True)]

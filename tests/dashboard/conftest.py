@@ -1,10 +1,9 @@
-"""A run that a test writes, a server over it, and one browser for all tests."""
+"""A run that a test writes."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,3 @@ _spec.loader.exec_module(dashboard_runs)
 def write(tmp_path):
     """Begins a run in the folder of the test's runs."""
     return lambda name="one", options=None: dashboard_runs.Written(tmp_path / "runs" / name, options)
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator:
-    """Debian's Chromium, once for all tests, without its own sandbox, which root cannot have."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        yield browser
-        browser.close()
