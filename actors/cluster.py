@@ -95,6 +95,9 @@ class ClusterConfig(Config):
     environment_cpus: float = Field(0.125, gt=0)
     reward_actors: int = Field(2, ge=1)
     reward_cpus: float = Field(0.125, gt=0)
+    reward_workers: int | None = Field(None, ge=1)
+    """Answers that one reward actor grades beside each other. None: half the cores of its machine, divided by the
+    reward actors, one at least."""
     learner_threads: int = Field(1, ge=1)
     """Torch threads of each rank. Two ranks of one thread beat one of two: threads spin, and lose to any neighbour."""
     rollout_threads: int = Field(1, ge=1)

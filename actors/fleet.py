@@ -135,7 +135,7 @@ class Fleet:
             return self._place(f"environment {i}", EnvironmentWorker, env, *engines, home=home, rows=rows)
 
         def reward(i: int) -> Any:
-            return self._place(f"reward {i}", RewardWorker, env)
+            return self._place(f"reward {i}", RewardWorker, env, cluster.reward_workers, cluster.reward_actors)
 
         for role, count in ((environment, cluster.environment_actors), (reward, cluster.reward_actors)):
             self._pools.append(WorkerPool([role(i) for i in range(count)], role))

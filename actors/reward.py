@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -14,10 +16,14 @@ from k3rl.types import Episode, Score
 class RewardWorker:
     """A synchronous Ray actor without torch, owning one grader and its sandbox."""
 
-    def __init__(self, env: EnvConfig) -> None:
+    def __init__(self, env: EnvConfig, workers: int | None = None, actors: int = 1) -> None:
+        """workers: answers that are graded beside each other; None: as many as this machine has cores for, half of
+        which are left to others and the rest divided by `actors`."""
         self._environment = made(env)
         self._tasks = Tasks(self._environment.source)
-        self._grader = self._environment.grader(provider=env.local_sandbox)
+        many = {"workers": workers or max(1, len(os.sched_getaffinity(0)) // (2 * actors))}
+        taken = many if "workers" in inspect.signature(self._environment.grader).parameters else {}
+        self._grader = self._environment.grader(provider=env.local_sandbox, **taken)
 
     def grade(self, jobs: Sequence[EpisodeJob], *played: Any) -> dict[str, Score]:
         """The score of each job's episode, by its id.

@@ -95,13 +95,14 @@ def test_routes_cross_once_and_a_turn_has_those_of_its_whole_prompt(in_process):
 
 
 def test_the_last_turn_that_a_task_allows_says_so(in_process):
+    from k3rl.actors.engine_places import EnginePlaces
     from k3rl.actors.environment import _Seat
 
-    actor = Scripted()
+    actor, places = Scripted(), EnginePlaces([0], 1)
 
     async def converse() -> None:
         client = EngineClient(in_process(actor), "worker")
-        seat = _Seat(client, None, 0, "episode")
+        seat = _Seat([client], places, places.begin("group"), None, 0, "episode")
         seat.turns = 2
         for prompt in ((1, 2), (3, 4)):
             await seat.complete(prompt, PARAMS)

@@ -114,7 +114,7 @@ def test_a_worker_whose_engine_is_full_has_another_one_continue(tmp_path, in_pro
         sampling = SamplingParams(max_tokens=30, return_routes=True)
         await worker.start([(job, 0) for job in jobs], sampling, lockstep)
         await until(lambda: len(worker._ended) == len(jobs))
-        episodes = [episode for _, _, episode in worker._ended]
+        episodes = [episode for _, episode, _ in worker._ended]
         # What conversations had is let go where they were before, too.
         await until(lambda: not any(actor.engine.batch.prefix.num_sessions for actor in actors))
         await worker.stop()
