@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool
+from k3rl.actors import EnvironmentWorker, EpisodeJob, RewardWorker, RolloutWorkers, TaskRef, WorkerPool, fetched
 from k3rl.actors.schedule import Mode, Schedule
 from k3rl.envs import EnvConfig, EpisodeState, FaultConfig, KeptState
 from k3rl.pipelines import RLConfig
@@ -106,7 +106,7 @@ def played(ray_cluster, tmp_path_factory):
         schedule, jobs_of, SamplingParams(), wanted=2, next_group=next_group, version=1, drawn=drawn,
         going_on=states, keep_s=0.0,
     )  # fmt: skip
-    groups, counts = again.take(timeout_s=60), again.take_counts()
+    groups, counts = fetched(again.take(timeout_s=60), 60), again.take_counts()
     second.close()
     ray.kill(engine)
     return states, groups, counts, killed

@@ -144,8 +144,8 @@ def session_of(members: Members, said: list[str], run: Path) -> Session:
     quiet = SimpleNamespace(log_to=lambda path: None, note=said.append)
     about = SimpleNamespace(next_attempt=lambda: None, logs_dir=run, traces_dir=run, info=SimpleNamespace(attempt=2))
     parts |= {"fleet": members, "progress": quiet, "run": about, "restarts": 0, "begun": 0}
-    parts |= {"background": SimpleNamespace(wait=lambda: None), "tokenizer": Tokenizer.builtin()}
-    return replace(Session(**parts), metrics=SimpleNamespace(attempt=1), recorder=SimpleNamespace(attempt=1))
+    parts |= {"recording": SimpleNamespace(restart=lambda attempt: None), "tokenizer": Tokenizer.builtin()}
+    return replace(Session(**parts), metrics=SimpleNamespace(attempt=1))
 
 
 @pytest.mark.parametrize(("losses", "ends_well"), [(1, True), (2, False)])
