@@ -46,7 +46,11 @@ def test_the_page_on_runs_explains_every_metric_and_file_of_a_run(finished):
     rows = read_metrics(run / "metrics.jsonl")
     env = "/".join(("", "coding-lists", ""))
     for name in {name for row in rows for name in row} - {"schema", "run"}:
-        if name.startswith("reward/"):
+        if "/parts/" in name:
+            shown = f"reward/ENV/parts/PART/{name.rpartition('/')[2]}"
+        elif "/metrics/" in name:
+            shown = "env/ENV/metrics/NAME"
+        elif name.startswith("reward/"):
             shown = "/".join(["reward/ENV", *("level_N" if "level_" in w else "FAMILY" for w in name.split("/")[2:])])
             shown = shown if name != "reward/coding-lists/mean" else "reward/ENV/mean"
         else:
