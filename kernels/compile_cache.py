@@ -154,7 +154,7 @@ def _hash_callees_first() -> None:
     """
     from triton.runtime import jit
 
-    finder = getattr(jit, "DependenciesFinder", None)
+    finder: Any = getattr(jit, "DependenciesFinder", None)
     update = getattr(finder, "_update_hash", None)
     if update is None or getattr(update, "callees_first", False):
         return

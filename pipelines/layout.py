@@ -61,9 +61,11 @@ def _of_stage(cluster: ClusterConfig, stage: StageConfig) -> list[str]:
 def _learner(cluster: ClusterConfig, stage: StageConfig) -> list[str]:
     """Ranks without a sequence in a step: ranks of a context axis share theirs, all others have their own."""
     steps = getattr(stage, "optimizer_steps", 1)
+    if not isinstance(stage, SFTConfig | RolloutStageConfig):
+        return []
     per_step = stage.batch_size // steps
     ranks = cluster.learner_actors // stage.trainer.context_parallel
-    if not isinstance(stage, SFTConfig | RolloutStageConfig) or ranks <= per_step:
+    if ranks <= per_step:
         return []
     return [
         f"{(ranks - per_step) * stage.trainer.context_parallel} of {cluster.learner_actors} learner_actors have no "

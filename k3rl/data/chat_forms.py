@@ -120,8 +120,8 @@ def _messages(columns: dict[str, Any], refused: Callable[..., DatasetError]) -> 
             raise refused(f"has no messages; it looks like {what}: {remedy}", min(keys))
     found = next((key for key in columns if nearest_key(key, ("messages",))), "")
     near = f", whose name is near to {found!r} here" if found else ""
-    keys = ", ".join(map(repr, list(columns)[:6])) or "no key"
-    raise refused(f"has no messages{near}; it has {keys}, and wanted is a list of {{role, content, ...}}", found)
+    there = ", ".join(map(repr, list(columns)[:6])) or "no key"
+    raise refused(f"has no messages{near}; it has {there}, and wanted is a list of {{role, content, ...}}", found)
 
 
 def _listed(value: Any, name: str, refused: Callable[..., DatasetError]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ class _Stages:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = [torch.empty(_STAGE_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
-        self._left = [torch.cuda.Event() for _ in range(2)]
+        self._left: list[torch.cuda.Event | None] = [None, None]  # recorded behind the copies from each
         self._current, self._used = 0, 0
 
     def send(self, host: Tensor) -> Tensor:
@@ -27,9 +27,11 @@ class _Stages:
         if host.nbytes > _STAGE_BYTES:
             return host.pin_memory().to(self._device, non_blocking=True)
         if self._used + host.nbytes > _STAGE_BYTES:
-            self._left[self._current].record()
+            left = self._left[self._current] = torch.cuda.Event()
+            left.record()
             self._current, self._used = 1 - self._current, 0
-            self._left[self._current].synchronize()
+            if (earlier := self._left[self._current]) is not None:
+                earlier.synchronize()
         part = self._memory[self._current][self._used : self._used + host.nbytes]
         self._used += -(-host.nbytes // _ALIGNMENT) * _ALIGNMENT
         staged = part.view(host.dtype).view(host.shape)

@@ -129,7 +129,8 @@ class MetricsWriter:
 
         They are kept in `metrics.superseded.jsonl` beside it. Whoever follows the file by an offset begins anew.
         """
-        kept, gone = [], []
+        kept: list[bytes] = []
+        gone: list[bytes] = []
         for row, _ in read_lines(self._path):
             redone = row.get("source") == source and isinstance(row.get("step"), int) and row["step"] >= step
             (gone if redone and "schema" not in row else kept).append(to_line(row))

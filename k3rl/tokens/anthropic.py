@@ -230,7 +230,7 @@ async def events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator
     async for chunk in chunks:
         if not begun:
             begun = True
-            empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
             yield {"type": "message_start", "message": {**_head(chunk), **empty}}
         if chunk.get("usage"):
             usage = _usage(chunk["usage"])

@@ -43,7 +43,7 @@ def z_of(x, largest, heat):
     return (x.to(tl.float64) - largest) / tl.where(heat == 0.0, 1.0, heat)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def scan_kernel(logits, maxima, sums, tokens, logits_t, parts, CHUNK: tl.constexpr):
     """maxima, sums float64 [B, parts] of each chunk."""
     begin()
@@ -55,7 +55,7 @@ def scan_kernel(logits, maxima, sums, tokens, logits_t, parts, CHUNK: tl.constex
     tl.store(maxima + row * parts + chunk, tl.max(tl.where(here, x, float("-inf")), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def total_kernel(maxima, sums, largest, finite, parts, PARTS: tl.constexpr):
     """largest, finite float64 [B] of each row; the largest of a row that is not finite is 0."""
     begin()
@@ -69,7 +69,7 @@ def total_kernel(maxima, sums, largest, finite, parts, PARTS: tl.constexpr):
     tl.store(finite + row, fine.to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["tokens", "shift"])
+@triton.jit(do_not_specialize=["tokens", "shift", "parts"])
 def search_kernel(
     logits, heat, min_p, largest, finite, bases, found, tokens, logits_t, parts, shift,
     CHUNK: tl.constexpr, MASS: tl.constexpr,
@@ -90,7 +90,7 @@ def search_kernel(
         tl.store(found + (row * parts + chunk) * 16 + j, above)
 
 
-@triton.jit(do_not_specialize=["shift"])
+@triton.jit(do_not_specialize=["shift", "parts"])
 def pick_kernel(found, targets, bases, parts, shift, PARTS: tl.constexpr):
     """Adds to the base int64 [B] of a row the largest digit whose sum is at least its target float64 [B], if any."""
     begin()
@@ -103,7 +103,7 @@ def pick_kernel(found, targets, bases, parts, shift, PARTS: tl.constexpr):
     tl.store(bases + row, tl.load(bases + row) + (best << shift))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def edge_kernel(
     logits, heat, min_p, largest, finite, bases, mass, above, equal, tokens, logits_t, parts, CHUNK: tl.constexpr
 ):
@@ -130,7 +130,7 @@ def mass_at(base, largest, heat):
     return tl.where(base == 0, 0.0, tl.exp(z))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def settle_kernel(
     heat, largest, bases, mass, above, equal, top_k, top_p, ranks, targets, stays, parts,
     PARTS: tl.constexpr, LAST: tl.constexpr,
@@ -163,7 +163,7 @@ def settle_kernel(
         tl.store(stays + row, room)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def finish_kernel(
     logits, heat, min_p, uniform, maxima, largest, finite, bases, mass, above, equal, stays, starts, kept, out,
     tokens, logits_t, parts, CHUNK: tl.constexpr, PARTS: tl.constexpr,
@@ -216,7 +216,7 @@ def finish_kernel(
     tl.store(out + row * 3 + 2, fine)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def list_kernel(
     logits, heat, min_p, largest, finite, bases, equal, stays, starts, rows, ids, tokens, logits_t, parts,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from k3rl.actors import EpisodeJob, RewardWorker, TaskRef
 from k3rl.config import ConfigError
+from k3rl.data import EpisodeColumns, without_turns
 from k3rl.envs import EnvConfig, Environment, Rubric, made, make
 from k3rl.envs.harness import answer_from
 from k3rl.envs.judge import HTTPEndpoint, JudgeConfig, JudgeFailed, judged, with_judge
@@ -395,7 +396,7 @@ def graded(url: str, answers: Sequence[str], **judge: Any) -> list[Any]:
         )
         for job, text in zip(jobs, answers, strict=True)
     ]
-    scores = worker.grade(jobs, episodes)
+    scores = worker.grade(jobs, EpisodeColumns.of(episodes), [without_turns(episode) for episode in episodes])
     worker._grader.close()
     return [scores[job.episode_id] for job in jobs]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from contextlib import nullcontext
 from typing import get_args
 
@@ -14,6 +15,7 @@ from k3rl.envs import make
 from k3rl.envs.config import Sandbox
 from k3rl.envs.sandbox import SandboxUnavailable
 from k3rl.envs.sandbox.providers import NAMES
+from k3rl.model import K3Config
 from k3rl.pipelines import ModelConfig, RLConfig, session
 from k3rl.pipelines.configs import EnvConfig
 from k3rl.run import RunOptions
@@ -25,7 +27,7 @@ def checkpoint(tmp_path):
     """What of a checkpoint a session reads: one whose tokens are all bytes."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(K3Config.named("k3-nano").to_dict()))
     ranks = b"\n".join(b"%s %d" % (base64.b64encode(bytes([value])), value) for value in range(256))
     (folder / "tiktoken.model").write_bytes(ranks)
     return folder

@@ -50,13 +50,15 @@ def conversations(draw):
         said.append({"role": "user", "content": draw(plain_texts | parts)})
         if draw(st.booleans()):
             said[-1]["name"] = draw(names)
-        turn = {"role": "assistant", "content": draw(plain_texts | st.none())}
+        turn = {"role": "assistant", "content": draw(plain_texts)}
         calls = []
         for name in draw(st.lists(names, max_size=2)):
             arguments = draw(objects | objects.map(json.dumps) | objects.map(lambda v: json.dumps(v, indent=1)))
             call = {"name": name, "arguments": arguments}
             calls.append({"id": f"functions.{name}:{count}", "type": "function", "function": call})
             count += 1
+        if calls and draw(st.booleans()):
+            turn["content"] = None
         said.append(turn | ({"tool_calls": calls} if calls else {}))
         for call in calls:
             result = {"role": "tool", "tool_call_id": call["id"], "content": draw(plain_texts)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,13 +29,18 @@ class RequestError(K3Error, ValueError):
         return error_object(str(self), self.status, self.code, self.param)
 
 
+def _names(part: int | str) -> bool:
+    """Whether a place in a body is named, and not one of the forms that it may have (`NamedTool`, `literal[...]`)."""
+    return isinstance(part, int) or (part.isidentifier() and not part[0].isupper())
+
+
 def request_error(error: Exception, code: str | None = None) -> RequestError:
     """A RequestError as it is, and one of MALFORMED as a RequestError with this code."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(map(str, takewhile(_names, first["loc"])))
         return RequestError(f"{where or 'the body'}: {first['msg']}", code=code, param=where or None)
     return RequestError(str(error), code=code, param="messages")
 
