@@ -27,9 +27,11 @@ def checkpoint(tmp_path):
     """What of a checkpoint a session reads: one whose tokens are all bytes."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(K3Config.named("k3-nano").to_dict()))
     ranks = b"\n".join(b"%s %d" % (base64.b64encode(bytes([value])), value) for value in range(256))
     (folder / "tiktoken.model").write_bytes(ranks)
+    tokenizer = Tokenizer.load(folder)
+    ends = {"bos_token_id": tokenizer.special("bos"), "eos_token_id": tokenizer.special("eos")}
+    (folder / "config.json").write_text(json.dumps(K3Config.named("k3-nano").replace(**ends).to_dict()))
     return folder
 
 
